@@ -1,0 +1,42 @@
+# Everything happens in .venv, made from python3 and constraints.txt on first use.
+# For a machine without an NVIDIA GPU, the smaller torch: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/.for-demo
+	$(BIN)/ampguard run --out ampguard-runs/demo-$$(date +%Y%m%d-%H%M%S) examples/mae_photos.py
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: .venv/.for-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.for-test
+	@for figure in bench/*/run.py; do echo "== $$figure"; $(BIN)/python $$figure || exit 1; done
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned versions need Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing torch and the build tools into .venv (once; some minutes) ..."
+	@$(INSTALL) torch
+	@$(INSTALL) hatchling editables
+	@touch $@
+
+.venv/.for-demo: .venv/.torch pyproject.toml
+	@$(INSTALL) --no-build-isolation -e '.[examples]'
+	@touch $@
+
+.venv/.for-test: .venv/.torch pyproject.toml
+	@echo "installing what the tests need into .venv (once) ..."
+	@$(INSTALL) --no-build-isolation -e '.[examples,dev,frameworks]'
+	@touch $@ .venv/.for-demo

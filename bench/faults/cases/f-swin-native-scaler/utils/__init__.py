@@ -1,0 +1,2 @@
+from .scaler import NativeScalerWithGradNormCount
+from .meter import AverageMeter

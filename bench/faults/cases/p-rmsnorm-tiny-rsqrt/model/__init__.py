@@ -1,0 +1,3 @@
+from .lm import MiniLM
+
+__all__ = ["MiniLM"]

@@ -1,0 +1,34 @@
+"""The fault barrier: whatever goes wrong inside ampguard stays inside ampguard.
+
+Every call from a script's thread into the guard goes through it. A fault is told once, the guard switches itself off,
+and the script goes on as if it had never been watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class FaultBarrier:
+    """Catches every exception but `StopRun`, `KeyboardInterrupt` and `SystemExit`."""
+
+    def __init__(self, on_fault: Callable[[Exception], None]) -> None:
+        self._on_fault = on_fault
+        self.tripped = False
+
+    def call(self, function: Callable[..., T], *args: Any) -> T | None:
+        """`function(*args)`, or None where the guard is off or has just failed."""
+        if self.tripped:
+            return None
+        try:
+            return function(*args)
+        except Exception as fault:
+            self.tripped = True
+            try:
+                self._on_fault(fault)
+            except Exception:  # noqa: S110  the report of a fault must not become a second fault
+                pass
+            return None

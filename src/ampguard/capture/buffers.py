@@ -1,0 +1,93 @@
+"""Buffers around a root call: their value from before it, and whether the call poisoned them.
+
+BatchNorm's running statistics take in the very forward pass that fails, so a replay needs them as they were. Only
+buffers that calls really change are copied; which those are, their version counters tell.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.capture.record import SavedBuffer, version_of
+from ampguard.numerics import is_finite
+
+FIRST_CALL_COPY = 1 << 16
+"""Elements up to which a buffer is copied before it is known whether calls change it."""
+
+RESCAN_CALLS = 256
+
+
+@dataclass(slots=True)
+class _Watched:
+    places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)
+    changing: set[tuple[int, str]] = field(default_factory=set)
+    calls: int = 0
+
+
+class BufferWatch:
+    """Remembers, per root module, where its buffers hang and which of them its calls change."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+        self._poisoned: set[tuple[int, str]] = set()
+
+    def before_call(self, module: nn.Module) -> list[SavedBuffer]:
+        """The buffers of `module` as they are now, with copies of those that its calls change."""
+        watched = self._watched.get(module)
+        if watched is None:
+            watched = self._watched[module] = _Watched()
+        if watched.calls % RESCAN_CALLS == 0:
+            watched.places = [
+                (owner._buffers, name, f"{path}.{name}" if path else name)
+                for path, owner in module.named_modules()
+                for name in owner._buffers
+            ]
+        first = watched.calls == 0
+        watched.calls += 1
+        saved = []
+        for owner, name, _ in watched.places:
+            tensor = owner.get(name)
+            if tensor is not None:
+                changes = (id(owner), name) in watched.changing
+                keep = changes or (first and tensor.numel() <= FIRST_CALL_COPY)
+                copy = tensor.detach().clone() if keep else None
+                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), copy))
+        return saved
+
+    def after_call(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[str, Tensor]]:
+        """Note which buffers the call changed; return those that it turned non-finite, for the first time."""
+        watched = self._watched.get(module)
+        if watched is None or not saved:
+            return []
+        changed: list[tuple[SavedBuffer, Tensor]] = []
+        for buffer in saved:
+            now = buffer.owner.get(buffer.name)
+            if now is None or (now is buffer.tensor and version_of(now) == buffer.version):
+                buffer.copy = None  # unchanged: the live one serves, and holds no memory
+                continue
+            watched.changing.add((id(buffer.owner), buffer.name))
+            if now.is_floating_point() and now.device.type == "cpu":
+                changed.append((buffer, now))
+        if not changed or _all_finite([now for _, now in changed]):
+            return []
+        paths = {(id(owner), name): path for owner, name, path in watched.places}
+        poisoned = []
+        for buffer, now in changed:
+            key = (id(buffer.owner), buffer.name)
+            if key in self._poisoned or buffer.copy is None or not is_finite(buffer.copy) or is_finite(now):
+                continue
+            self._poisoned.add(key)
+            poisoned.append((paths.get(key, buffer.name), now))
+        return poisoned
+
+
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """One look for many small tensors."""
+    same = all(t.dtype == tensors[0].dtype for t in tensors)
+    if same and sum(t.numel() for t in tensors) <= FIRST_CALL_COPY:
+        return is_finite(torch.cat([t.detach().reshape(-1) for t in tensors]))
+    return all(is_finite(t) for t in tensors)

@@ -1,0 +1,238 @@
+"""Where the guard listens in: PyTorch's own functions, wrapped while it is on and put back after it.
+
+Each probe installs, observes, undoes. After `undo()` every patched attribute is the original object again, unless
+somebody else has replaced it since: then theirs stays, and ours, still underneath, only passes calls on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.recorder import FlightRecorder
+
+
+class Patches:
+    """Replaced attributes, and what stood there."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Put `make(original)` in place of `owner.name`."""
+        original = owner.__dict__[name] if name in vars(owner) else getattr(owner, name)
+        replacement = make(original)
+        setattr(owner, name, replacement)
+        self._done.append((owner, name, original, replacement))
+
+    def undo(self) -> None:
+        for owner, name, original, replacement in reversed(self._done):
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, original)
+        self._done.clear()
+
+
+class Probes:
+    """All probes of one recorder."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+        self._patches = Patches()
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Begin to observe."""
+        self._watch_modules()
+        self._watch_backward()
+        self._watch_scaler()
+        self._watch_optimizers()
+        self._watch_loaders()
+        self._watch_mode_switches()
+        self._recorder.active = True
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def undo(self) -> None:
+        """Put back every patched attribute and take the tape off the stack."""
+        self._recorder.active = False
+        self._recorder.tape.leave()
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _in_child(self) -> None:
+        """A forked process (a DataLoader worker) is not the guarded one."""
+        self._recorder.active = False
+        self._recorder.tape.abandon()
+
+    def _watch_modules(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                root = guarded(recorder.enter_root, module, args, kwargs)
+                recorder.paused = True
+                try:
+                    if recorder.live is not None and root is not None:
+                        with recorder.live.watch(root):
+                            output = original(module, *args, **kwargs)
+                    else:
+                        output = original(module, *args, **kwargs)
+                except BaseException as error:
+                    recorder.paused = False
+                    if root is not None:
+                        guarded(recorder.root_raised, root, error)
+                    raise
+                finally:
+                    recorder.paused = False
+                if root is not None:
+                    guarded(recorder.leave_root, root, output)
+                return output
+
+            def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+                if recorder.paused or torch.compiler.is_compiling() or not recorder.active:
+                    return original(self, *args, **kwargs)
+                return root_call(self, args, kwargs)
+
+            return __call__
+
+        self._patches.replace(nn.Module, "__call__", watch)
+
+    def _watch_backward(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    return original(tensors, *args, **kwargs)
+                guarded(recorder.before_backward, tensors)
+                recorder.paused = True
+                try:
+                    return original(tensors, *args, **kwargs)
+                finally:
+                    recorder.paused = False
+                    guarded(recorder.after_backward)
+
+            return backward
+
+        def watch_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def grad(*args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    return original(*args, **kwargs)
+                guarded(recorder.tape.leave)
+                recorder.paused = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    recorder.paused = False
+                    guarded(recorder.resume_tape)
+
+            return grad
+
+        self._patches.replace(torch.autograd, "backward", watch_backward)
+        self._patches.replace(torch.autograd, "grad", watch_grad)
+
+    def _watch_scaler(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def scale(self: Any, outputs: Any) -> Any:
+                scaled = original(self, outputs)
+                if recorder.active:
+                    guarded(recorder.note_scaled, outputs, scaled)
+                return scaled
+
+            return scale
+
+        def watch_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                if not recorder.active:
+                    return original(self, optimizer, *args, **kwargs)
+                before = recorder.attempts
+                guarded(recorder.before_update)
+                result = original(self, optimizer, *args, **kwargs)
+                if recorder.attempts == before:  # skipped: the optimizer's own hooks did not run
+                    guarded(recorder.after_update, optimizer)
+                return result
+
+            return step
+
+        self._patches.replace(torch.amp.GradScaler, "scale", watch_scale)
+        self._patches.replace(torch.amp.GradScaler, "step", watch_step)
+
+    def _watch_optimizers(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if recorder.active:
+                guarded(recorder.before_update)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if recorder.active:
+                guarded(recorder.after_update, optimizer)
+
+        def watch_init(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+                original(self, *args, **kwargs)
+                if recorder.active:
+                    guarded(recorder.steps.created, self)
+
+            return __init__
+
+        add_before, add_after = compat.optimizer_step_hooks()
+        self._handles += [add_before(before), add_after(after)]
+        self._patches.replace(Optimizer, "__init__", watch_init)
+
+    def _watch_loaders(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __next__(self: Any) -> Any:  # noqa: N807
+                if recorder.paused or not recorder.active:
+                    return original(self)
+                guarded(recorder.tape.leave)
+                recorder.paused = True
+                try:
+                    batch = original(self)
+                finally:
+                    recorder.paused = False
+                guarded(recorder.note_batch, batch)
+                return batch
+
+            return __next__
+
+        for iterator in compat.loader_iterators():
+            self._patches.replace(iterator, "__next__", watch)
+
+    def _watch_mode_switches(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def train(self: nn.Module, mode: bool = True) -> Any:
+                if recorder.suspects and recorder.active and not recorder.paused and self.training != mode:
+                    guarded(recorder.settle_all)
+                return original(self, mode)
+
+            return train
+
+        self._patches.replace(nn.Module, "train", watch)

@@ -1,0 +1,269 @@
+"""StepRecord: what is kept of a step so that it can be run again.
+
+A step is a list of events in the order in which they happened: calls of root modules (`RootCall`) and operators that
+ran outside every module (`GlueOp`). Tensors that an earlier event made are named by `Ref`; all others are `Held`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.incident import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The `output`-th tensor that event number `event` returned."""
+
+    event: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that no recorded event made, and its version counter when it was used.
+
+    `copy` is its value at that time where the event itself was about to overwrite it.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None = None
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the value that the event saw can still be had."""
+        return self.copy is not None or version_of(self.tensor) == self.version
+
+    @property
+    def value(self) -> Tensor:
+        return self.tensor if self.copy is None else self.copy
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of running code, kept as cheaply as possible; `location()` looks the text up."""
+
+    code: CodeType
+    number: int
+
+    def location(self) -> Location:
+        file = self.code.co_filename
+        name = getattr(self.code, "co_qualname", self.code.co_name)
+        function = name.replace("<locals>.", "")
+        return Location(file, self.number, function, linecache.getline(file, self.number).strip())
+
+
+@dataclass(frozen=True, slots=True)
+class RngStates:
+    """Where each random stream stood. `python` and `numpy` are None where the call does not draw from them."""
+
+    torch_cpu: Tensor
+    torch_cuda: tuple[tuple[int, Tensor], ...] = ()
+    python: Any = None
+    numpy: Any = None
+
+
+def cuda_rng_states() -> tuple[tuple[int, Tensor], ...]:
+    """The states of the CUDA generators in use; reading them does not wait for the device."""
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple((i, g.get_state()) for i, g in enumerate(torch.cuda.default_generators))
+
+
+def torch_rng_states() -> RngStates:
+    """PyTorch's own streams as they stand now."""
+    return RngStates(torch.default_generator.get_state(), cuda_rng_states())
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The thread's modes when an event ran."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The low precision in use, or None outside autocast."""
+        return next((dtype for _, enabled, dtype in self.autocast if enabled), None)
+
+
+@dataclass(slots=True)
+class SavedBuffer:
+    """A buffer before a call: the tensor object that the module held, its version, and its value if calls change it."""
+
+    owner: dict[str, Tensor | None]
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+
+@dataclass(slots=True)
+class RootCall:
+    """A call of a module while no other module was running."""
+
+    index: int
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    modes: Modes
+    rng: RngStates
+    training: bool
+    buffers: list[SavedBuffer]
+    line: Line | None
+    prefix: str
+    updates_before: int
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    floating: list[bool] = field(default_factory=list)
+    error: BaseException | None = None
+    done: bool = False
+
+
+@dataclass(slots=True)
+class GlueOp:
+    """An ATen operator that ran outside every module."""
+
+    index: int
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: Line | None
+    grad: bool
+    rng: RngStates | None = None
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    floating: list[bool] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+Event: TypeAlias = RootCall | GlueOp
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The events of one step, in order. `complete` is False where some operator ran unrecorded."""
+
+    events: list[Event] = field(default_factory=list)
+    complete: bool = True
+
+    def event(self, index: int) -> Event | None:
+        if not self.events:
+            return None
+        position = index - self.events[0].index
+        if 0 <= position < len(self.events) and self.events[position].index == index:
+            return self.events[position]
+        return next((event for event in self.events if event.index == index), None)
+
+
+@dataclass(frozen=True, slots=True)
+class BadResult:
+    """A result that must not be: what `investigate` starts from.
+
+    `kind`: a loss, an output in evaluation, a buffer that a call poisoned, or an operator that PyTorch refused to run.
+    """
+
+    kind: Literal["loss", "output", "buffer", "raised"]
+    mode: Literal["train", "eval"]
+    step: int
+    record: StepRecord
+    targets: tuple[Ref | Held, ...]
+    error: BaseException | None = None
+    names: tuple[str, ...] = ()
+
+
+def version_of(tensor: Tensor) -> int:
+    """The tensor's version counter; -1 for inference tensors, which keep none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:
+    """A copy of `tree` (lists, tuples, dicts, dataclasses, nested) with every tensor replaced by `visit(tensor)`.
+
+    Containers are copied, so that a script that changes its batch afterwards does not change the record. Objects of
+    other types are kept as they are.
+    """
+    if isinstance(tree, Tensor):
+        return visit(tree)
+    if tree is None or isinstance(tree, (str, int, float, bool, torch.dtype, torch.device)):
+        return tree
+    if isinstance(tree, dict):
+        copies = {key: map_tensors(value, visit) for key, value in tree.items()}
+        return copies if type(tree) is dict else _rebuilt(tree, copies)
+    if isinstance(tree, tuple):
+        items = [map_tensors(value, visit) for value in tree]
+        if type(tree) is tuple:
+            return tuple(items)
+        return type(tree)(*items) if hasattr(tree, "_fields") else _try_rebuild(type(tree), items, tree)
+    if isinstance(tree, list):
+        items = [map_tensors(value, visit) for value in tree]
+        return items if type(tree) is list else _try_rebuild(type(tree), items, tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        import copy
+
+        clone = copy.copy(tree)
+        for f in dataclasses.fields(tree):
+            if hasattr(tree, f.name):
+                object.__setattr__(clone, f.name, map_tensors(getattr(tree, f.name), visit))
+        return clone
+    return tree
+
+
+def _rebuilt(tree: dict[Any, Any], copies: dict[Any, Any]) -> Any:
+    import copy
+
+    try:
+        clone = copy.copy(tree)
+        for key, value in copies.items():
+            dict.__setitem__(clone, key, value)
+            if isinstance(key, str) and key in getattr(clone, "__dict__", ()):
+                clone.__dict__[key] = value
+    except Exception:
+        return copies
+    return clone
+
+
+def _try_rebuild(kind: type, items: list[Any], original: Any) -> Any:
+    try:
+        return kind(items)
+    except Exception:
+        return original
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Every tensor in a result, in a fixed order: containers, dataclasses, and the attributes of plain objects."""
+    found: list[Tensor] = []
+    _collect(tree, found, depth=0)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor], depth: int) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif tree is None or isinstance(tree, (str, int, float, bool, nn.Module)) or depth > 6:
+        return
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _collect(value, found, depth + 1)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, found, depth + 1)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for f in dataclasses.fields(tree):
+            _collect(getattr(tree, f.name, None), found, depth + 1)
+    elif depth <= 1 and hasattr(tree, "__dict__") and not callable(tree):
+        for value in vars(tree).values():
+            _collect(value, found, depth + 1)

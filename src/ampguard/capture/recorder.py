@@ -1,0 +1,595 @@
+"""The flight recorder: what is kept of the running step, and when its result is looked at.
+
+A healthy step pays at its edges: entering and leaving a root module, the few operators outside it, the backward call
+and the optimizer. Nothing here writes to a tensor of the script. Every entry point is called by a probe, which
+catches whatever goes wrong here (see `probes`), so an error never reaches the training.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.buffers import BufferWatch
+from ampguard.capture.frames import user_line
+from ampguard.capture.record import (
+    BadResult,
+    Event,
+    GlueOp,
+    Held,
+    Modes,
+    Ref,
+    RngStates,
+    RootCall,
+    StepRecord,
+    cuda_rng_states,
+    map_tensors,
+    tensors_in,
+    version_of,
+)
+from ampguard.capture.steps import StepCounter
+from ampguard.capture.tape import GlueTape
+from ampguard.numerics import is_finite
+
+MAX_EVENTS = 4096
+"""Events kept of one step; beyond it the record is incomplete."""
+
+FREE_GLUE_OPS = 96
+"""Operators between a module and backward that are always taped; more only while they cost next to nothing."""
+
+TAPED_OP_SECONDS = 6e-6
+GLUE_TIME_SHARE = 0.01
+PREFIX_OPS = 48
+"""Operators before the first module of a step (preprocessing) that are taped."""
+
+
+class Listener(Protocol):
+    """Who is told what the recorder saw. `on_bad` may take its time: the training waits for it."""
+
+    def on_bad(self, bad: BadResult) -> None: ...
+    def on_step(self, step: int) -> None: ...
+    def on_forward(self) -> None: ...
+
+
+class LiveTracer(Protocol):
+    """Sees operators while the step runs: for steps that cannot be replayed."""
+
+    def watch(self, event: Event) -> AbstractContextManager[Any]: ...
+    def begin_step(self) -> None: ...
+
+
+class FlightRecorder:
+    """Keeps the events of the current step and judges its results."""
+
+    def __init__(self, listener: Listener, barrier: FaultBarrier) -> None:
+        self.listener = listener
+        self.barrier = barrier
+        self.active = False
+        self.paused = False
+        """True inside a root call, a backward, a batch fetch or an investigation: nested calls are nobody's business."""
+        self.record = StepRecord()
+        self.tape = GlueTape(self)
+        self.steps = StepCounter()
+        self.buffers = BufferWatch()
+        self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.suspects: list[BadResult] = []
+        self.last_batch: Any = None
+        self.live: LiveTracer | None = None
+        self.last_good_step: int | None = None
+        self.step_seconds = 0.0
+        self.thread: int | None = None
+        self._next_index = 0
+        self._producers: dict[int, tuple[weakref.ref[Tensor], Ref]] = {}
+        self._closed_until = 0
+        self._updates = 0
+        self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
+        self._step_started = time.perf_counter()
+        self._glue_ops = 0
+        self._glue_limit = MAX_EVENTS
+        self._prefix_enabled = True
+        self._draws: dict[int, tuple[bool, int]] = {}
+        self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    # --- root calls -------------------------------------------------------------------------------------------------
+
+    def enter_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
+        """Keep what a call of `module` needs to be run again. None where it is not to be recorded."""
+        if compat.in_backward() or compat.in_functorch():
+            return None
+        thread = threading.get_ident()
+        if self.thread is None:
+            self.thread = thread
+        elif self.thread != thread:
+            return None
+        self.tape.leave()
+        if compat.dispatch_depth():
+            return None  # the script watches this call with a dispatch mode of its own
+        if self.steps.forward_begins():
+            self._end_iteration()
+            self.tape.leave()
+        self._settle(module)
+        self.listener.on_forward()
+        self._forget_finished()
+        frame = sys._getframe(2)
+        modes = current_modes()
+        root = RootCall(
+            index=self._claim_index(),
+            module=module,
+            args=map_tensors(args, self._name),
+            kwargs=map_tensors(kwargs, self._name) if kwargs else {},
+            modes=modes,
+            rng=self._rng_states(module),
+            training=module.training,
+            buffers=self.buffers.before_call(module),
+            line=user_line(frame),
+            prefix=self._prefix(module, frame),
+            updates_before=self._updates,
+        )
+        self._append(root)
+        return root
+
+    def leave_root(self, root: RootCall, output: Any) -> None:
+        """Note what the call returned, and look at it where nothing else will."""
+        root.done = True
+        outputs = tensors_in(output)
+        root.outputs = [weakref.ref(tensor) for tensor in outputs]
+        root.floating = [tensor.is_floating_point() for tensor in outputs]
+        for position, tensor in enumerate(outputs):
+            self._define(tensor, Ref(root.index, position))
+        self._note_random_draws(root)
+        poisoned = self.buffers.after_call(root.module, root.buffers)
+        if poisoned:
+            self.suspects.append(
+                BadResult(
+                    "buffer",
+                    "train" if root.modes.grad else "eval",
+                    self.steps.count,
+                    self._slice(),
+                    tuple(Held(tensor, version_of(tensor)) for _, tensor in poisoned),
+                    names=tuple(name for name, _ in poisoned),
+                )
+            )
+        if not root.modes.grad and root.module not in self._innocent:
+            bad = [i for i, t in enumerate(outputs) if t.is_floating_point() and not is_finite(t)]
+            if bad:
+                refs = tuple(Ref(root.index, i) for i in bad)
+                self.suspects.append(BadResult("output", "eval", self.steps.count, self._slice(), refs))
+        self.tape.enter(self._glue_limit)
+
+    def root_raised(self, root: RootCall, error: BaseException) -> None:
+        """A module raised. PyTorch refuses constants that do not fit a half: that is a diagnosis, others are not."""
+        root.error = error
+        self._raised(root, error)
+
+    def _raised(self, event: Event, error: BaseException) -> None:
+        if is_conversion_refusal(error):
+            mode = "train" if torch.is_grad_enabled() else "eval"
+            self._report(
+                BadResult("raised", mode, self.steps.count, self._slice(), (Ref(event.index, 0),), error=error)
+            )
+
+    # --- glue -------------------------------------------------------------------------------------------------------
+
+    def tape_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngStates | None) -> GlueOp | None:
+        """Keep one operator that is about to run outside every module. Called by the tape."""
+        if len(self.record.events) >= MAX_EVENTS:
+            self.record.complete = False
+            return None
+        self._glue_ops += 1
+        overwritten = self.tape.overwritten(func)
+        if overwritten:
+            args = tuple(self._copied(a) if i in overwritten else a for i, a in enumerate(args))
+        op = GlueOp(
+            index=self._claim_index(),
+            func=func,
+            args=tuple(self._named(a) for a in args),
+            kwargs={k: self._named(v) for k, v in kwargs.items()} if kwargs else {},
+            line=user_line(sys._getframe(2)),
+            grad=torch.is_grad_enabled(),
+            rng=rng,
+        )
+        self._append(op)
+        return op
+
+    def taped(self, op: GlueOp, output: Any) -> None:
+        """Note what the taped operator returned."""
+        if isinstance(output, Tensor):
+            op.outputs = [weakref.ref(output)]
+            op.floating = [output.is_floating_point()]
+            self._define(output, Ref(op.index, 0))
+        elif isinstance(output, (tuple, list)):
+            for position, tensor in enumerate(output):
+                if isinstance(tensor, Tensor):
+                    self._define(tensor, Ref(op.index, position))
+                    op.outputs.append(weakref.ref(tensor))
+                    op.floating.append(tensor.is_floating_point())
+
+    def glue_raised(self, op: GlueOp, error: BaseException) -> None:
+        op.error = error
+        self._raised(op, error)
+
+    def tape_exhausted(self) -> None:
+        """The tape met more operators than it may follow."""
+        self.record.complete = False
+        if not any(isinstance(event, RootCall) for event in self.record.events):
+            self._prefix_enabled = False
+
+    def read(self, tensor: Tensor, value: Any) -> None:
+        """The script read a number from the device, the way a loss is looked at (`loss.item()`)."""
+        if not isinstance(value, float) or value - value == 0.0:
+            return
+        ref = self.lookup(tensor)
+        if ref is None or not self._comes_from_a_root(ref):
+            return
+        mode = "train" if self._wants_gradient(ref) else "eval"
+        self.suspects.append(BadResult("loss", mode, self.steps.count, self._slice(), (ref,)))
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def note_scaled(self, loss: Any, scaled: Any) -> None:
+        """Remember which loss a scaled loss was made from."""
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            self.loss_of_scaled[id(scaled)] = (weakref.ref(scaled), loss)
+
+    def before_backward(self, tensors: Any) -> None:
+        """Judge the loss before it is differentiated: everything that made it is still as it was."""
+        self.tape.leave()
+        if self.thread is not None and threading.get_ident() != self.thread:
+            return
+        bad: list[Ref | Held] = []
+        for tensor in [tensors] if isinstance(tensors, Tensor) else list(tensors):
+            loss = self._unscaled(tensor)
+            if loss.is_floating_point() and not is_finite(loss):
+                bad.append(self.lookup(loss) or Held(loss, version_of(loss)))
+        self._drop_teachers()
+        if bad:
+            self._report(BadResult("loss", "train", self.steps.count, self._slice(), tuple(bad)))
+        else:
+            self.last_good_step = self.steps.count
+        self.settle_all()
+
+    def after_backward(self) -> None:
+        """The graph is used up: events before now are kept only while their results are."""
+        self._closed_until = self._next_index
+        self.loss_of_scaled.clear()
+        if self.live is not None:
+            self.live.begin_step()
+        self.steps.differentiated()
+
+    def _unscaled(self, tensor: Tensor) -> Tensor:
+        known = self.loss_of_scaled.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else tensor
+
+    # --- optimizer and steps ----------------------------------------------------------------------------------------
+
+    @property
+    def attempts(self) -> int:
+        """Optimizer steps attempted so far."""
+        return self._updates
+
+    def before_update(self) -> None:
+        """An optimizer is about to change its parameters."""
+        self.tape.leave()
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's step was attempted (a step that the scaler skipped included)."""
+        self._updates += 1
+        self._stepped.append((self._updates, weakref.ref(optimizer)))
+        del self._stepped[:-64]
+        if self.steps.attempted(optimizer):
+            self._end_iteration()
+
+    def stepped_since(self, update: int) -> list[torch.optim.Optimizer]:
+        """The optimizers that stepped after update number `update`."""
+        live = (ref() for number, ref in self._stepped if number > update)
+        return [optimizer for optimizer in live if optimizer is not None]
+
+    def _end_iteration(self) -> None:
+        now = time.perf_counter()
+        seconds = now - self._step_started
+        self._step_started = now
+        self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
+        allowed = int(GLUE_TIME_SHARE * self.step_seconds / TAPED_OP_SECONDS)
+        if self.steps.count > 2:
+            self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
+        self._glue_ops = 0
+        self.listener.on_step(self.steps.count)
+        if self._prefix_enabled and self.thread == threading.get_ident() and not self.paused:
+            self.tape.enter(PREFIX_OPS)
+
+    def note_batch(self, batch: Any) -> None:
+        """A batch left the DataLoader; what the script computes from it before the first module is taped."""
+        self.last_batch = map_tensors(batch, weakref.ref)
+        if self._prefix_enabled and self.thread == threading.get_ident():
+            self.tape.enter(PREFIX_OPS)
+
+    def resume_tape(self) -> None:
+        """Go on taping after `torch.autograd.grad` in the middle of a loss."""
+        if self.thread == threading.get_ident() and not self.paused:
+            self.tape.enter(self._glue_limit)
+
+    def pause_clock(self, seconds: float) -> None:
+        """Time that ampguard itself took does not count as the script's step."""
+        self._step_started += seconds
+
+    # --- suspects ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, module: nn.Module) -> None:
+        """A new root call begins: what was bad before it and was never differentiated stays bad."""
+        self._suspect_discarded_losses(module)
+        if not self.suspects:
+            return
+        if any(bad.kind == "output" for bad in self.suspects) and torch.is_grad_enabled():
+            return  # perhaps a teacher's call in the middle of a training step: backward will tell
+        first = self.suspects[0]
+        root = self._root_of(first)
+        if first.kind == "loss" or root is None or root.module is module:
+            self.settle_all()
+
+    def settle_all(self) -> None:
+        """Report every suspect."""
+        suspects, self.suspects = self.suspects, []
+        for bad in suspects:
+            self._report(bad)
+
+    def flush(self) -> None:
+        """The script ends (or switches between training and evaluation): judge what is left."""
+        self.tape.leave()
+        self._suspect_discarded_losses(None)
+        self.settle_all()
+
+    def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
+        """A scalar that wants a gradient, never differentiated and bad: a loop that skips or stops on a bad loss."""
+        open_events = [e for e in self.record.events if e.index >= self._closed_until]
+        roots = [e for e in open_events if isinstance(e, RootCall)]
+        if not roots or any(bad.kind == "loss" for bad in self.suspects):
+            return
+        if module is not None and all(e.module is not module for e in roots):
+            return
+        for event in reversed(open_events):
+            for position, ref in enumerate(event.outputs):
+                tensor = ref()
+                if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
+                    continue
+                if tensor.requires_grad and (tensor.device.type == "cpu" or module is None) and not is_finite(tensor):
+                    self.suspects.append(
+                        BadResult("loss", "train", self.steps.count, self._slice(), (Ref(event.index, position),))
+                    )
+                    return
+        last = roots[-1]
+        if module is None or module is last.module:
+            self._suspect_grad_enabled_evaluation(last)
+
+    def _suspect_grad_enabled_evaluation(self, root: RootCall) -> None:
+        """`model.eval()` without `no_grad`, and nothing was differentiated."""
+        if root.training or not root.modes.grad:
+            return
+        bad = [
+            i
+            for i, ref in enumerate(root.outputs)
+            if (t := ref()) is not None and t.is_floating_point() and not is_finite(t)
+        ]
+        if bad:
+            refs = tuple(Ref(root.index, i) for i in bad)
+            self.suspects.append(BadResult("output", "eval", self.steps.count, self._slice(), refs))
+
+    def _drop_teachers(self) -> None:
+        """A call under `no_grad` whose result reached this backward was no evaluation: the loss is the judge."""
+        if not self.suspects:
+            return
+        reached = self._events_behind_gradients()
+        self.suspects = [
+            bad
+            for bad in self.suspects
+            if bad.kind == "buffer"
+            or (bad.kind == "output" and not any(isinstance(t, Ref) and t.event in reached for t in bad.targets))
+        ]
+
+    def _events_behind_gradients(self) -> set[int]:
+        """Events from which a result that wants a gradient was made."""
+        reached: set[int] = set()
+        for event in reversed(self.record.events):
+            wants = event.index in reached or (event.modes.grad if isinstance(event, RootCall) else event.grad)
+            if wants:
+                reached |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+        return reached
+
+    def mark_innocent(self, module: nn.Module) -> None:
+        """This module's evaluation outputs hold infinities on purpose: do not ask again."""
+        self._innocent.add(module)
+
+    def _report(self, bad: BadResult) -> None:
+        paused, self.paused = self.paused, True
+        self.tape.leave()
+        started = time.perf_counter()
+        try:
+            self.listener.on_bad(bad)
+        finally:
+            self.paused = paused
+            self.pause_clock(time.perf_counter() - started)
+
+    # --- the record -------------------------------------------------------------------------------------------------
+
+    def lookup(self, tensor: Tensor) -> Ref | None:
+        """The event that made this very tensor object, if one did."""
+        known = self._producers.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _define(self, tensor: Tensor, ref: Ref) -> None:
+        self._producers[id(tensor)] = (weakref.ref(tensor), ref)
+
+    def _name(self, tensor: Tensor) -> Ref | Held:
+        known = self._producers.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        return Held(tensor, version_of(tensor))
+
+    def _named(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._name(value)
+        if isinstance(value, (list, tuple)):
+            return [self._named(item) for item in value]
+        return value
+
+    def _copied(self, value: Any) -> Any:
+        """An operand that the operator overwrites and that no event made: keep its value."""
+        if isinstance(value, Tensor) and self.lookup(value) is None and value.numel() <= 1 << 22:
+            return Held(value, version_of(value), value.detach().clone())
+        return value
+
+    def _claim_index(self) -> int:
+        index = self._next_index
+        self._next_index += 1
+        return index
+
+    def _append(self, event: Event) -> None:
+        self.record.events.append(event)
+
+    def _slice(self) -> StepRecord:
+        return StepRecord(list(self.record.events), self.record.complete)
+
+    def _forget_finished(self) -> None:
+        """Drop events before the last backward whose results nobody holds any more."""
+        events = self.record.events
+        if not events or events[0].index >= self._closed_until:
+            return
+        kept = [e for e in events if e.index >= self._closed_until or any(r() is not None for r in e.outputs)]
+        needed = {ref.event for e in kept for ref in refs_in((e.args, e.kwargs))}
+        for event in reversed(events):
+            if event.index in needed:
+                needed |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+        old_limit = self._closed_until - MAX_EVENTS // 2
+        kept_ids = {e.index for e in kept}
+        self.record.events = [e for e in events if (e.index in kept_ids or e.index in needed) and e.index > old_limit]
+        self.record.complete = True
+        live = {e.index for e in self.record.events}
+        self._producers = {k: v for k, v in self._producers.items() if v[1].event in live and v[0]() is not None}
+
+    def _comes_from_a_root(self, ref: Ref) -> bool:
+        """Whether floating-point values lead from a root call to this tensor (a count or an accuracy has none)."""
+        seen: set[int] = set()
+        stack = [ref.event]
+        while stack:
+            index = stack.pop()
+            if index in seen:
+                continue
+            seen.add(index)
+            event = self.record.event(index)
+            if isinstance(event, RootCall):
+                return True
+            if isinstance(event, GlueOp):
+                stack.extend(r.event for r in refs_in((event.args, event.kwargs)) if self._is_float(r))
+        return False
+
+    def _is_float(self, ref: Ref) -> bool:
+        event = self.record.event(ref.event)
+        return event is not None and ref.output < len(event.floating) and event.floating[ref.output]
+
+    def _wants_gradient(self, ref: Ref) -> bool:
+        event = self.record.event(ref.event)
+        if isinstance(event, RootCall):
+            return event.modes.grad
+        if isinstance(event, GlueOp):
+            return event.grad and any(self._wants_gradient(r) for r in refs_in((event.args, event.kwargs)))
+        return False
+
+    def _root_of(self, bad: BadResult) -> RootCall | None:
+        for target in bad.targets:
+            if isinstance(target, Ref):
+                event = bad.record.event(target.event)
+                if isinstance(event, RootCall):
+                    return event
+        return None
+
+    # --- surroundings -----------------------------------------------------------------------------------------------
+
+    def _rng_states(self, module: nn.Module) -> RngStates:
+        draws, calls = self._draws.get(id(module), (True, 0))
+        if not draws and calls % 64:
+            return RngStates(torch.default_generator.get_state(), cuda_rng_states())
+        numpy = sys.modules.get("numpy")
+        return RngStates(
+            torch.default_generator.get_state(),
+            cuda_rng_states(),
+            random.getstate(),
+            numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None,
+        )
+
+    def _note_random_draws(self, root: RootCall) -> None:
+        """Python's and numpy's streams are costly to save: stop where the module does not draw from them."""
+        draws, calls = self._draws.get(id(root.module), (True, 0))
+        if root.rng.python is not None:
+            numpy = sys.modules.get("numpy")
+            draws = random.getstate() != root.rng.python or (
+                numpy is not None and root.rng.numpy is not None and not _same_numpy(numpy, root.rng.numpy)
+            )
+        self._draws[id(root.module)] = (draws, calls + 1)
+
+    def _prefix(self, module: nn.Module, frame: Any) -> str:
+        """Where `module` hangs in the module whose method called it (`self.encoder(x)` in a LightningModule)."""
+        known = self._prefixes.get(module)
+        if known is None:
+            known = self._prefixes[module] = find_prefix(module, frame)
+        return known
+
+
+def refs_in(tree: Any) -> list[Ref]:
+    """Every reference to an earlier event in a tree of arguments."""
+    found: list[Ref] = []
+    stack = [tree]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Ref):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif hasattr(item, "__dataclass_fields__") and not isinstance(item, (Held, type)):
+            stack.extend(getattr(item, name, None) for name in item.__dataclass_fields__)
+    return found
+
+
+def is_conversion_refusal(error: BaseException) -> bool:
+    """PyTorch's refusal to put a constant into a type that cannot hold it (`masked_fill(half, -1e9)`)."""
+    return isinstance(error, RuntimeError) and "without overflow" in str(error)
+
+
+def current_modes() -> Modes:
+    """The calling thread's modes."""
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    return Modes(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+    )
+
+
+def _same_numpy(numpy: Any, state: Any) -> bool:
+    now = numpy.random.get_state(legacy=True)
+    return now[2] == state[2] and bool((now[1] == state[1]).all())
+
+
+def find_prefix(module: nn.Module, frame: Any) -> str:
+    """The dotted path of `module` from the nearest calling method's own module, "" where there is none."""
+    depth = 0
+    while frame is not None and depth < 12:
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(owner, nn.Module) and owner is not module:
+            for name, child in owner.named_modules():
+                if child is module and name:
+                    return name
+        frame = frame.f_back
+        depth += 1
+    return ""

@@ -1,0 +1,65 @@
+"""Counting iterations.
+
+An iteration is one attempted step of every optimizer in use: with several it ends when the last of them has stepped,
+and a step that the scaler skips counts. An accumulation window is one iteration.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch.optim import Optimizer
+
+
+class StepCounter:
+    """Counts the iterations that have ended."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._created: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._ever: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._provisional = 0
+        self._backward_without_optimizer = False
+
+    def created(self, optimizer: Optimizer) -> None:
+        """An optimizer exists and may be expected to step."""
+        self._created.add(optimizer)
+
+    def attempted(self, optimizer: Optimizer) -> bool:
+        """An optimizer's step was attempted. True where that ends an iteration."""
+        if optimizer in self._idle:  # it steps after all: what was counted without it was one longer iteration
+            self._idle.discard(optimizer)
+            self.count -= self._provisional
+            self._provisional = 0
+        repeated = optimizer in self._stepped
+        self._ever.add(optimizer)
+        self._stepped.add(optimizer)
+        waiting = [o for o in self._created if o not in self._stepped and o not in self._idle]
+        if waiting and repeated and all(o not in self._ever for o in waiting):
+            self._idle.update(waiting)  # made but never used
+            self.count += 1
+            self._provisional += 1
+            waiting = []
+        if waiting:
+            return False
+        self.count += 1
+        if self._idle and any(o not in self._ever for o in self._idle):
+            self._provisional += 1
+        self._stepped.clear()
+        return True
+
+    def differentiated(self) -> None:
+        """A backward pass ended; without any optimizer (parameters updated by hand) it stands for the step."""
+        self._backward_without_optimizer = not self._ever and not self._created
+
+    def forward_begins(self) -> bool:
+        """A module is called. True where that ends an iteration of a loop without an optimizer."""
+        if not self._backward_without_optimizer:
+            return False
+        self._backward_without_optimizer = False
+        if self._ever or self._created:
+            return False
+        self.count += 1
+        return True

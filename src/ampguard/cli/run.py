@@ -1,0 +1,94 @@
+"""`ampguard run [options] SCRIPT [ARGS...]` and `ampguard run [options] -m MODULE [ARGS...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from ampguard.run.protocols import GuardSession
+from ampguard.run.script import LateSession, ScriptTarget, execute
+
+
+class _RunCommand(click.Command):
+    """Options end at SCRIPT or at `-m MODULE`: what follows is the script's, whatever it looks like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._close_after_module(args))
+
+    def _close_after_module(self, args: list[str]) -> list[str]:
+        """Put `--` after `-m MODULE`, as click knows only a positional argument as the end of the options."""
+        with_value = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+        i = 0
+        while i < len(args) and args[i].startswith("-") and args[i] != "--":
+            takes_next = args[i] in with_value
+            after = i + (2 if takes_next else 1)
+            if args[i].startswith("-m") and after <= len(args):  # `-m mod` and `-mmod`, as python has it
+                return [*args[:after], "--", *args[after:]]
+            i = after
+        return args
+
+
+@click.command(
+    name="run",
+    cls=_RunCommand,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+)
+@click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m MODULE` does.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Stop cleanly after N iterations.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The run folder; new or empty.  [default: ampguard-runs/<date>-<script>]",
+)
+@click.option(
+    "--max-incidents",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=5,
+    show_default=True,
+    help="How many incidents are investigated in full; more are counted.",
+)
+@click.option(
+    "--on-nonfinite",
+    type=click.Choice(["observe", "stop"]),
+    default="observe",
+    show_default=True,
+    help="observe: report and let the script go on. stop: end it at the first error, with exit status 3.",
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+def command(
+    module: str | None,
+    steps: int | None,
+    out: Path | None,
+    max_incidents: int,
+    on_nonfinite: Literal["observe", "stop"],
+    words: tuple[str, ...],
+) -> Callable[[], int]:
+    """Run SCRIPT as Python would, and explain the first bad number that reaches its loss, gradients or outputs.
+
+    Options after SCRIPT (or after -m MODULE) belong to the script. The exit status is the script's own.
+    """
+    target = _target(module, words)
+
+    def session() -> GuardSession:
+        from ampguard.run.session import RunOptions, Session  # here: `--help` need not wait for torch
+
+        options = RunOptions(
+            out=out, steps=steps, max_incidents=max_incidents, on_nonfinite=on_nonfinite, script_name=target.stem
+        )
+        return Session(options)
+
+    return lambda: execute(target, LateSession(session))
+
+
+def _target(module: str | None, words: tuple[str, ...]) -> ScriptTarget:
+    if module is not None:
+        return ScriptTarget(module, words, is_module=True)
+    if not words:
+        raise click.UsageError("Missing argument 'SCRIPT' (or -m MODULE).")
+    return ScriptTarget(words[0], words[1:])

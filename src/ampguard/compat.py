@@ -1,0 +1,119 @@
+"""Every private PyTorch name that ampguard touches, each detected by asking, never by version number.
+
+A name that is missing gives the harmless answer: ampguard then sees less, the training goes on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_current_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+_dispatch_depth: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_functorch = getattr(torch._C, "_functorch", None)
+_peek_interpreter: Callable[[], object | None] | None = getattr(_functorch, "peek_interpreter_stack", None)
+_top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return _current_graph_task_id is not None and _current_graph_task_id() != -1
+
+
+def dispatch_depth() -> int:
+    """How many TorchDispatchModes are active on this thread."""
+    return _dispatch_depth() if _dispatch_depth is not None else 0
+
+
+def is_top_dispatch_mode(mode: TorchDispatchMode) -> bool:
+    """Whether `mode` is the innermost active dispatch mode, so that leaving it does not disturb another."""
+    depth = dispatch_depth()
+    if depth == 0 or _top_mode is None:
+        return False
+    return _top_mode(depth - 1) is mode
+
+
+def in_functorch() -> bool:
+    """Whether a functorch transform (`vmap`, `torch.func.grad`) is active: its tensors cannot be replayed."""
+    return _peek_interpreter is not None and _peek_interpreter() is not None
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that neither imports Dynamo at its first operator nor keeps `torch.compile` from compiling."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def loader_iterators() -> list[type]:
+    """The classes whose `__next__` fetches a batch."""
+    base = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+    return [base] if base is not None else []
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind `tensor`; 0 where it has none (sparse, meta of a subclass)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return 0
+
+
+def is_wrapper(module: torch.nn.Module) -> str | None:
+    """The attribute behind which `module` hides the user's module, or None where it is no wrapper of PyTorch's."""
+    name = type(module).__name__
+    where = type(module).__module__
+    if not where.startswith("torch."):
+        return None
+    known = {
+        "OptimizedModule": "_orig_mod",
+        "DistributedDataParallel": "module",
+        "DataParallel": "module",
+        "AveragedModel": "module",
+        "CheckpointWrapper": "_checkpoint_wrapped_module",
+        "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    }
+    return known.get(name)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's module behind PyTorch's wrappers (`torch.compile`, DDP, DataParallel, checkpoint wrappers)."""
+    while True:
+        attribute = is_wrapper(module)
+        if attribute is None:
+            return module
+        inner = getattr(module, attribute, None)
+        if not isinstance(inner, torch.nn.Module):
+            return module
+        module = inner
+
+
+def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`register_optimizer_step_pre_hook` and `..._post_hook`, global to all optimizers."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+
+
+def weak(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
+    """A weak reference to a tensor object."""
+    return weakref.ref(tensor)
+
+
+def force_eager() -> Any:
+    """A context in which compiled callables run eagerly, so that a replay sees every operator."""
+    import contextlib
+    import sys
+
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,221 @@
+"""The incidents of a run: which failure is investigated, which is one that was seen before, which a consequence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import nn
+
+from ampguard.capture.record import BadResult, RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace
+from ampguard.errors import ReplayError
+from ampguard.incident import Incident
+from ampguard.numerics import is_finite
+from ampguard.replay.live import LiveTracing
+from ampguard.replay.rebuild import Replayer
+
+LOOKS_PER_INVESTIGATION = 4
+"""How many further failures are located, to see whether they are new, for each full investigation allowed."""
+
+ARMED_STEPS = 50
+
+Place = tuple[str, str | None, str | None, int | None]
+
+
+@dataclass(slots=True)
+class Case:
+    """One incident of the run, and how often it came back."""
+
+    incident: Incident
+    place: Place
+    roots: frozenset[int]
+    occurrences: int = 1
+    consequences: int = 0
+    last_step: int = 0
+
+    def result(self) -> Incident:
+        evidence = dict(self.incident.evidence)
+        if self.occurrences > 1:
+            evidence["last_step"] = self.last_step
+        if self.consequences:
+            evidence["later_failures_caused_by_it"] = self.consequences
+        return msgspec.structs.replace(self.incident, occurrences=self.occurrences, evidence=evidence)
+
+
+class Casebook:
+    """Examines bad results one by one, within limits that keep a run that fails at every step going."""
+
+    def __init__(self, recorder: FlightRecorder, max_incidents: int, rank: int, on_new: Callable[[Incident], None]):
+        self.cases: list[Case] = []
+        self.unreplayable: list[str] = []
+        self._recorder = recorder
+        self._max_incidents = max_incidents
+        self._rank = rank
+        self._on_new = on_new
+        self._looks = 0
+        self._poisoned_by: Case | None = None
+        self._poisoned_buffers: dict[str, Case] = {}
+        self._armed_until: int | None = None
+        self._uncounted = 0
+
+    def incidents(self) -> tuple[Incident, ...]:
+        """The incidents so far, the most important first."""
+        order = {"error": 0, "warning": 1, "info": 2}
+        found = [case.result() for case in self.cases]
+        return tuple(sorted(found, key=lambda i: (order[i.severity], i.step)))
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether every investigation that was allowed has been made."""
+        return len(self.cases) >= self._max_incidents or self._looks >= LOOKS_PER_INVESTIGATION * self._max_incidents
+
+    def examine(self, bad: BadResult) -> None:
+        """Find out what a bad result is: new, known, a consequence, or no failure at all."""
+        started = time.perf_counter()
+        if self._is_consequence(bad):
+            return
+        roots = roots_of(bad)
+        if self.is_used_up:
+            self._count_as_known(bad, roots)
+            return
+        self._looks += 1
+        live = self._recorder.live
+        if isinstance(live, LiveTracing) and live.trace.ops:
+            self._examine_trace(bad, roots, live)
+            return
+        try:
+            replayer = Replayer(bad, self._recorder)
+            evidence = locate(bad, replayer)
+        except (ReplayError, RuntimeError, MemoryError) as why:
+            self._arm(bad, f"{why}"[:300])
+            return
+        if evidence is None:
+            self._innocent(bad)
+            return
+        if self._counted(bad, roots, evidence):
+            return
+        budget = Budget.for_step(self._recorder.step_seconds, started)
+        self._open(explain(evidence, budget, self._rank), evidence, bad, roots)
+
+    def tick(self, step: int) -> None:
+        """An iteration ended."""
+        if self._armed_until is not None and step > self._armed_until:
+            self._disarm()
+
+    def _examine_trace(self, bad: BadResult, roots: frozenset[int], live: LiveTracing) -> None:
+        evidence = locate_in_trace(bad, live.trace)
+        if evidence is None:
+            self._innocent(bad)
+            return
+        if not self._counted(bad, roots, evidence):
+            self._open(explain_trace(evidence, self._rank, live.reason), evidence, bad, roots)
+        self._disarm()
+
+    def _counted(self, bad: BadResult, roots: frozenset[int], evidence: Evidence) -> bool:
+        """Whether this failure began where an earlier one did."""
+        place = place_of(evidence)
+        for case in self.cases:
+            if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
+                case.occurrences += bad.kind != "buffer"
+                case.last_step = bad.step
+                self._note_poison(bad, case)
+                return True
+        return False
+
+    def _open(self, incident: Incident, evidence: Evidence, bad: BadResult, roots: frozenset[int]) -> None:
+        incident = self._with_history(incident)
+        case = Case(incident, place_of(evidence), roots, last_step=bad.step)
+        self.cases.append(case)
+        if bad.mode == "train" and bad.kind == "loss" and self._poisoned_by is None:
+            self._poisoned_by = case
+        self._note_poison(bad, case)
+        self._on_new(incident)
+
+    def _with_history(self, incident: Incident) -> Incident:
+        """A parameter or buffer that was bad before the step: since when, and what poisoned it."""
+        if incident.cause != "nonfinite-parameter":
+            return incident
+        facts = dict(incident.evidence)
+        case = self._poisoned_buffers.get(str(facts.get("name")))
+        text = incident.explanation
+        if case is not None:
+            first = case.incident
+            at = f"{first.location.file}:{first.location.line}" if first.location else "an unknown line"
+            facts["since_step"] = first.step
+            facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
+            text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
+        elif self._recorder.last_good_step is not None:
+            facts["since_step"] = self._recorder.last_good_step
+            text += f" The loss of step {self._recorder.last_good_step} was still finite: the update after it poisoned it."
+        else:
+            facts["since_step"] = None
+            text += " It was so before the first step: initialisation or a checkpoint."
+        return msgspec.structs.replace(incident, explanation=text, evidence=facts)
+
+    def _note_poison(self, bad: BadResult, case: Case) -> None:
+        for name in bad.names:
+            self._poisoned_buffers.setdefault(name, case)
+
+    def _is_consequence(self, bad: BadResult) -> bool:
+        """Whether an earlier bad update has made the parameters themselves bad: everything after is its doing."""
+        case = self._poisoned_by
+        if case is None or bad.step <= case.incident.step or bad.kind == "raised":
+            return False
+        modules = [e.module for e in bad.record.events if isinstance(e, RootCall)]
+        if not any(has_bad_parameters(module) for module in modules):
+            return False
+        case.consequences += 1
+        case.last_step = bad.step
+        return True
+
+    def _count_as_known(self, bad: BadResult, roots: frozenset[int]) -> None:
+        """Investigations are used up: count it to the incident of the same modules, without looking."""
+        for case in reversed(self.cases):
+            if case.roots & roots and case.incident.mode == bad.mode:
+                case.occurrences += 1
+                case.last_step = bad.step
+                return
+        self._uncounted += 1
+
+    def _innocent(self, bad: BadResult) -> None:
+        self._looks -= 1
+        if bad.kind == "output":
+            for event in bad.record.events:
+                if isinstance(event, RootCall) and event.index == max(roots_indices(bad)):
+                    self._recorder.mark_innocent(event.module)
+
+    def _arm(self, bad: BadResult, reason: str) -> None:
+        """The step cannot be replayed: watch the coming ones operator by operator."""
+        self.unreplayable.append(f"step {bad.step}: {reason}")
+        self._armed_until = bad.step + ARMED_STEPS
+        self._recorder.live = LiveTracing(reason, [e.module for e in bad.record.events if isinstance(e, RootCall)])
+
+    def _disarm(self) -> None:
+        self._armed_until = None
+        self._recorder.live = None
+
+
+def place_of(evidence: Evidence) -> Place:
+    line = evidence.op.line
+    file = line.code.co_filename if line is not None else None
+    return evidence.op.name, evidence.op.module, file, line.number if line is not None else None
+
+
+def roots_of(bad: BadResult) -> frozenset[int]:
+    return frozenset(id(e.module) for e in bad.record.events if isinstance(e, RootCall))
+
+
+def roots_indices(bad: BadResult) -> list[int]:
+    return [e.index for e in bad.record.events if isinstance(e, RootCall)] or [-1]
+
+
+def has_bad_parameters(module: nn.Module) -> bool:
+    """Whether any parameter is not finite."""
+    with torch.no_grad():
+        return any(not is_finite(p) for p in module.parameters())

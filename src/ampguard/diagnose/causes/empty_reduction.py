@@ -1,0 +1,76 @@
+"""empty-reduction: a mean, a loss or a norm over no elements; a standard deviation over one.
+
+What happens   the mean of an empty selection (no positive anchors, every target ignored) is 0/0 = NaN; the standard
+               deviation of one element with the usual correction is 0/0 as well.
+Why it hurts   it comes with the rare batch that has nothing to select.
+Instead        skip the term when the selection is empty, or divide its sum by max(count, 1).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ampguard.diagnose import words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.proposals import changed_result
+
+SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
+LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "cross_entropy_loss", "nll_loss"})
+
+
+@cause("empty-reduction")
+def empty_reduction(evidence: Evidence) -> Finding | None:
+    if evidence.given is not None or evidence.op.refused:
+        return None
+    what = _nothing_to_reduce(evidence)
+    if what is None:
+        return None
+    return Finding(
+        "empty-reduction",
+        f"{words.operator(evidence)} {words.place(evidence)} {what}, which is 0/0 in any precision.",
+        weight=80,
+        evidence={"operands": [o.stats.as_dict() for o in evidence.operands]},
+        proposals=(
+            Proposal(
+                "guard-empty",
+                words.region(evidence),
+                f"leave the term out when there is nothing to reduce (or use its sum / max(count, 1)): {words.code(evidence)}",
+                trial=changed_result(lambda t: torch.nan_to_num(t, nan=0.0)),
+            ),
+        ),
+    )
+
+
+def _nothing_to_reduce(evidence: Evidence) -> str | None:
+    name = evidence.op.short_name
+    floats = evidence.float_operands
+    if name in LOSSES:
+        return _no_targets(evidence)
+    if floats and floats[0].values.numel() == 0:
+        return "reduces no elements"
+    if name in SPREADS and floats and floats[0].contributing.numel() <= 1 and evidence.link.kind == 1:
+        return "takes the spread of one element"
+    if name == "div" and len(evidence.operands) == 2 and _is_mean_of_nothing(evidence):
+        return "divides the sum of an empty selection by its size, 0"
+    return None
+
+
+def _no_targets(evidence: Evidence) -> str | None:
+    """A loss whose targets are all `ignore_index`: the weights of the targets sum to 0."""
+    call = evidence.capture(evidence.op.index)
+    if call is None or not isinstance(call.output, (tuple, list)) or len(call.output) < 2:
+        integers = [o for o in evidence.operands if not o.values.is_floating_point()]
+        ignored = next((s for s in reversed(evidence.scalars) if s < 0), -100.0)
+        if integers and bool((integers[0].values == ignored).all()):
+            return "averages over no target: all are ignored"
+        return None
+    total = call.output[1]
+    if isinstance(total, torch.Tensor) and total.numel() == 1 and float(total) == 0.0:
+        return "averages over no target: all are ignored (total weight 0)"
+    return None
+
+
+def _is_mean_of_nothing(evidence: Evidence) -> bool:
+    maker = evidence.maker(0)
+    return maker is not None and maker.short_name == "sum" and any(0 in t.shape for t in maker.inputs)

@@ -1,0 +1,49 @@
+"""fp16-overflow: a result is beyond the low precision's largest number.
+
+What happens   float16 ends at 65504. A product or a sum that goes beyond it becomes Inf, silently; a softmax, a norm or
+               a difference of such values is NaN, and from there everything.
+Why it hurts   weights and activations grow as training goes on, so it comes late and returns more and more often: a
+               smaller learning rate or clipping delays it. In evaluation it comes with longer inputs.
+Instead        compute this module in float32 (leave autocast: a bare `.float()` is undone by the next matrix product),
+               train in bfloat16, or scale before multiplying: `(q * scale) @ k.transpose(-2, -1)`.
+Not this       a result that float32 cannot hold either: see overflow. A mask constant: see mask-overflow.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose import words
+from ampguard.diagnose.causes.mask_overflow import mask_constant
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, cause
+from ampguard.diagnose.proposals import precision_fixes
+from ampguard.numerics import largest
+
+
+@cause("fp16-overflow")
+def fp16_overflow(evidence: Evidence) -> Finding | None:
+    precision = evidence.precision
+    if precision is None or evidence.given is not None or evidence.intended or evidence.op.refused:
+        return None
+    if not evidence.is_finite_in_float32 or mask_constant(evidence) is not None:
+        return None
+    limit = largest(precision)
+    peak = evidence.largest_in_float32
+    name = words.operator(evidence)
+    if peak is not None and peak > limit:
+        what = f"{name} gives {words.number(peak)} in float32; {words.precision(evidence)} ends at {limit:g}"
+    else:
+        what = (
+            f"{name} is finite in float32 ({words.number(evidence.element(evidence.in_float32))}) and "
+            f"{evidence.kind} in {words.precision(evidence)}: a number on the way to its result is beyond {limit:g}"
+        )
+    facts: dict[str, object] = {"max_abs_fp32": peak, "limit": limit}
+    explanation = f"The result of {name} {words.place(evidence)} does not fit {words.precision(evidence)}: {what}."
+    if evidence.undone_float():
+        facts["float_undone_by_autocast"] = True
+        explanation += (
+            " Its operands were made float32 by .float(), and autocast cast them back for this operator:"
+            " only leaving autocast keeps float32."
+        )
+    if evidence.bad.mode == "eval":
+        explanation += " It happened in evaluation, where inputs can be longer or larger than in training."
+    return Finding("fp16-overflow", explanation, weight=60, evidence=facts, proposals=precision_fixes(evidence))

@@ -1,0 +1,43 @@
+"""fp16-underflow: an operand or an epsilon was flushed to zero in low precision, and what divides by it is not finite.
+
+What happens   float16 has nothing between 0 and 6e-8. `x / (norm + 1e-8)` adds exactly 0; a small probability is 0 and
+               its log is -Inf; a small variance is 0 and its rsqrt is Inf. In float32 the same step is finite.
+Why it hurts   the epsilon that guards the division is there in the code and gone in the numbers.
+Instead        an epsilon that float16 can hold (1e-4 to 1e-3), the stable form (log_softmax instead of log of softmax),
+               or float32 for these lines.
+Not this       a divisor that is 0 in float32 too: see division-by-zero and domain-error.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose import stable, words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, cause
+from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon
+
+
+@cause("fp16-underflow")
+def fp16_underflow(evidence: Evidence) -> Finding | None:
+    if evidence.given is not None or evidence.intended or evidence.op.refused or evidence.is_finite_in_float32:
+        return None
+    if not evidence.ran_in_low_precision or not evidence.is_finite_in_float32_step:
+        return None
+    flushed = evidence.flushed_operand()
+    if flushed is None:
+        return None
+    position, value = flushed
+    name = words.operator(evidence)
+    proposals = list(stable.proposals(evidence))
+    if evidence.op.short_name in ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "pow"):
+        proposals.append(clamp_fix(evidence, position, smallest_epsilon(evidence), None))
+    else:
+        proposals.append(epsilon_fix(evidence, position, smallest_epsilon(evidence)))
+    return Finding(
+        "fp16-underflow",
+        f"An operand of {name} {words.place(evidence)} is 0 in low precision and {words.number(value)} in float32: it was "
+        f"flushed to zero, and {name} of 0 is {evidence.kind}.",
+        weight=70,
+        evidence={"operand_fp32": value, "operand": position, "smallest_float16": 2**-24},
+        proposals=(*proposals, *precision_fixes(evidence)),
+        dtype=evidence.low_precision_in_use,
+    )

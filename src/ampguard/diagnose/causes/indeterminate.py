@@ -1,0 +1,57 @@
+"""indeterminate: Inf - Inf or 0 * Inf, from an infinity that the code meant to have.
+
+What happens   an infinity that stands for "never" or "unbounded" (a beam score, a distance, a mask) meets another one in a
+               difference, or a 0 in a product, and becomes NaN.
+Why it hurts   each of the two operands is fine by itself.
+Instead        use a large finite number in place of the infinity, or torch.where in place of arithmetic with it.
+Not this       a softmax row without a key: see masked-softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ampguard.diagnose import words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.replay.tracer import Variant
+
+
+@cause("indeterminate")
+def indeterminate(evidence: Evidence) -> Finding | None:
+    if evidence.op.refused or not evidence.intended or not evidence.converts or evidence.kind != "nan":
+        return None
+    name = words.operator(evidence)
+    operands = [o for o in evidence.float_operands if o.stats.finite_share < 1]
+    source = evidence.chain.head.op
+    return Finding(
+        "indeterminate",
+        f"{name} {words.place(evidence)} combines infinities that the code meant to have (made by {source.short_name}) into "
+        f"NaN: Inf - Inf or 0 * Inf.",
+        weight=40,
+        evidence={"operands": [o.stats.as_dict() for o in operands]},
+        proposals=(
+            Proposal(
+                "mask-value",
+                words.region(evidence),
+                "use a large finite number (torch.finfo(dtype).min / 2) in place of the infinity, or torch.where: "
+                + words.code(evidence),
+                trial=_finite_operands,
+            ),
+        ),
+    )
+
+
+def _finite_operands(evidence: Evidence) -> Variant:
+    """The accused operator on the same operands, their infinities replaced by large finite numbers."""
+
+    def run(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        def finite(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                edge = torch.finfo(value.dtype).max / 4
+                return torch.where(torch.isinf(value), value.clamp(-edge, edge), value)
+            return value
+
+        return func(*(finite(a) for a in args), **kwargs)  # type: ignore[operator]
+
+    return Variant(interventions={evidence.op.index: run})

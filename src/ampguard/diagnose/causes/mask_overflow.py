@@ -1,0 +1,142 @@
+"""mask-overflow: a mask constant does not fit the low precision and became -Inf.
+
+What happens   `scores + (1 - mask) * -1e9`, `torch.where(mask, scores, -1e9)`, or two masks of float32's minimum added
+               up: in float16, which ends at -65504, the constant is -Inf. `masked_fill(half, -1e9)` raises instead:
+               "value cannot be converted to type at::Half without overflow".
+Why it hurts   a row that is masked everywhere becomes softmax(-Inf, ..., -Inf) = NaN; -1e9 would have given a uniform row.
+Instead        scores.masked_fill(mask == 0, torch.finfo(scores.dtype).min), one mask at a time.
+Not this       -Inf that the author wrote on purpose: see masked-softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard.diagnose import words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
+from ampguard.numerics import dtype_name, fits, largest
+from ampguard.replay.tracer import flat_scalars
+
+MINIMA = tuple(float(torch.finfo(d).min) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+@cause("mask-overflow")
+def mask_overflow(evidence: Evidence) -> Finding | None:
+    precision = evidence.precision
+    if evidence.op.refused:
+        return _refused(evidence)
+    if precision is None or evidence.given is not None or evidence.intended or evidence.link.kind == 1:
+        return None
+    constant = mask_constant(evidence)
+    if constant is None:
+        return None
+    limit = -largest(precision)
+    low = float(torch.finfo(precision).min)
+    name = dtype_name(precision)
+    return Finding(
+        "mask-overflow",
+        f"The mask constant {constant:g} {words.place(evidence)} leaves {name}, whose lowest value is {limit:g}, and became "
+        f"-Inf. A row that is masked everywhere then has no finite entry, and its softmax is NaN.",
+        weight=90,
+        evidence={"constant": constant, "limit": limit},
+        proposals=(
+            Proposal(
+                "mask-value",
+                words.region(evidence),
+                f"use torch.finfo(scores.dtype).min ({limit:g} in {name}) as the mask constant, once: {words.code(evidence)}",
+                trial=changed_result(lambda t: t.clamp(min=low)),
+            ),
+            *precision_fixes(evidence),
+        ),
+        dtype=precision,
+    )
+
+
+def mask_constant(evidence: Evidence) -> float | None:
+    """The constant that a mask put in place of (or added to) a value, if that is what left the precision.
+
+    Decided by the numbers: the result is -Inf; one operand, the same wherever the result is bad, is a large negative
+    constant (a literal, a dtype's minimum, a round power of ten) that with the other operand leaves the range.
+    """
+    precision = evidence.precision
+    if precision is None or evidence.kind != "-inf":
+        return None
+    limit = largest(precision)
+    for scalar in evidence.scalars:
+        if math.isfinite(scalar) and scalar <= -0.9 * limit:
+            others = [c for o in evidence.float_operands if (c := _constant_where_bad(evidence, o.values)) is not None]
+            scales_a_mask = evidence.op.short_name != "mul" or any(c == 1.0 for c in others)
+            return scalar if scales_a_mask else None
+    for operand in evidence.float_operands:
+        value = _constant_where_bad(evidence, operand.values)
+        if value is not None and value <= -0.45 * limit and looks_like_a_constant(value):
+            return value
+    return None
+
+
+def looks_like_a_constant(value: float) -> bool:
+    """A dtype's minimum (or half of it), or a number with at most two significant digits and at least four zeros."""
+    if any(math.isclose(value, m * share, rel_tol=1e-3) for m in MINIMA for share in (1.0, 0.5)):
+        return True
+    mantissa = f"{abs(value):.4e}".split("e")[0]
+    return float(mantissa) == round(float(mantissa), 1)
+
+
+def _constant_where_bad(evidence: Evidence, values: Tensor) -> float | None:
+    """The one value that an operand has wherever the result is -Inf; None where it has several."""
+    bad = evidence.op.outputs[evidence.link.result].bad
+    shape = evidence.op.outputs[evidence.link.result].shape
+    if bad is None:
+        return None
+    try:
+        spread = values.expand(shape).reshape(-1)
+    except RuntimeError:
+        return None
+    picked = spread[bad.flat[bad.kinds == evidence.link.kind].to(spread.device)].double()
+    if picked.numel() == 0:
+        return None
+    first = float(picked[0])
+    return first if bool((picked == picked[0]).all()) else None
+
+
+def _refused(evidence: Evidence) -> Finding | None:
+    """PyTorch would not convert the constant."""
+    error = evidence.bad.error or evidence.outcome.error
+    constant = next((s for s in evidence.scalars if not fits(s, torch.float16)), None)
+    precision = next((o.dtype for o in evidence.op.inputs if o.dtype in (torch.float16, torch.bfloat16)), None)
+    if constant is None or precision is None:
+        return None
+    limit = -largest(precision)
+
+    def with_fitting_constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low, high = torch.finfo(precision).min, torch.finfo(precision).max
+
+        def fit(value: Any) -> Any:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return min(max(value, low), high) if is_number and value in flat_scalars(args, kwargs) else value
+
+        return func(*(fit(a) for a in args), **{k: fit(v) for k, v in kwargs.items()})
+
+    return Finding(
+        "mask-overflow",
+        f"PyTorch refused {words.operator(evidence)}: the mask constant {constant:g} does not fit {dtype_name(precision)}, "
+        f"whose lowest value is {limit:g} ({error}).",
+        weight=95,
+        evidence={"constant": constant, "limit": limit, "message": str(error)},
+        proposals=(
+            Proposal(
+                "mask-value",
+                words.region(evidence),
+                f"use torch.finfo(scores.dtype).min ({limit:g}) as the mask constant: {words.code(evidence)}",
+                trial=at_the_head(with_fitting_constant),
+            ),
+            *precision_fixes(evidence),
+        ),
+        dtype=precision,
+    )

@@ -1,0 +1,43 @@
+"""nonfinite-parameter: a parameter or buffer was NaN or Inf before the step.
+
+What happens   memory that was never initialised (torch.empty), a checkpoint saved after the run had broken, an update
+               made from a NaN gradient, or a running statistic that took in a bad batch.
+Why it hurts   everything that touches it is NaN from now on. A poisoned running statistic shows only in evaluation.
+Instead        initialise it, load an older checkpoint, and repair what poisoned it.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose import words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.givens import describe_state, repaired_state
+from ampguard.numerics import stats
+from ampguard.replay.tracer import Variant
+
+
+@cause("nonfinite-parameter")
+def nonfinite_parameter(evidence: Evidence) -> Finding | None:
+    state = describe_state(evidence)
+    if state is None:
+        return None
+    facts = stats(state.tensor)
+    bad = state.tensor.numel() - round(facts.finite_share * state.tensor.numel())
+    return Finding(
+        "nonfinite-parameter",
+        f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} values. The "
+        f"computation only passed them on, first in {words.operator(evidence)}.",
+        weight=100,
+        evidence={"name": state.name, "role": state.role, "values": facts.as_dict()},
+        proposals=(
+            Proposal(
+                "initialise-parameter",
+                state.name,
+                f"initialise {state.name} before training (or reset it): its values come from uninitialised memory, a bad "
+                f"checkpoint or an earlier poisoned update",
+                trial=lambda e: Variant(tensors=repaired_state(e)),
+            ),
+            Proposal("load-weights", state.name, "load a checkpoint from before the first bad step"),
+        ),
+        phase="parameters",
+    )

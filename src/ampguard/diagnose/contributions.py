@@ -1,0 +1,174 @@
+"""Which elements of its operands went into one element of an operator's result.
+
+For the families below the answer is exact; for any other operator every element may have gone in. Positions are flat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard.replay.trace import TracedOp
+
+Rule = Callable[[TracedOp, int, int], Callable[[Tensor], Tensor] | None]
+
+SAME_PLACE = frozenset(
+    """_to_copy clone copy lift_fresh lift_fresh_copy contiguous native_dropout _unsafe_view alias detach fill
+    masked_fill where nan_to_num dropout softplus silu gelu hardtanh leaky_relu elu threshold glu_ logit""".split()
+)
+ROWS_AND_COLUMNS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0, "dot": 0}
+ALONG_ONE_DIM = frozenset(
+    "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp softmax log_softmax sort cummax cummin".split()
+)
+REDUCTIONS = frozenset(
+    """sum mean amax amin max min prod logsumexp var std var_mean std_mean norm linalg_vector_norm nansum any all
+    argmax argmin median""".split()
+)
+BY_SAMPLE = frozenset("convolution mkldnn_convolution native_group_norm max_pool2d_with_indices avg_pool2d".split())
+
+
+def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> Callable[[Tensor], Tensor] | None:
+    """A test on flat positions of operand number `operand`: may it have gone into element `flat` of the result?
+
+    None where every element may have.
+    """
+    if flat is None or operand >= len(op.inputs):
+        return None
+    name = op.short_name
+    source, target = op.inputs[operand].shape, op.outputs[result].shape
+    if source == () and target != ():
+        return None
+    if name == "cat":
+        return _cat(op, operand, target, flat)
+    if name in ROWS_AND_COLUMNS:
+        return _matmul(op, operand, target, flat)
+    if name in ALONG_ONE_DIM and source == target:
+        return _match(source, coordinates(flat, target), free={_dim(op, len(source))})
+    if name in REDUCTIONS:
+        return _reduction(op, source, target, flat)
+    if name in ("native_layer_norm", "_fused_rms_norm", "rms_norm") and result == 0 and source == target:
+        kept = _normalized_from(op, source)
+        return _match(source, coordinates(flat, target), free=set(range(kept, len(source))))
+    if name in BY_SAMPLE and operand == 0 and source and target:
+        place = coordinates(flat, target)
+        return _match(source, [place[0]] + [None] * (len(source) - 1), free=set())
+    if _is_pointwise(op, name):
+        return _broadcast(source, target, flat)
+    return None
+
+
+def coordinates(flat: int, shape: tuple[int, ...]) -> list[int | None]:
+    """A flat position as coordinates."""
+    place: list[int | None] = []
+    for size in reversed(shape):
+        place.append(flat % size if size else 0)
+        flat = flat // size if size else 0
+    return place[::-1]
+
+
+def _is_pointwise(op: TracedOp, name: str) -> bool:
+    return name in SAME_PLACE or torch.Tag.pointwise in getattr(op.func, "tags", ())
+
+
+def _match(
+    shape: tuple[int, ...], place: list[int | None], free: set[int]
+) -> Callable[[Tensor], Tensor]:
+    """A test that a flat position of `shape` has the coordinates `place`, except along the dims in `free`."""
+
+    def test(positions: Tensor) -> Tensor:
+        keep = torch.ones_like(positions, dtype=torch.bool)
+        rest = positions
+        for dim in range(len(shape) - 1, -1, -1):
+            size = shape[dim]
+            wanted = place[dim]
+            if dim not in free and wanted is not None and size != 1:
+                keep &= (rest % size) == wanted
+            rest = rest // max(size, 1)
+        return keep
+
+    return test
+
+
+def _broadcast(source: tuple[int, ...], target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor] | None:
+    if len(source) > len(target):
+        return None
+    place = coordinates(flat, target)[len(target) - len(source) :]
+    if any(s not in (1, t) for s, t in zip(source, target[len(target) - len(source) :], strict=True)):
+        return None
+    return _match(source, place, free=set())
+
+
+def _matmul(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor] | None:
+    first = ROWS_AND_COLUMNS[op.short_name]
+    source = op.inputs[operand].shape
+    place = coordinates(flat, target)
+    if operand < first:
+        return _broadcast(source, target, flat)
+    if len(target) < 2 or len(source) != len(target):
+        return None
+    if operand == first:
+        return _match(source, place, free={len(source) - 1})
+    return _match(source, place, free={len(source) - 2})
+
+
+def _reduction(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...], flat: int) -> Any:
+    dims = _reduced_dims(op, source, target)
+    if dims is None or len(dims) == len(source):
+        return None
+    kept = [d for d in range(len(source)) if d not in dims]
+    place = coordinates(flat, target)
+    if len(target) == len(source):
+        wanted = place
+    elif len(target) == len(kept):
+        wanted = [None] * len(source)
+        for dim, value in zip(kept, place, strict=True):
+            wanted[dim] = value
+    else:
+        return None
+    return _match(source, wanted, free=set(dims))
+
+
+def _reduced_dims(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...]) -> set[int] | None:
+    if math.prod(target) == 1 and math.prod(source) != 1:
+        return set(range(len(source)))
+    args = op.args or ()
+    for value in args[1:]:
+        if isinstance(value, int) and not isinstance(value, bool) and -len(source) <= value < len(source):
+            return {value % len(source)}
+        if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) for v in value):
+            return {v % len(source) for v in value}
+    return None
+
+
+def _dim(op: TracedOp, rank: int) -> int:
+    args = op.args or ()
+    value = args[1] if len(args) > 1 else (op.kwargs or {}).get("dim", rank - 1)
+    return value % rank if isinstance(value, int) else rank - 1
+
+
+def _normalized_from(op: TracedOp, source: tuple[int, ...]) -> int:
+    args = op.args or ()
+    shape = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else source[-1:]
+    return len(source) - len(shape)
+
+
+def _cat(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor] | None:
+    args = op.args or ()
+    dim = (args[1] if len(args) > 1 else (op.kwargs or {}).get("dim", 0)) % max(len(target), 1)
+    place = coordinates(flat, target)
+    start = 0
+    for position in range(operand):
+        shape = op.inputs[position].shape
+        start += shape[dim] if len(shape) == len(target) else 0
+    source = op.inputs[operand].shape
+    if len(source) != len(target):
+        return None
+    inside = (place[dim] or 0) - start
+    if not 0 <= inside < source[dim]:
+        return lambda positions: torch.zeros_like(positions, dtype=torch.bool)
+    place[dim] = inside
+    return _match(source, place, free=set())

@@ -1,0 +1,386 @@
+"""Evidence: the numbers from which a cause is decided.
+
+It is gathered by replays: the operator at the chain's head with its operands, the same operator in float32 and float64
+on those operands, and the same operator in the whole step computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import numerics
+from ampguard.capture.record import BadResult, GlueOp, Held, RootCall
+from ampguard.diagnose.contributions import contributing
+from ampguard.diagnose.slicing import Chain, Given, Link
+from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
+from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.trace import Trace, TracedOp
+from ampguard.replay.tracer import Captured, Variant, converted
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor operand of the operator that is accused, and what of it went into the bad element."""
+
+    values: Tensor
+    contributing: Tensor
+    stats: TensorStats
+
+    @property
+    def value(self) -> float | None:
+        """The single number that went in, for operators that work element by element."""
+        return float(self.contributing[0]) if self.contributing.numel() == 1 else None
+
+    @property
+    def is_all(self) -> bool:
+        return self.contributing.numel() == self.values.numel()
+
+
+class Evidence:
+    """What is known about the operator where the failure begins. Costly facts are computed when first asked for."""
+
+    def __init__(self, bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> None:
+        self.bad = bad
+        self.chain = chain
+        self.outcome = outcome
+        self.replayer = replayer
+        self.trace: Trace = outcome.trace
+        converted_at = chain.conversion() if chain.intended else None
+        self.link: Link = converted_at or chain.head
+        self.given: Given | None = chain.given
+        self.intended = chain.intended
+        self.converts = converted_at is not None
+
+    # --- where --------------------------------------------------------------------------------------------------------
+
+    @property
+    def op(self) -> TracedOp:
+        return self.link.op
+
+    @property
+    def kind(self) -> str:
+        """What the bad element is: "nan", "+inf" or "-inf"."""
+        return KIND_NAMES[self.link.kind]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.op.outputs[self.link.result].dtype
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """The low precision that the operator works in (its result's or an operand's type), or None."""
+        types = [self.result_dtype, *(t.dtype for t in self.op.inputs if t.dtype.is_floating_point and t.shape)]
+        return next((t for t in types if numerics.is_low_precision(t)), None)
+
+    @cached_property
+    def low_precision_in_use(self) -> torch.dtype | None:
+        """The low precision of the step: the operator's own, or the first that any operator of the step worked in."""
+        if self.precision is not None:
+            return self.precision
+        results = (out.dtype for op in self.trace.ops for out in op.outputs)
+        return next((dtype for dtype in results if numerics.is_low_precision(dtype)), None)
+
+    @property
+    def ran_in_low_precision(self) -> bool:
+        return self.low_precision_in_use is not None
+
+    @property
+    def is_in_module(self) -> bool:
+        return self.op.root is not None
+
+    # --- the operator's numbers ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def call(self) -> Captured | None:
+        """The accused operator's operands, as they were."""
+        if self.op.args is not None:
+            return Captured(self.op.func, self.op.args, self.op.kwargs or {}, None)
+        return self.capture(self.op.index)
+
+    def capture(self, index: int) -> Captured | None:
+        """Operands and result of any operator of the step as it ran. One replay."""
+        if self.replayer is None:
+            return None
+        outcome = self.replayer.run(Variant(capture=frozenset({index})), traced=True)
+        return outcome.captured.get(index)
+
+    @cached_property
+    def flat(self) -> int | None:
+        """Flat position of the element that is followed."""
+        if self.link.flat is not None:
+            return self.link.flat
+        bad = self.op.outputs[self.link.result].bad
+        if bad is None:
+            return None
+        hits = (bad.kinds == self.link.kind).nonzero()
+        return int(bad.flat[hits[0, 0]]) if hits.numel() else int(bad.flat[0])
+
+    @cached_property
+    def operands(self) -> list[Operand]:
+        """The operator's tensor operands, with the part of each that went into the bad element."""
+        if self.call is None:
+            return []
+        found = []
+        for position, tensor in enumerate(self.call.tensors):
+            values = tensor.detach().reshape(-1)
+            test = contributing(self.op, position, self.link.result, self.flat)
+            if test is not None:
+                everywhere = torch.arange(values.numel(), device=values.device)
+                part = values[test(everywhere)]
+            else:
+                part = values
+            found.append(Operand(tensor.detach(), part, stats(tensor)))
+        return found
+
+    @property
+    def float_operands(self) -> list[Operand]:
+        return [o for o in self.operands if o.values.is_floating_point()]
+
+    @property
+    def scalars(self) -> list[float]:
+        return self.op.scalars
+
+    def recomputed(self, dtype: torch.dtype) -> Tensor | None:
+        """The operator's result on the same operands, computed in `dtype`."""
+        if self.call is None:
+            return None
+        if torch.Tag.nondeterministic_seeded in getattr(self.call.func, "tags", ()):
+            return None
+        args, kwargs = converted(self.call.func, self.call.args, self.call.kwargs, dtype)
+        args = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+        try:
+            with torch.no_grad():
+                output = self.call.func(*args, **kwargs)
+        except RuntimeError:
+            return None
+        result = output[self.link.result] if isinstance(output, (tuple, list)) else output
+        return result if isinstance(result, Tensor) else None
+
+    @cached_property
+    def in_float32(self) -> Tensor | None:
+        """The operator's result on the same operands in float32."""
+        return self.recomputed(torch.float32)
+
+    @cached_property
+    def in_float64(self) -> Tensor | None:
+        """The operator's result on the same operands in float64."""
+        return self.recomputed(torch.float64)
+
+    def element(self, result: Tensor | None) -> float | None:
+        """The followed element in another computation of the result."""
+        if result is None or self.flat is None or self.flat >= result.numel():
+            return None
+        return float(result.reshape(-1)[self.flat])
+
+    @property
+    def is_finite_in_float32(self) -> bool:
+        """Whether the same operator on the same operands is finite in float32, at the followed element."""
+        value = self.element(self.in_float32)
+        return value is not None and math.isfinite(value)
+
+    @property
+    def largest_in_float32(self) -> float | None:
+        """Largest finite magnitude that the operator gives in float32 where it is bad as it ran."""
+        bad = self.op.outputs[self.link.result].bad
+        result = self.in_float32
+        if bad is None or result is None:
+            return None
+        flat = bad.flat[bad.flat < result.numel()].to(result.device)
+        values = result.reshape(-1)[flat]
+        values = values[torch.isfinite(values)].abs()
+        return float(values.max()) if values.numel() else None
+
+    # --- the step in float32 ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_in_float32(self) -> Outcome | None:
+        """The whole step with everything that ran in low precision computed in float32."""
+        return self._converted_step(torch.float32)
+
+    def _converted_step(self, dtype: torch.dtype) -> Outcome | None:
+        if self.replayer is None:
+            return None
+        try:
+            return self.replayer.run(Variant(convert=dtype))
+        except RuntimeError:
+            return None
+
+    @cached_property
+    def call_in_float32_step(self) -> Captured | None:
+        """The accused operator's operands and result in the float32 step."""
+        outcome = self.step_in_float32
+        if outcome is None or self.replayer is None or not self.op.key:
+            return None
+        twin = outcome.trace.aligned(self.op)
+        if twin is None:
+            return None
+        again = self.replayer.run(Variant(convert=torch.float32, capture=frozenset({twin.index})))
+        return again.captured.get(twin.index)
+
+    @property
+    def is_finite_in_float32_step(self) -> bool:
+        """Whether the accused operator's element is finite in the float32 step."""
+        call = self.call_in_float32_step
+        if call is None:
+            return False
+        output = call.output
+        result = output[self.link.result] if isinstance(output, (tuple, list)) else output
+        value = self.element(result) if isinstance(result, Tensor) else None
+        return value is not None and math.isfinite(value)
+
+    @property
+    def is_cured_by_float32(self) -> bool:
+        """Whether low precision had a part in it: the element is finite once the step is computed in float32."""
+        return self.ran_in_low_precision and self.is_finite_in_float32_step
+
+    def flushed_operand(self) -> tuple[int, float] | None:
+        """An operand that is 0 at the bad element and is not 0 in the float32 step: (which, its float32 value)."""
+        call = self.call_in_float32_step
+        if call is None:
+            return None
+        for position, (mine, theirs) in enumerate(zip(self.operands, call.tensors, strict=False)):
+            if not mine.values.is_floating_point() or mine.values.shape != theirs.shape:
+                continue
+            test = contributing(self.op, position, self.link.result, self.flat)
+            if test is None:
+                if theirs.numel() != 1:
+                    continue
+                index = torch.zeros(1, dtype=torch.long)
+            else:
+                index = test(torch.arange(theirs.numel())).nonzero().reshape(-1)
+            here = mine.values.reshape(-1)[index]
+            there = theirs.reshape(-1)[index].double()
+            flushed = (here == 0) & (there != 0) & torch.isfinite(there)
+            if flushed.any():
+                return position, float(there[flushed].abs().max())
+        return None
+
+    # --- lineage ------------------------------------------------------------------------------------------------------
+
+    def maker(self, operand: int, op: TracedOp | None = None) -> TracedOp | None:
+        """The operator that made an operand, looking through views and casts."""
+        current = (op or self.op).inputs
+        if operand >= len(current):
+            return None
+        made = current[operand].made_by
+        for _ in range(16):
+            if made is None:
+                return None
+            maker = self.trace.ops[made[0]]
+            if maker.short_name in LOOK_THROUGH and maker.inputs:
+                made = maker.inputs[0].made_by
+                continue
+            return maker
+        return None
+
+    def undone_float(self) -> bool:
+        """Whether an operand was made float32 by the code (`.float()`) and cast back by autocast for this operator."""
+        if self.precision is None:
+            return False
+        for tensor in self.op.inputs:
+            made = tensor.made_by
+            for _ in range(12):
+                if made is None:
+                    break
+                maker = self.trace.ops[made[0]]
+                if maker.short_name == "_to_copy" and numerics.is_low_precision(maker.outputs[0].dtype):
+                    source = maker.inputs[0] if maker.inputs else None
+                    if source is not None and source.dtype == torch.float32 and self._was_widened(source.made_by):
+                        return True
+                if maker.short_name not in LOOK_THROUGH or not maker.inputs:
+                    break
+                made = maker.inputs[0].made_by
+        return False
+
+    def _was_widened(self, made: tuple[int, int] | None) -> bool:
+        """Whether a float32 value goes back, through arithmetic in float32, to a cast from low precision."""
+        frontier, seen = [made], set()
+        while frontier and len(seen) < 64:
+            place = frontier.pop()
+            if place is None or place in seen:
+                continue
+            seen.add(place)
+            maker = self.trace.ops[place[0]]
+            if maker.short_name == "_to_copy" and maker.inputs and numerics.is_low_precision(maker.inputs[0].dtype):
+                return maker.outputs[0].dtype == torch.float32
+            frontier += [t.made_by for t in maker.inputs if t.dtype == torch.float32]
+        return False
+
+    # --- givens -------------------------------------------------------------------------------------------------------
+
+    @property
+    def given_tensor(self) -> Tensor | None:
+        """The live tensor (or its stand-in) at which the chain ends."""
+        if self.given is None:
+            return None
+        live = self.given.tensor.live() if self.given.tensor.live is not None else None
+        if live is not None:
+            return live
+        call = self.capture(self.given.reader.index)
+        return call.tensors[self.given.operand] if call is not None else None
+
+    def events(self) -> list[RootCall | GlueOp]:
+        return list(self.replayer.events) if self.replayer is not None else list(self.bad.record.events)
+
+    def held(self) -> list[tuple[RootCall | GlueOp, str, Held]]:
+        """Every tensor that the step was given, by the argument that holds it."""
+        found: list[tuple[RootCall | GlueOp, str, Held]] = []
+        for event in self.events():
+            for name, value in named_leaves(event):
+                if isinstance(value, Held):
+                    found.append((event, name, value))
+        return found
+
+    def numbers(self) -> dict[str, Any]:
+        """Statistics of the operator for the report."""
+        facts: dict[str, Any] = {"kind": self.kind}
+        if self.operands:
+            facts["operands"] = [o.stats.as_dict() for o in self.operands[:4]]
+        if self.in_float32 is not None:
+            facts["result_fp32"] = stats(self.in_float32).as_dict()
+        if self.link.kind == NAN and self.flat is not None:
+            facts["element"] = self.flat
+        return facts
+
+
+LOOK_THROUGH = frozenset(
+    """view _unsafe_view reshape t transpose permute expand unsqueeze squeeze clone contiguous alias detach _to_copy
+    slice select split unbind chunk unflatten flatten narrow lift_fresh as_strided diagonal""".split()
+)
+
+
+def named_leaves(event: RootCall | GlueOp) -> list[tuple[str, Any]]:
+    """The tensors of an event's arguments under readable names (`x`, `batch['image']`, `args[1]`)."""
+    import inspect
+
+    found: list[tuple[str, Any]] = []
+
+    def walk(name: str, tree: Any) -> None:
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                walk(f"{name}[{key!r}]", value)
+        elif isinstance(tree, (list, tuple)):
+            for position, value in enumerate(tree):
+                walk(f"{name}[{position}]", value)
+        else:
+            found.append((name, tree))
+
+    names: list[str] = []
+    if isinstance(event, RootCall):
+        try:
+            names = list(inspect.signature(event.module.forward).parameters)
+        except (TypeError, ValueError):
+            names = []
+    else:
+        names = [a.name for a in event.func._schema.arguments]
+    for position, value in enumerate(event.args):
+        walk(names[position] if position < len(names) else f"args[{position}]", value)
+    for key, value in event.kwargs.items():
+        walk(key, value)
+    return found

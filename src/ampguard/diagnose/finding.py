@@ -1,0 +1,67 @@
+"""Finding: what a cause rule answers, and the registry of rules.
+
+A rule is a function from Evidence to a Finding or None. It reads numbers; it never runs the model, prints, or knows
+another rule. Several may answer: the one that explains most is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampguard.capture.record import Line
+from ampguard.diagnose.evidence import Evidence
+from ampguard.replay.tracer import Variant
+
+Trial = Callable[[Evidence], Variant]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A fix and how to try it. `trial` is None where a replay cannot show it; `search` asks for the smallest region."""
+
+    action: str
+    target: str | None
+    how: str
+    trial: Trial | None = None
+    search: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why the step failed. `weight` says how much the rule explains: a special case outweighs a general one."""
+
+    cause: str
+    explanation: str
+    weight: int
+    evidence: dict[str, Any] = field(default_factory=dict)
+    proposals: tuple[Proposal, ...] = ()
+    phase: str | None = None
+    line: Line | None = None
+    dtype: torch.dtype | None = None
+
+
+Rule = Callable[[Evidence], "Finding | None"]
+RULES: dict[str, Rule] = {}
+
+
+def cause(code: str) -> Callable[[Rule], Rule]:
+    """Register the rule of a cause under its code."""
+
+    def register(rule: Rule) -> Rule:
+        RULES[code] = rule
+        return rule
+
+    return register
+
+
+def find_cause(evidence: Evidence) -> Finding | None:
+    """Ask every rule and keep the answer that explains most."""
+    from ampguard.diagnose import causes
+
+    causes.load()
+    answers = [answer for rule in RULES.values() if (answer := rule(evidence)) is not None]
+    return max(answers, key=lambda finding: finding.weight, default=None)

@@ -1,0 +1,145 @@
+"""Naming what a step was given: parameters, buffers, inputs, targets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.capture.record import RootCall
+from ampguard.diagnose.evidence import Evidence
+from ampguard.numerics import is_finite
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of the step's givens. `held` is the script's own object, `tensor` its value at the time."""
+
+    name: str
+    role: str
+    held: Tensor
+    tensor: Tensor
+    samples: list[int]
+
+    @property
+    def short_name(self) -> str:
+        return self.name if self.name.replace("_", "").isalnum() else "x"
+
+
+def describe_state(evidence: Evidence) -> NamedTensor | None:
+    """The parameter or buffer at which the chain ends, where it does."""
+    if evidence.given is None:
+        return None
+    element = evidence.given_tensor
+    for root in evidence.events():
+        if not isinstance(root, RootCall):
+            continue
+        found = _state_of(root, evidence, element)
+        if found is not None:
+            if evidence.intended and not _is_poisoned(found):
+                return None
+            return found
+    return None
+
+
+def repaired_state(evidence: Evidence) -> dict[int, Tensor]:
+    """Every parameter and buffer of the step that is not finite, with 0 in the bad places, by identity."""
+    repaired: dict[int, Tensor] = {}
+    for root in evidence.events():
+        if isinstance(root, RootCall):
+            saved = {id(s.owner.get(s.name)): s.copy for s in root.buffers if s.copy is not None}
+            for tensor in (*root.module.parameters(), *root.module.buffers()):
+                value = saved.get(id(tensor), tensor).detach()
+                if value.is_floating_point() and not is_finite(value):
+                    repaired[id(tensor)] = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
+    return repaired
+
+
+def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> NamedTensor | None:
+    """By identity first; a replay may have used a stand-in, so then by shape and values."""
+    names = evidence.replayer.names if evidence.replayer is not None else {}
+    candidates: list[NamedTensor] = []
+    saved = {id(s.owner.get(s.name)): s for s in root.buffers}
+    for module in root.module.modules():
+        path = names.get(id(module), "")
+        for place, role in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+            for name, tensor in place.items():
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                before = saved.get(id(tensor))
+                value = before.copy if before is not None and before.copy is not None else tensor
+                full = f"{path}.{name}" if path else name
+                named = NamedTensor(full, role, tensor, value, [])
+                if element is tensor:
+                    return named
+                if element is not None and shares_memory(element, tensor):
+                    return named
+                if _looks_like(element, value) and not bool(torch.isfinite(value).all()):
+                    candidates.append(named)
+    return candidates[0] if candidates else None
+
+
+def _looks_like(element: Tensor | None, value: Tensor) -> bool:
+    return (
+        element is not None
+        and element.numel() == value.numel()
+        and torch.equal(
+            torch.nan_to_num(element.detach().double(), 7.0).reshape(-1),
+            torch.nan_to_num(value.detach().double(), 7.0).reshape(-1),
+        )
+    )
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def _is_poisoned(state: NamedTensor) -> bool:
+    """Whether an infinite buffer was meant to be: a mask or a bias holds 0, 1 and infinities and nothing else."""
+    if isinstance(state.held, nn.Parameter):
+        return True
+    values = set(state.tensor.detach().reshape(-1).double().unique().tolist())
+    return bool(values - {0.0, 1.0, math.inf, -math.inf}) and not math.nan in values or len(values) == 0
+
+
+def describe_input(evidence: Evidence) -> NamedTensor | None:
+    """The input or target at which the chain ends, where it does and its values were not meant to be infinite."""
+    if evidence.given is None or describe_state(evidence) is not None:
+        return None
+    element = evidence.given_tensor
+    if element is None:
+        return None
+    if evidence.intended and not _carries_data(evidence):
+        return None
+    for event, name, held in evidence.held():
+        if held.tensor is element or _looks_like(element, held.value) or shares_memory(element, held.tensor):
+            value = held.value.detach()
+            role = "input" if isinstance(event, RootCall) else "target"
+            return NamedTensor(name, role, held.tensor, value, bad_samples(value))
+    value = element.detach()
+    return NamedTensor("a tensor", "input", element, value, bad_samples(value))
+
+
+def _carries_data(evidence: Evidence) -> bool:
+    """Whether infinities in an input are a hole in the data: the other values are ordinary numbers, and no softmax,
+    where or product with a mask was to consume them."""
+    element = evidence.given_tensor
+    if element is None or element.numel() < 2:
+        return False
+    if evidence.converts and "softmax" in evidence.op.short_name:
+        return False
+    finite = element.detach()[torch.isfinite(element.detach())]
+    return finite.numel() > 0 and finite.unique().numel() > 2
+
+
+def bad_samples(tensor: Tensor) -> list[int]:
+    """Positions along the first dimension that hold a non-finite value."""
+    if tensor.dim() == 0:
+        return []
+    rows = torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1)
+    return [int(i) for i in (~rows).nonzero().reshape(-1)[:32]]

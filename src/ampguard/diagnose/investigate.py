@@ -1,0 +1,246 @@
+"""From a bad result to an incident: replay, follow the chain, gather evidence, find the cause, try the fixes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampguard.capture.record import BadResult, GlueOp, Held, RootCall
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, find_cause
+from ampguard.diagnose.minimal import smallest_float32_region
+from ampguard.diagnose.slicing import Chain, chain_from
+from ampguard.errors import ReplayError
+from ampguard.incident import Fix, Incident, Phase
+from ampguard.numerics import dtype_name
+from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements
+
+VERIFIED_FIRST = {True: 0, None: 1, False: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long an investigation may take: at most 30 times the failing step, and at least 3 seconds."""
+
+    deadline: float
+
+    @staticmethod
+    def for_step(step_seconds: float, started: float) -> Budget:
+        """The budget of an investigation that began at `started` (`time.perf_counter()`)."""
+        return Budget(started + max(2.5, 22 * step_seconds))
+
+    @property
+    def is_spent(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+
+def locate(bad: BadResult, replayer: Replayer) -> Evidence | None:
+    """Where the failure begins. One traced replay.
+
+    None where the bad values are infinities that the code meant to return. Raises ReplayError where the step cannot be
+    run again or is not bad when it is.
+    """
+    outcome = replayer.run()
+    if not outcome.is_bad:
+        raise ReplayError("the replayed step is finite: it does not repeat itself")
+    chain = chain_of(outcome)
+    if chain is None:
+        raise ReplayError("no operator of the replay made the bad value")
+    return None if is_on_purpose(bad, chain) else Evidence(bad, chain, outcome, replayer)
+
+
+def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Incident:
+    """Say why it failed, and which fixes were seen to work."""
+    finding = find_cause(evidence) or unexplained(evidence)
+    fixes = verified_fixes(evidence, finding, budget)
+    return incident_of(evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact")
+
+
+def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
+    """The same from a trace that was taken while the step ran."""
+    targets = []
+    for target in bad.targets:
+        if isinstance(target, Held):
+            targets.append(("", target.tensor))
+        elif (event := bad.record.event(target.event)) is not None and target.output < len(event.outputs):
+            tensor = event.outputs[target.output]()
+            if tensor is not None:
+                targets.append(("", tensor))
+    outcome = Outcome(is_bad=True, is_exact=True, trace=trace, targets=targets, error=bad.error)
+    chain = chain_of(outcome)
+    if chain is None or is_on_purpose(bad, chain):
+        return None
+    return Evidence(bad, chain, outcome, None)
+
+
+def explain_trace(evidence: Evidence, rank: int, reason: str) -> Incident:
+    """Say why it failed; there is no step to replay, so no fix is tried."""
+    finding = find_cause(evidence) or unexplained(evidence)
+    fixes = tuple(Fix(p.action, p.target, p.how or region_advice(evidence)) for p in finding.proposals)
+    incident = incident_of(evidence, finding, fixes, rank, rung="live-trace")
+    incident.evidence["not_replayed_because"] = reason
+    return incident
+
+
+def chain_of(outcome: Outcome) -> Chain | None:
+    """The chain behind the first bad target; that of the refused operator where PyTorch raised."""
+    trace = outcome.trace
+    if outcome.error is not None:
+        refused = next((op for op in reversed(trace.ops) if op.refused), None)
+        return chain_at(refused) if refused is not None else None
+    fallback: Chain | None = None
+    for _, tensor in outcome.targets:
+        bad = bad_elements(tensor)
+        if bad is None:
+            continue
+        made = last_made(trace, tensor)
+        chain = chain_from(trace, made, bad)
+        if chain is None:
+            continue
+        if not chain.intended or chain.conversion() is not None:
+            return chain
+        fallback = fallback or chain
+    if fallback is None and not outcome.targets:
+        last = next((op for op in reversed(trace.ops) if op.is_bad), None)
+        if last is not None:
+            position = next(i for i, out in enumerate(last.outputs) if out.bad is not None)
+            out = last.outputs[position]
+            return chain_from(trace, out, out.bad) if out.bad is not None else None
+    return fallback
+
+
+def last_made(trace: Trace, tensor: torch.Tensor) -> TracedTensor:
+    """The traced result that is this tensor, or a description of it with the same memory."""
+    from ampguard.replay.trace import traced
+
+    for op in reversed(trace.ops):
+        for out in op.outputs:
+            if out.live is not None and out.live() is tensor:
+                return out
+    return traced(tensor)
+
+
+def chain_at(op: TracedOp) -> Chain:
+    """A chain of one operator that never returned."""
+    from ampguard.diagnose.slicing import Link
+    from ampguard.numerics import NEG_INF
+
+    if not op.outputs:
+        shape = op.inputs[0].shape if op.inputs else ()
+        dtype = op.inputs[0].dtype if op.inputs else torch.float32
+        op.outputs.append(TracedTensor(shape, dtype, 0))
+    return Chain([Link(op, 0, None, NEG_INF)])
+
+
+def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
+    """An infinity that the code wrote and returned in evaluation, unchanged: masked logits, a sentinel."""
+    return bad.kind == "output" and chain.intended and chain.conversion() is None
+
+
+def unexplained(evidence: Evidence) -> Finding:
+    """No rule knows this operator: say what its numbers say."""
+    name = evidence.op.short_name.lstrip("_")
+    code = "domain-error" if evidence.kind == "nan" else "overflow"
+    if evidence.intended:
+        code = "indeterminate"
+    return Finding(
+        code,
+        f"{name} gives {evidence.kind} from operands that are finite, in float32 as well; no rule knows more about it.",
+        weight=0,
+        evidence={"rule": None},
+    )
+
+
+def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tuple[Fix, ...]:
+    """Try each proposal on the failing step; what works first, then what was not tried, then what did not work."""
+    fixes = [fix for proposal in finding.proposals if (fix := tried(evidence, proposal, budget)) is not None]
+    return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
+
+
+def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
+    replayer = evidence.replayer
+    if proposal.search:
+        if replayer is None or budget.is_spent:
+            return Fix(proposal.action, proposal.target, region_advice(evidence), None)
+        found = smallest_float32_region(evidence, budget)
+        if found is None:
+            return Fix(proposal.action, proposal.target, region_advice(evidence), False, "the replayed step is still bad")
+        target, how, outcome = found
+        return Fix(proposal.action, target, how, True, described(outcome))
+    if proposal.trial is None or replayer is None or budget.is_spent:
+        return Fix(proposal.action, proposal.target, proposal.how, None)
+    try:
+        outcome = replayer.run(proposal.trial(evidence), traced=False)
+    except Exception as error:
+        return Fix(proposal.action, proposal.target, proposal.how, None, f"the replay with it raised: {error}"[:300])
+    return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome))
+
+
+def described(outcome: Outcome) -> str:
+    """"the replayed step is finite; the loss is 2.31"."""
+    if outcome.is_bad:
+        return "the replayed step is still bad"
+    loss = f"; the loss is {outcome.loss:.4g}" if outcome.loss is not None else ""
+    return f"the replayed step is finite{loss}"
+
+
+def region_advice(evidence: Evidence) -> str:
+    from ampguard.diagnose.minimal import advice
+
+    return advice([evidence.op])
+
+
+def incident_of(
+    evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str
+) -> Incident:
+    bad, op = evidence.bad, evidence.op
+    line = finding.line or op.line
+    facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
+    if bad.names:
+        facts["poisoned_buffers"] = list(bad.names)
+    dtype = finding.dtype or evidence.precision or evidence.result_dtype
+    return Incident(
+        step=bad.step,
+        rank=rank,
+        mode=bad.mode,
+        phase=finding.phase or phase_of(evidence),  # type: ignore[arg-type]
+        severity="error",
+        cause=finding.cause,
+        module=op.module if op.root is not None else None,
+        op=op.name,
+        dtype=dtype_name(dtype),
+        location=line.location() if line is not None else None,
+        explanation=finding.explanation,
+        evidence=json_ready(facts),
+        fixes=fixes,
+    )
+
+
+def phase_of(evidence: Evidence) -> Phase:
+    """Forward inside a module that has parameters; loss after it; data before it."""
+    roots = [e for e in evidence.events() if isinstance(e, RootCall)]
+    event = next((e for e in evidence.events() if e.index == evidence.op.event), None)
+    with_weights = [r for r in roots if any(True for _ in r.module.parameters())]
+    if isinstance(event, RootCall):
+        after = any(r.index < event.index for r in with_weights)
+        return "loss" if event not in with_weights and after else "forward"
+    if isinstance(event, GlueOp) and with_weights and event.index < min(r.index for r in with_weights):
+        return "data"
+    return "loss"
+
+
+def json_ready(value: Any) -> Any:
+    """Evidence as JSON can hold it: no infinities, no tensors."""
+    if isinstance(value, dict):
+        return {str(k): json_ready(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    return str(value)

@@ -1,0 +1,108 @@
+"""The smallest set of modules (and lines outside modules) that cures the step when they leave autocast.
+
+Grown first: the module where the chain begins, then, while the replay is still bad, the module where the new chain
+begins. Then every member that is not needed is taken out again (delta debugging: Zeller and Hildebrandt, "Simplifying
+and Isolating Failure-Inducing Input", IEEE TSE 2002).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from ampguard.diagnose.evidence import Evidence
+from ampguard.replay.rebuild import Outcome
+from ampguard.replay.trace import TracedOp
+from ampguard.replay.tracer import Variant
+
+if TYPE_CHECKING:
+    from ampguard.diagnose.investigate import Budget
+
+MAX_REGIONS = 24
+
+Region: TypeAlias = tuple[str, int | tuple[str, int]]
+"""("module", id of the module) or ("line", (file, line number))."""
+
+
+def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, str, Outcome] | None:
+    """(target, how, the replay's outcome) of the smallest region in float32 that cures the step; None if none does."""
+    from ampguard.diagnose.investigate import chain_of
+
+    replayer = evidence.replayer
+    if replayer is None:
+        return None
+    members: dict[Region, TracedOp] = {}
+    op = evidence.op
+    outcome: Outcome | None = None
+    while len(members) < MAX_REGIONS and not budget.is_spent:
+        region = region_of(op)
+        if region is None or region in members:
+            region = _wider(op, members, replayer.names)
+            if region is None:
+                return None
+        members[region] = op
+        outcome = replayer.run(_variant(members))
+        if not outcome.is_bad:
+            break
+        chain = chain_of(outcome)
+        if chain is None:
+            return None
+        op = chain.head.op
+    if outcome is None or outcome.is_bad:
+        return None
+    for region in list(members)[:-1]:
+        if len(members) < 2 or budget.is_spent:
+            break
+        fewer = {r: o for r, o in members.items() if r != region}
+        attempt = replayer.run(_variant(fewer), traced=False)
+        if not attempt.is_bad:
+            members, outcome = fewer, attempt
+    names = [_name(region, replayer.names) for region in members]
+    return ", ".join(names), advice(list(members.values()), names), outcome
+
+
+def region_of(op: TracedOp) -> Region | None:
+    if op.owner is not None:
+        return ("module", op.owner)
+    if op.line is not None and op.root is None:
+        return ("line", (op.line.code.co_filename, op.line.number))
+    return None
+
+
+def _wider(op: TracedOp, members: dict[Region, TracedOp], names: dict[int, str]) -> Region | None:
+    """The nearest module around the operator's that is not yet in float32."""
+    name = op.module
+    while name:
+        name = name.rpartition(".")[0]
+        identity = next((i for i, n in names.items() if n == name), None)
+        if identity is not None and ("module", identity) not in members:
+            return ("module", identity)
+    return None
+
+
+def _variant(members: dict[Region, TracedOp]) -> Variant:
+    modules = frozenset(place for kind, place in members if kind == "module" and isinstance(place, int))
+    lines = frozenset(place for kind, place in members if kind == "line" and isinstance(place, tuple))
+    return Variant(force_fp32=modules, fp32_lines=lines)
+
+
+def _name(region: Region, names: dict[int, str]) -> str:
+    _, place = region
+    if isinstance(place, tuple):
+        return f"{place[0].rsplit('/', 1)[-1]}:{place[1]}"
+    return names.get(place, "")
+
+
+def advice(ops: list[TracedOp], names: list[str] | None = None) -> str:
+    """The lines to write."""
+    device = "cpu"
+    parts = []
+    for position, op in enumerate(ops):
+        name = names[position] if names is not None else (op.module or "")
+        off = f'with torch.autocast("{device}", enabled=False):'
+        if op.root is not None:
+            what = f"{name}.forward" if name else "the model's forward"
+            parts.append(f"in {what}, compute in float32 outside autocast: {off} ... on x.float() inputs")
+        else:
+            code = op.line.location().code if op.line is not None else ""
+            parts.append(f"{off} {code}  # on .float() operands")
+    return "; ".join(dict.fromkeys(parts))

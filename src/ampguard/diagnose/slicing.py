@@ -1,0 +1,195 @@
+"""From the bad result back along the chain of non-finite values to where the chain begins.
+
+The first non-finite tensor in time is often innocent (a causal mask is full of -Inf). So one bad element is followed
+backwards: at each operator to a non-finite operand element that went into it, until an operator made it from finite
+operands (the head), or it was given (a parameter, an input). Where several elements could be followed, those that no
+infinite constant explains are preferred.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from ampguard.diagnose.contributions import contributing
+from ampguard.numerics import NAN, NEG_INF, POS_INF
+from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
+
+MAX_VISITS = 4000
+COPIES = frozenset(
+    """where copy _to_copy clone masked_fill fill cat stack index gather embedding index_select index_put scatter
+    select_backward slice_scatter lift_fresh lift_fresh_copy max amax min amin maximum minimum masked_select
+    max_pool2d_with_indices""".split()
+)
+"""Operators that hand elements on: the kind of a result's element is the kind of the operand's element."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One operator on the chain: which element of which result is bad, and how."""
+
+    op: TracedOp
+    result: int
+    flat: int | None
+    kind: int
+
+
+@dataclass(slots=True)
+class Given:
+    """The chain ends at a tensor that no operator of the step made."""
+
+    tensor: TracedTensor
+    flat: int | None
+    kind: int
+    reader: TracedOp
+    operand: int
+
+
+@dataclass(slots=True)
+class Chain:
+    """The way back from the bad result: `links[0]` made the result, `links[-1]` is where the chain begins.
+
+    `given` is set where the last link only read a non-finite value that was there before. `intended` is set where the
+    chain begins at an infinity that the code meant to have (a literal, a mask that was handed in).
+    """
+
+    links: list[Link] = field(default_factory=list)
+    given: Given | None = None
+    intended: bool = False
+
+    @property
+    def head(self) -> Link:
+        return self.links[-1]
+
+    def conversion(self) -> Link | None:
+        """Where an intended infinity became something else (NaN, or an infinity of the other sign)."""
+        kind = self.given.kind if self.given is not None else self.links[-1].kind
+        for link in reversed(self.links):
+            if link.kind != kind and not (link.op.short_name == "neg" and link is not self.links[0]):
+                return link
+            kind = link.kind
+        return None
+
+
+def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | None:
+    """The chain behind the bad elements of a result. None where no operator of the trace made them."""
+    best: Chain | None = None
+    for position in _starts(bad):
+        offset, flat = int(bad.offsets[position]), int(bad.flat[position])
+        writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
+        if writer is None and tensor.made_by is not None:
+            op = trace.ops[tensor.made_by[0]]
+            writer = (op, tensor.made_by[1], flat) if op.outputs[tensor.made_by[1]].bad is not None else None
+        if writer is None:
+            continue
+        chain = _explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position])))
+        if not chain.intended:
+            return chain
+        if best is None or (best.conversion() is None and chain.conversion() is not None):
+            best = chain
+    return best
+
+
+def _starts(bad: BadElements) -> list[int]:
+    """A few elements to begin from: the first of each kind (NaN, +Inf, -Inf), then some more, spread out."""
+    starts: list[int] = []
+    for kind in (NAN, POS_INF, NEG_INF):
+        hits = (bad.kinds == kind).nonzero().reshape(-1)
+        if hits.numel():
+            starts += [int(hits[i]) for i in {0, hits.numel() // 2, hits.numel() - 1}]
+    return list(dict.fromkeys(starts))
+
+
+def _explore(trace: Trace, start: Link) -> Chain:
+    """Depth first along the preferred operands; the first chain that no intended infinity explains wins."""
+    fallback: Chain | None = None
+    stack: list[tuple[Link, list[Link]]] = [(start, [])]
+    seen: set[tuple[int, int, int | None]] = set()
+    visits = 0
+    while stack and visits < MAX_VISITS:
+        link, path = stack.pop()
+        place = (link.op.index, link.result, link.flat)
+        if place in seen:
+            continue
+        seen.add(place)
+        visits += 1
+        links = [*path, link]
+        steps = _steps_back(trace, link)
+        if not steps:
+            chain = Chain(links, intended=makes_infinity_on_purpose(link))
+            if not chain.intended:
+                return chain
+            fallback = _better(fallback, chain)
+        for step in reversed(steps):
+            if isinstance(step, Given):
+                chain = Chain(links, given=step, intended=step.kind != NAN and not _is_parameter_like(step))
+                if not chain.intended:
+                    return chain
+                fallback = _better(fallback, chain)
+            else:
+                stack.append((step, links))
+    return fallback if fallback is not None else Chain([start])
+
+
+def _better(old: Chain | None, new: Chain) -> Chain:
+    return new if old is None or (old.conversion() is None and new.conversion() is not None) else old
+
+
+def _is_parameter_like(given: Given) -> bool:
+    live = given.tensor.live() if given.tensor.live is not None else None
+    return isinstance(live, torch.nn.Parameter)
+
+
+def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
+    """Where the bad element may have come from, the likeliest first; empty where this operator made it."""
+    op = link.op
+    options: list[tuple[tuple[int, int], Link | Given]] = []
+    for operand, tensor in enumerate(op.inputs):
+        bad = tensor.bad
+        if bad is None:
+            continue
+        test = contributing(op, operand, link.result, link.flat)
+        mask = torch.ones_like(bad.flat, dtype=torch.bool) if test is None else test(bad.flat)
+        if op.short_name in COPIES:
+            mask &= bad.kinds == link.kind
+        for kind in (NAN, POS_INF, NEG_INF):
+            hits = (mask & (bad.kinds == kind)).nonzero().reshape(-1)
+            if not hits.numel() or not _can_explain(op, link.kind, kind):
+                continue
+            for hit in dict.fromkeys((int(hits[0]), int(hits[-1]))):
+                step = _origin(trace, op, operand, tensor, bad, hit)
+                options.append(((_preference(link.kind, kind), operand), step))
+    options.sort(key=lambda option: option[0])
+    return [step for _, step in options]
+
+
+def _can_explain(op: TracedOp, made: int, read: int) -> bool:
+    """A NaN never turns into an infinity by arithmetic."""
+    return not (read == NAN and made != NAN)
+
+
+def _preference(made: int, read: int) -> int:
+    if read == made:
+        return 0
+    return 1 if read == POS_INF else 2
+
+
+def _origin(
+    trace: Trace, reader: TracedOp, operand: int, tensor: TracedTensor, bad: BadElements, hit: int
+) -> Link | Given:
+    offset, flat, kind = int(bad.offsets[hit]), int(bad.flat[hit]), int(bad.kinds[hit])
+    writer = trace.writer_of(tensor.storage, offset, before=reader.index)
+    if writer is None:
+        return Given(tensor, flat, kind, reader, operand)
+    op, result, position = writer
+    return Link(op, result, position, kind)
+
+
+def makes_infinity_on_purpose(link: Link) -> bool:
+    """An operator without a non-finite operand that was handed an infinite constant and put it in the result."""
+    if link.kind == NAN:
+        return False
+    wanted = math.inf if link.kind == POS_INF else -math.inf
+    return any(scalar == wanted for scalar in link.op.scalars)

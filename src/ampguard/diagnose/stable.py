@@ -1,0 +1,110 @@
+"""Numerically stable forms, recognised by what made the operand and tried in the replay.
+
+log(softmax(x)) is log_softmax(x); log(sigmoid(x)) is logsigmoid(x); log(1 - sigmoid(x)) is logsigmoid(-x);
+log(sum(exp(x))) is logsumexp(x); exp(x) / sum(exp(x)) is softmax(x).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ampguard.diagnose import words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Proposal
+from ampguard.replay.trace import TracedOp
+from ampguard.replay.tracer import Variant
+
+EPSILONS = 1e-2
+
+
+def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
+    """The stable form of the accused operator's line, if it has one."""
+    found = _log_form(evidence) if evidence.op.short_name == "log" else None
+    if found is None and evidence.op.short_name == "exp":
+        found = _softmax_by_hand(evidence)
+    if found is None:
+        return ()
+    how, trial = found
+    return (Proposal("stable-form", words.region(evidence), f"{how} in place of: {words.code(evidence)}", trial=trial),)
+
+
+def _log_form(evidence: Evidence) -> tuple[str, Callable[[Evidence], Variant]] | None:
+    maker = _past_epsilon(evidence, evidence.maker(0))
+    if maker is None:
+        return None
+    if maker.short_name in ("_softmax", "softmax"):
+        return "torch.log_softmax(x, dim)", _from_source(evidence, maker, lambda x, args: F.log_softmax(x, args[1]))
+    if maker.short_name == "sigmoid":
+        return "F.logsigmoid(x)", _from_source(evidence, maker, lambda x, args: F.logsigmoid(x))
+    if maker.short_name == "rsub" or maker.short_name == "sub":
+        inner = evidence.maker(0 if len(maker.inputs) == 1 else len(maker.inputs) - 1, maker)
+        if inner is not None and inner.short_name == "sigmoid":
+            return "F.logsigmoid(-x)", _from_source(evidence, inner, lambda x, args: F.logsigmoid(-x))
+    if maker.short_name == "sum":
+        inner = evidence.maker(0, maker)
+        if inner is not None and inner.short_name == "exp":
+            dims = (evidence.capture(maker.index) or _Nothing).args[1:2]
+            keep = len(maker.outputs[0].shape) == len(maker.inputs[0].shape)
+            dim = list(dims[0]) if dims and dims[0] else list(range(len(maker.inputs[0].shape)))
+            return "torch.logsumexp(x, dim)", _from_source(
+                evidence, inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep)
+            )
+    return None
+
+
+def _softmax_by_hand(evidence: Evidence) -> tuple[str, Callable[[Evidence], Variant]] | None:
+    """`exp(x)` whose every use is a quotient by its own sum: subtracting the row's maximum changes nothing else."""
+    uses = [op for op in evidence.trace.ops if any(t.made_by == (evidence.op.index, 0) for t in op.inputs)]
+    names = {op.short_name for op in uses}
+    if not names or not names <= {"sum", "div", "log", "view", "mul", "detach"} or "sum" not in names:
+        return None
+    total = next(op for op in uses if op.short_name == "sum")
+    if not any(op.short_name == "div" for op in uses):
+        return None
+    dims = (evidence.capture(total.index) or _Nothing).args[1:2]
+    dim = list(dims[0]) if dims and dims[0] else list(range(len(evidence.op.inputs[0].shape)))
+
+    def trial(e: Evidence) -> Variant:
+        return Variant(interventions={e.op.index: lambda f, a, k: f(a[0] - a[0].amax(dim, keepdim=True), **k)})
+
+    return "torch.softmax(x, dim)", trial
+
+
+def _past_epsilon(evidence: Evidence, maker: TracedOp | None) -> TracedOp | None:
+    """`softmax(x) + 1e-9`: the epsilon is part of the unstable form."""
+    if maker is not None and maker.short_name in ("add", "clamp", "clamp_min") and len(maker.inputs) == 1:
+        if all(abs(s) <= EPSILONS or s == 1.0 for s in maker.scalars):
+            return evidence.maker(0, maker)
+    return maker
+
+
+def _from_source(
+    evidence: Evidence, maker: TracedOp, compute: Callable[[Tensor, tuple[object, ...]], Tensor]
+) -> Callable[[Evidence], Variant]:
+    """Replay with the stable form of `maker`'s operand in the place of the accused operator's result."""
+
+    def trial(e: Evidence) -> Variant:
+        kept: list[tuple[Tensor, tuple[object, ...]]] = []
+
+        def remember(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            kept.append((args[0].detach(), args))  # type: ignore[attr-defined]
+            return func(*args, **kwargs)  # type: ignore[operator]
+
+        def stable(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            source, maker_args = kept[-1]
+            with torch.no_grad():
+                result = compute(source.float(), maker_args)
+            out = func(*args, **kwargs)  # type: ignore[operator]
+            return result.reshape(out.shape).to(out.dtype)
+
+        return Variant(interventions={maker.index: remember, e.op.index: stable})
+
+    return trial
+
+
+class _Nothing:
+    args: tuple[object, ...] = ()

@@ -1,0 +1,60 @@
+"""Phrases that several rules use."""
+
+from __future__ import annotations
+
+import math
+
+from ampguard.capture.record import GlueOp
+from ampguard.diagnose.evidence import Evidence
+from ampguard.numerics import dtype_name
+
+
+def number(value: float | None) -> str:
+    """A number as a person would write it.
+
+    >>> number(81920.0), number(1.5e-9), number(0.25), number(None)
+    ('81920', '1.5e-09', '0.25', 'unknown')
+    """
+    if value is None:
+        return "unknown"
+    if not math.isfinite(value):
+        return str(value)
+    if 1e3 <= abs(value) < 1e7 or value == int(value):
+        return f"{value:.0f}" if abs(value) < 1e7 else f"{value:.4g}"
+    return f"{value:.4g}"
+
+
+def operator(evidence: Evidence) -> str:
+    """`aten.bmm.default` -> "bmm"."""
+    return evidence.op.short_name.lstrip("_")
+
+
+def place(evidence: Evidence) -> str:
+    """Where the operator ran: "in blocks.3.attn", "in the model's own forward", "outside every module"."""
+    if not evidence.is_in_module:
+        return "outside every module"
+    return f"in {evidence.op.module}" if evidence.op.module else "in the root module's forward"
+
+
+def precision(evidence: Evidence) -> str:
+    return dtype_name(evidence.precision) or "float32"
+
+
+def region(evidence: Evidence) -> str | None:
+    """The target of a fix: the module, or `file:line` outside modules."""
+    op = evidence.op
+    if evidence.is_in_module:
+        return op.module
+    if op.line is None:
+        return None
+    location = op.line.location()
+    return f"{location.file.rsplit('/', 1)[-1]}:{location.line}"
+
+
+def code(evidence: Evidence) -> str:
+    line = evidence.op.line
+    return line.location().code if line is not None else ""
+
+
+def is_glue(evidence: Evidence) -> bool:
+    return any(isinstance(e, GlueOp) and e.index == evidence.op.event for e in evidence.events())

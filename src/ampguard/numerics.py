@@ -1,0 +1,140 @@
+"""Facts about floating-point types, and pure questions about tensors.
+
+Nothing here changes a tensor or keeps one. Functions that return Python numbers wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+
+NAN, POS_INF, NEG_INF = 1, 2, 3
+"""Kinds of a non-finite value; 0 is finite."""
+
+KIND_NAMES = {NAN: "nan", POS_INF: "+inf", NEG_INF: "-inf"}
+
+
+def is_low_precision(dtype: torch.dtype | None) -> bool:
+    """Whether `dtype` is a floating type narrower than float32.
+
+    >>> is_low_precision(torch.bfloat16), is_low_precision(torch.float32), is_low_precision(torch.int8)
+    (True, False, False)
+    """
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """`torch.float16` -> "float16"."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest finite number of `dtype` (65504 for float16)."""
+    return float(torch.finfo(dtype).max)
+
+
+def fits(value: float, dtype: torch.dtype) -> bool:
+    """Whether `value` stays finite when it is rounded to `dtype`.
+
+    >>> fits(65519.0, torch.float16), fits(-1e9, torch.float16), fits(-1e9, torch.bfloat16)
+    (True, False, True)
+    """
+    return math.isfinite(value) and bool(torch.isfinite(torch.tensor(value, dtype=torch.float64).to(dtype)))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every element is finite. Waits for the device; one pass over the memory in the common case.
+
+    >>> is_finite(torch.ones(3)), is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.tensor([1, 2]))
+    (True, False, True)
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return True
+    if tensor.is_complex():
+        return is_finite(torch.view_as_real(tensor.detach().resolve_conj()))
+    values = tensor.detach()
+    if values.numel() == 1:
+        return math.isfinite(values.item())
+    if values.dtype.itemsize >= 2 and math.isfinite(values.sum(dtype=max_sum_dtype(values)).item()):
+        return True  # a NaN or an infinity anywhere makes the sum non-finite
+    return bool(torch.isfinite(values).all())  # the sum itself may have overflowed
+
+
+def max_sum_dtype(tensor: Tensor) -> torch.dtype:
+    """The type to sum in so that large finite values seldom overflow."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def kinds(tensor: Tensor) -> Tensor:
+    """The kind of each element as uint8, of the tensor's shape: 0 finite, NAN, POS_INF, NEG_INF."""
+    values = tensor.detach()
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    if not values.is_floating_point():
+        return codes
+    codes[torch.isnan(values)] = NAN
+    codes[values == math.inf] = POS_INF
+    codes[values == -math.inf] = NEG_INF
+    return codes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """What a tensor's values look like. `min`, `max`, `max_abs` and `zero_share` are over the finite elements."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    min: float | None
+    max: float | None
+    max_abs: float | None
+    finite_share: float
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    zero_share: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready; drops what says nothing."""
+        facts: dict[str, object] = {"shape": list(self.shape), "dtype": self.dtype, "min": self.min, "max": self.max}
+        if self.finite_share < 1:
+            facts["finite_share"] = round(self.finite_share, 6)
+            facts |= {k: n for k, n in (("nan", self.nan), ("+inf", self.pos_inf), ("-inf", self.neg_inf)) if n}
+        if self.zero_share:
+            facts["zero_share"] = round(self.zero_share, 6)
+        return facts
+
+
+def stats(tensor: Tensor) -> TensorStats:
+    """Statistics of any tensor, computed in float64 (integers and booleans too)."""
+    values = tensor.detach()
+    dtype = str(values.dtype).removeprefix("torch.")
+    shape = tuple(values.shape)
+    count = values.numel()
+    if count == 0 or values.is_complex():
+        return TensorStats(shape, dtype, None, None, None, 1.0, 0, 0, 0, 0.0)
+    wide = values.to(torch.float64)
+    finite = wide[torch.isfinite(wide)]
+    share = finite.numel() / count
+    if finite.numel() == 0:
+        low = high = peak = None
+        zeros = 0.0
+    else:
+        low, high = float(finite.min()), float(finite.max())
+        peak = max(abs(low), abs(high))
+        zeros = float((finite == 0).sum()) / count
+    return TensorStats(
+        shape,
+        dtype,
+        low,
+        high,
+        peak,
+        share,
+        int(torch.isnan(wide).sum()),
+        int((wide == math.inf).sum()),
+        int((wide == -math.inf).sum()),
+        zeros,
+    )

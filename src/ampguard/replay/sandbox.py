@@ -1,0 +1,216 @@
+"""Everything that a replay could disturb, and how it is put back.
+
+Live tensors are never written to (their version counters would move and the script's own backward would die): clones
+are swapped in for the replay. Plain Python state that a forward pass may change (counters, lists of a hook's closure,
+a module's attributes) is copied before and restored in place after.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.capture.frames import is_user_code
+from ampguard.capture.record import Modes, RngStates, RootCall, torch_rng_states
+
+MAX_ATTRIBUTE_COPY = 1 << 24
+CONTAINERS = (list, dict, set, collections.deque)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What the script prints while it is replayed was printed already."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def kept_streams() -> Iterator[None]:
+    """Random streams, autocast state, grad mode and deterministic settings of this thread, as they were."""
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None
+    python_state = random.getstate()
+    torch_state = torch_rng_states()
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    cache = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)  # a replay must neither use nor fill the script's cache of weight casts
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        set_torch_streams(torch_state)
+        random.setstate(python_state)
+        if numpy_state is not None and numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def set_torch_streams(states: RngStates) -> None:
+    torch.default_generator.set_state(states.torch_cpu)
+    for index, state in states.torch_cuda:
+        torch.cuda.default_generators[index].set_state(state)
+
+
+def set_streams(states: RngStates) -> None:
+    """Wind the random streams back to where they stood."""
+    set_torch_streams(states)
+    if states.python is not None:
+        random.setstate(states.python)
+    numpy = sys.modules.get("numpy")
+    if states.numpy is not None and numpy is not None:
+        numpy.random.set_state(states.numpy)
+
+
+@contextlib.contextmanager
+def modes_of(modes: Modes) -> Iterator[None]:
+    """The modes in which an event ran. Inference mode is replayed as `no_grad`: the same kernels, more to see."""
+    for device, enabled, dtype in modes.autocast:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    with torch.set_grad_enabled(modes.grad and not modes.inference):
+        yield
+
+
+class ModuleSandbox:
+    """A root module whose state a replay may change freely.
+
+    `enter()` swaps in clones of the buffers that the call changes, as they were before the call, and notes the rest;
+    `leave()` puts every object and every container's contents back.
+    """
+
+    def __init__(self, root: RootCall, module: nn.Module) -> None:
+        self._root = root
+        self._module = module
+        self._undo: list[Callable[[], None]] = []
+        self.stand_ins: dict[int, tuple[dict[str, Tensor | None], str]] = {}
+        self._seen: set[int] = set()
+
+    def enter(self) -> None:
+        for saved in self._root.buffers:
+            now = saved.owner.get(saved.name)
+            if saved.copy is not None or now is not saved.tensor:
+                self._swap(saved.owner, saved.name, (saved.copy if saved.copy is not None else saved.tensor).clone())
+                if now is not None:
+                    self.stand_ins[id(now)] = (saved.owner, saved.name)
+        for module in self._module.modules():
+            self._keep_attributes(module)
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for hook in list(hooks.values()):
+                    self._keep_reachable(hook)
+            self._keep_function(type(module).forward)
+
+    def leave(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def swap_parameter(self, owner: nn.Module, name: str, value: nn.Parameter) -> None:
+        """Let `owner` use another parameter until `leave()`."""
+        self._swap(owner._parameters, name, value)
+
+    def swap_buffer(self, owner: nn.Module, name: str, value: Tensor) -> None:
+        """Let `owner` use another buffer until `leave()`."""
+        self._swap(owner._buffers, name, value)
+
+    def _swap(self, place: dict[str, Any], name: str, value: Any) -> None:
+        original = place.get(name)
+        place[name] = value
+        self._undo.append(lambda: place.__setitem__(name, original))
+
+    def _keep_attributes(self, module: nn.Module) -> None:
+        attributes = module.__dict__
+        before = dict(attributes)
+
+        def restore() -> None:
+            for name in [n for n in attributes if n not in before]:
+                del attributes[name]
+            attributes.update(before)
+
+        self._undo.append(restore)
+        buffers = module._buffers
+        names = dict(buffers)
+        swapped = {name for name in names}
+
+        def restore_buffers() -> None:
+            for name in [n for n in buffers if n not in swapped]:
+                del buffers[name]
+            buffers.update(names)
+
+        self._undo.append(restore_buffers)
+        if type(module).__module__.startswith("torch.nn"):
+            return
+        for name, value in before.items():
+            if isinstance(value, Tensor) and value.numel() <= MAX_ATTRIBUTE_COPY and not value.requires_grad:
+                attributes[name] = value.clone()
+            elif isinstance(value, CONTAINERS) and not name.startswith("_"):
+                self._keep_container(value)
+
+    def _keep_container(self, container: Any, depth: int = 0) -> None:
+        if id(container) in self._seen or len(container) > 10_000 or depth > 3:
+            return
+        self._seen.add(id(container))
+        if isinstance(container, dict):
+            before = dict(container)
+            self._undo.append(lambda: (container.clear(), container.update(before))[0])
+            values = list(before.values())
+        else:
+            items = list(container)
+            if isinstance(container, list):
+                self._undo.append(lambda: container.__setitem__(slice(None), items))
+            else:
+                self._undo.append(lambda: _refill(container, items))
+            values = items
+        for value in values:
+            if isinstance(value, CONTAINERS):
+                self._keep_container(value, depth + 1)
+
+    def _keep_reachable(self, value: Any) -> None:
+        """State that a hook can reach: its closure, its own object, the globals that it names."""
+        if isinstance(value, CONTAINERS):
+            self._keep_container(value)
+        elif isinstance(value, types.MethodType):
+            owner = value.__self__
+            if not isinstance(owner, (nn.Module, type)):
+                self._keep_object(owner)
+            self._keep_function(value.__func__)
+        elif callable(value):
+            self._keep_function(value)
+
+    def _keep_object(self, owner: Any) -> None:
+        attributes = getattr(owner, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._keep_container(attributes)
+
+    def _keep_function(self, function: Any) -> None:
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in self._seen or not is_user_code(code):
+            return
+        self._seen.add(id(code))
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                if isinstance(cell.cell_contents, CONTAINERS):
+                    self._keep_container(cell.cell_contents)
+                elif not isinstance(cell.cell_contents, (nn.Module, Tensor, type)) and not callable(cell.cell_contents):
+                    self._keep_object(cell.cell_contents)
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, CONTAINERS):
+                self._keep_container(value)
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    container.clear()
+    container.update(items) if isinstance(container, set) else container.extend(items)

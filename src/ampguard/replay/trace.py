@@ -1,0 +1,152 @@
+"""Trace: the operators of a replayed step, and where their non-finite values lie.
+
+Only operators with a non-finite result keep values. Elements are named by their offset in the memory behind the
+tensor, so that a view, an in-place operator and a read through another view all speak of the same element.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat, numerics
+from ampguard.capture.record import Line
+
+MAX_ELEMENTS = 1 << 16
+"""Non-finite elements kept of one tensor."""
+
+
+@dataclass(slots=True)
+class BadElements:
+    """The non-finite elements of one tensor: flat positions, storage offsets and kinds, in the same order."""
+
+    flat: Tensor
+    offsets: Tensor
+    kinds: Tensor
+    count: int
+
+    @property
+    def is_complete(self) -> bool:
+        return self.count == self.flat.numel()
+
+    def has_kind(self, kind: int) -> bool:
+        return bool((self.kinds == kind).any())
+
+    def position_of(self, offset: int) -> int | None:
+        """The flat position of the element at a storage offset, or None where it is finite (or was not kept)."""
+        hits = (self.offsets == offset).nonzero()
+        return int(self.flat[hits[0, 0]]) if hits.numel() else None
+
+    def kind_at(self, flat: int) -> int | None:
+        hits = (self.flat == flat).nonzero()
+        return int(self.kinds[hits[0, 0]]) if hits.numel() else None
+
+
+@dataclass(slots=True)
+class TracedTensor:
+    """A tensor that took part in an operator: shape and type, never its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    made_by: tuple[int, int] | None = None
+    bad: BadElements | None = None
+    live: weakref.ref[Tensor] | None = None
+
+
+@dataclass(slots=True)
+class TracedOp:
+    """One operator of the replay. `args` holds its operands' values only where its result is not finite."""
+
+    index: int
+    event: int
+    func: Any
+    module: str | None
+    root: int | None
+    line: Line | None
+    owner: int | None = None
+    inputs: list[TracedTensor] = field(default_factory=list)
+    outputs: list[TracedTensor] = field(default_factory=list)
+    scalars: list[float] = field(default_factory=list)
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    key: tuple[Any, ...] = ()
+    refused: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.func)
+
+    @property
+    def short_name(self) -> str:
+        """`aten.log_.default` -> "log": what is computed, not how it is stored."""
+        return self.func._schema.name.split("::")[-1].rstrip("_") if hasattr(self.func, "_schema") else str(self.func)
+
+    @property
+    def is_bad(self) -> bool:
+        return any(out.bad is not None for out in self.outputs)
+
+
+@dataclass(slots=True)
+class Trace:
+    """The operators of one replay, and which of them wrote where."""
+
+    ops: list[TracedOp] = field(default_factory=list)
+    writes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def writer_of(self, storage: int, offset: int | None, before: int) -> tuple[TracedOp, int, int | None] | None:
+        """The last operator before `before` that left a non-finite value at this place in memory.
+
+        Returns the operator, which of its results, and the flat position there (None where it is not known).
+        """
+        for index, output in reversed(self.writes.get(storage, ())):
+            if index >= before:
+                continue
+            bad = self.ops[index].outputs[output].bad
+            if bad is None:
+                continue
+            if offset is None:
+                return self.ops[index], output, None
+            position = bad.position_of(offset)
+            if position is not None:
+                return self.ops[index], output, position
+            if not bad.is_complete:
+                return self.ops[index], output, None
+        return None
+
+    def aligned(self, op: TracedOp) -> TracedOp | None:
+        """The same operator in this trace of a changed replay (which may have more or fewer casts)."""
+        return next((other for other in self.ops if other.key == op.key), None)
+
+
+def bad_elements(tensor: Tensor) -> BadElements | None:
+    """Where `tensor` is not finite, or None. Waits for the device."""
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.layout != torch.strided:
+        return None
+    if numerics.is_finite(tensor):
+        return None
+    codes = numerics.kinds(tensor).reshape(-1)
+    flat = codes.nonzero().reshape(-1)
+    count = flat.numel()
+    flat = flat[:MAX_ELEMENTS]
+    return BadElements(flat.cpu(), storage_offsets(tensor, flat).cpu(), codes[flat].cpu(), count)
+
+
+def storage_offsets(tensor: Tensor, flat: Tensor) -> Tensor:
+    """Offsets in the storage of the elements at the flat positions of `tensor`."""
+    offsets = torch.full_like(flat, tensor.storage_offset())
+    rest = flat
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        offsets = offsets + (rest % size) * stride
+        rest = rest // size
+    return offsets
+
+
+def traced(tensor: Tensor, made_by: tuple[int, int] | None = None) -> TracedTensor:
+    return TracedTensor(
+        tuple(tensor.shape), tensor.dtype, compat.storage_key(tensor), made_by, live=weakref.ref(tensor)
+    )

@@ -1,0 +1,1 @@
+"""Run a stranger's script under guard, exactly as Python would run it."""

@@ -1,0 +1,41 @@
+"""What the runner asks of a guard, and nothing more: the runner can be tested without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class GuardSession(Protocol):
+    """The guard around one run of a script."""
+
+    def start(self) -> None:
+        """Install the probes. Called once, when the script was found and compiled and before its first line runs.
+
+        An `AmpguardError` raised here ends the program before the script starts; any other exception is a fault of
+        ours, and the script runs unguarded.
+        """
+
+    def finish(self, error: BaseException | None) -> None:
+        """Write the report and say where it is. May be called more than once; only the first call counts.
+
+        `error` is what ended the script: None for a normal end, else the exception that left it (a `SystemExit`
+        that the script raised, a `StopRun`, a `KeyboardInterrupt`, a `SystemExit(143)` for SIGTERM).
+        Not called in a forked child, nor where the script never started.
+        """
+
+
+class LateSession:
+    """A session that is made when the script is about to start: one that is missing need not wait for torch."""
+
+    def __init__(self, make: Callable[[], GuardSession]) -> None:
+        self._make = make
+        self._session: GuardSession | None = None
+
+    def start(self) -> None:
+        self._session = self._make()
+        self._session.start()
+
+    def finish(self, error: BaseException | None) -> None:
+        if self._session is not None:
+            self._session.finish(error)

@@ -1,0 +1,98 @@
+"""Run a script under guard: the order of things, from its first line to the exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ampguard.errors import AmpguardError
+from ampguard.run.ending import end_as_interrupted, say_how_it_ended, wait_for_threads
+from ampguard.run.mainmodule import Program, ScriptTarget, absolute_path, prepare
+from ampguard.run.protocols import GuardSession, LateSession
+from ampguard.run.sigterm import FinishOnSigterm
+
+__all__ = ["GuardSession", "LateSession", "ScriptTarget", "execute"]
+
+
+def execute(target: ScriptTarget, session: GuardSession) -> int:
+    """Run `target` as `__main__` under `session` and return the exit status Python would give it.
+
+    To be called once, at the end of a process's life: it waits for the script's threads as a shutdown does. After
+    Ctrl-C it raises the `KeyboardInterrupt` again, for Python to die by SIGINT. An `AmpguardError` from
+    `session.start()` passes through; the script has not started then.
+    """
+    try:
+        program = prepare(target)
+    except OSError as error:
+        path = absolute_path(target.name)
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        does_not_compile = error
+    else:
+        guard = _Guard(session if program.starts else None)
+        guard.start()
+        return _run(program, guard)
+    return say_how_it_ended(does_not_compile)
+
+
+def _run(program: Program, guard: _Guard) -> int:
+    error: BaseException | None = None
+    try:
+        program.run()
+    except BaseException as raised:
+        error = raised
+    # Outside the handler: a sys.excepthook of the script's must not see an exception as being handled.
+    status = say_how_it_ended(error)
+    if guard.is_other_process():
+        return status
+    wait_for_threads()
+    try:
+        guard.finish(error)
+    except KeyboardInterrupt as interrupt:
+        error = interrupt
+    if isinstance(error, KeyboardInterrupt):
+        end_as_interrupted(error)
+    return status
+
+
+class _Guard:
+    """The session, held so that no fault of its own can change how the script runs or ends."""
+
+    def __init__(self, session: GuardSession | None) -> None:
+        self._session = session
+        self._pid = os.getpid()
+        self._finished = False
+        self._sigterm = FinishOnSigterm(self.finish)
+
+    def start(self) -> None:
+        if self._session is None:
+            return
+        try:
+            self._session.start()
+        except AmpguardError:
+            raise
+        except Exception as fault:
+            self._session = None
+            _say_fault("could not start; the script runs unguarded", fault)
+            return
+        self._sigterm.install()
+
+    def is_other_process(self) -> bool:
+        """Whether the script forked and this is the child: the report is the parent's."""
+        return os.getpid() != self._pid
+
+    def finish(self, error: BaseException | None) -> None:
+        if self._session is None or self._finished:
+            return
+        with self._sigterm.deferred():
+            self._finished = True
+            try:
+                self._session.finish(error)
+            except Exception as fault:
+                _say_fault("could not finish its report", fault)
+        self._sigterm.uninstall()
+
+
+def _say_fault(what: str, fault: Exception) -> None:
+    print(f"ampguard: {what} ({type(fault).__name__}: {fault})", file=sys.stderr)

@@ -1,0 +1,122 @@
+"""One guarded run: the recorder and its probes, the casebook, the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.probes import Probes
+from ampguard.capture.record import BadResult
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.casebook import Casebook
+from ampguard.errors import StopRun
+from ampguard.incident import Environment, Incident, Report, status_of
+from ampguard.report.terminal import print_incident, print_summary
+from ampguard.run.folder import RunFolder, make_run_folder
+
+ISSUES = "https://github.com/ampguard/ampguard/issues"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run was asked for. `steps`: iterations after which it ends cleanly."""
+
+    out: Path | None = None
+    steps: int | None = None
+    max_incidents: int = 5
+    on_nonfinite: Literal["observe", "stop"] = "observe"
+    script_name: str = "script"
+
+
+class Session:
+    """Guards everything between `start()` and `finish()`."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._folder: RunFolder | None = None
+        self._barrier = FaultBarrier(self._on_fault)
+        self._recorder = FlightRecorder(self, self._barrier)
+        self._probes = Probes(self._recorder)
+        self._rank = int(os.environ.get("RANK", "0")) if os.environ.get("RANK", "0").isdigit() else 0
+        self._casebook = Casebook(self._recorder, options.max_incidents, self._rank, self._on_new_incident)
+        self._stop_at_next_forward: str | None = None
+        self._finished = False
+        self.report: Report | None = None
+
+    def start(self) -> None:
+        """Make the run folder and install the probes. Raises UsageError or RunFolderError before anything is patched."""
+        self._folder = make_run_folder(self._options.out, self._options.script_name)
+        self._probes.install()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Judge what is left, take the probes out, write the report. Only the first call counts."""
+        if self._finished:
+            return
+        self._finished = True
+        try:
+            if not isinstance(error, StopRun):
+                self._barrier.call(self._recorder.flush)
+        except StopRun:
+            pass  # it is ending already
+        finally:
+            self._probes.undo()
+        self.report = self._make_report()
+        problem = self._folder.write(self.report) if self._folder is not None else None
+        path = self._folder.report_path if self._folder is not None and problem is None else None
+        if problem is not None:
+            print(f"ampguard: {problem}", file=sys.stderr)
+        print_summary(self.report, path)
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder."""
+        return self._folder.path if self._folder is not None else None
+
+    def _make_report(self) -> Report:
+        incidents = self._casebook.incidents()
+        device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
+        world = os.environ.get("WORLD_SIZE", "1")
+        environment = Environment(
+            torch.__version__.split("+")[0], platform.python_version(), device, int(world) if world.isdigit() else 1
+        )
+        return Report(status_of(incidents), environment, self._recorder.steps.count, incidents)
+
+    # --- what the recorder tells --------------------------------------------------------------------------------------
+
+    def on_bad(self, bad: BadResult) -> None:
+        self._casebook.examine(bad)
+
+    def on_step(self, step: int) -> None:
+        self._casebook.tick(step)
+        if self._options.steps is not None and step >= self._options.steps:
+            self._stop_at_next_forward = f"{step} steps, as asked for"
+
+    def on_forward(self) -> None:
+        if self._stop_at_next_forward is not None:
+            raise StopRun(self._stop_at_next_forward, 0)
+
+    def _on_new_incident(self, incident: Incident) -> None:
+        print_incident(incident)
+        if self._options.on_nonfinite == "stop" and incident.severity == "error":
+            raise StopRun(f"{incident.cause} in step {incident.step}", 3)
+
+    def _on_fault(self, fault: Exception) -> None:
+        """Something in ampguard itself went wrong: say it once, step aside."""
+        self._recorder.active = False
+        self._recorder.paused = False
+        last = traceback.extract_tb(fault.__traceback__)[-1]
+        print(
+            f"ampguard: a fault of its own ({type(fault).__name__}: {fault}, {Path(last.filename).name}:{last.lineno}); "
+            f"the guard is off from here on, your training goes on. Please report it: {ISSUES}",
+            file=sys.stderr,
+        )
+        if os.environ.get("AMPGUARD_DEBUG"):
+            traceback.print_exception(fault, file=sys.stderr)

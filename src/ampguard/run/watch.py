@@ -1,0 +1,44 @@
+"""`with ampguard.watch():`, the same guard inside a script or a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from ampguard.run.session import RunOptions, Session
+
+
+@contextlib.contextmanager
+def watch(
+    *,
+    out: str | Path | None = None,
+    steps: int | None = None,
+    max_incidents: int = 5,
+    on_nonfinite: Literal["observe", "stop"] = "observe",
+) -> Iterator[Session]:
+    """Guard the training inside the block. The options are those of `ampguard run`; yields the session.
+
+    After the block `session.report` holds the incidents. An exception of the block passes through unchanged; reaching
+    `steps`, or `on_nonfinite="stop"`, ends the block early without one.
+
+    Raises UsageError or RunFolderError, before the block runs, where the run folder cannot be made.
+    """
+    from ampguard.errors import StopRun
+
+    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "session"
+    session = Session(
+        RunOptions(Path(out) if out is not None else None, steps, max_incidents, on_nonfinite, name or "session")
+    )
+    session.start()
+    try:
+        yield session
+    except StopRun as stop:
+        session.finish(stop)
+    except BaseException as error:
+        session.finish(error)
+        raise
+    else:
+        session.finish()

@@ -1,0 +1,211 @@
+"""The card and the summary, as they are read: compared whole, at 80 columns, without and with a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from ampguard.incident import Environment, Fix, Incident, Location, Report, status_of
+from ampguard.report.terminal import incident_card, print_incident, print_summary, short_path, stderr_console
+
+OVERFLOW = Incident(
+    step=41,
+    rank=0,
+    mode="train",
+    phase="forward",
+    severity="error",
+    cause="fp16-overflow",
+    module="encoder.layers.3.attention",
+    op="aten.bmm.default",
+    dtype="float16",
+    location=Location("model.py", 57, "Attention.forward", "        scores = q @ k.transpose(-2, -1)"),
+    explanation="The product of queries and keys reaches 81920; float16 ends at 65504: softmax then made NaN of it.",
+    evidence={"max_abs_fp32": 81920.0, "limit": 65504.0, "operands": [{"max": 3.5}]},
+    fixes=(
+        Fix(
+            "force-fp32",
+            "encoder.layers.3.attention",
+            "leave autocast in encoder.layers.3.attention:\nwith torch.autocast('cuda', enabled=False):\n    ...",
+            True,
+            "the replayed step is finite; the loss is 2.31",
+        ),
+        Fix("clamp", None, "clamp the scores", False, "the loss is still NaN"),
+        Fix("lower-learning-rate", None, "halve the learning rate"),
+    ),
+)
+
+
+def rendered(incident: Incident, width: int = 80) -> str:
+    out = io.StringIO()
+    print_incident(incident, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_the_whole_card() -> None:
+    assert rendered(OVERFLOW) == dedent(
+        """
+        error[fp16-overflow] step 41, forward: a result is beyond the low precision's
+          largest number (65504 for float16)
+          --> model.py:57 in Attention.forward
+              (module encoder.layers.3.attention, aten.bmm, float16)
+        57 |         scores = q @ k.transpose(-2, -1)
+           |                  ^^^^^^^^^^^^^^^^^^^^^^^ max abs fp32 81920, limit 65504
+        The product of queries and keys reaches 81920; float16 ends at 65504: softmax
+        then made NaN of it.
+        fix, verified: leave autocast in encoder.layers.3.attention:
+            with torch.autocast('cuda', enabled=False):
+                ...
+            -> the replayed step is finite; the loss is 2.31
+        fix, not enough: clamp the scores
+            -> the loss is still NaN
+        fix, untried: halve the learning rate
+        more: ampguard explain fp16-overflow
+
+        """
+    )
+
+
+def test_what_fits_stands_on_one_line_and_what_does_not_is_folded() -> None:
+    lines = rendered(OVERFLOW, width=100).splitlines()
+    assert "  --> model.py:57 in Attention.forward   (module encoder.layers.3.attention, aten.bmm, float16)" in lines
+    narrow = rendered(OVERFLOW, width=60).splitlines()
+    assert narrow[narrow.index("   | max abs fp32 81920, limit 65504") - 1].endswith("^^^")
+
+
+def test_colours_on_a_terminal_and_the_same_words() -> None:
+    out = io.StringIO()
+    print_incident(OVERFLOW, Console(file=out, width=80, force_terminal=True, color_system="standard"))
+    assert "\x1b[1;31merror[fp16-overflow]" in out.getvalue()
+    plain = out.getvalue()
+    while "\x1b[" in plain:
+        start = plain.index("\x1b[")
+        plain = plain[:start] + plain[plain.index("m", start) + 1 :]
+    assert plain == rendered(OVERFLOW)
+
+
+def test_the_card_is_a_rich_renderable() -> None:
+    out = io.StringIO()
+    Console(file=out, width=80).print(incident_card(OVERFLOW))
+    assert out.getvalue() in rendered(OVERFLOW)
+
+
+@pytest.mark.parametrize(
+    ("code", "marked"),
+    [
+        ("    return x / (x.sum() + eps)", "x / (x.sum() + eps)"),
+        ("loss = crit(é, 'ü').mean()", "crit(é, 'ü').mean()"),
+        ("x += y.log()", "y.log()"),
+        ("\tmodel(x)", "model(x)"),
+        ("q, k = f(x), g(x)", "f(x), g(x)"),
+        ("for x in loader:", "f"),
+        ("torch.einsum('bij,bjk', a,", "t"),
+        ("return", "return"),
+    ],
+)
+def test_the_mark_is_under_what_the_line_computes(code: str, marked: str) -> None:
+    incident = msgspec.structs.replace(OVERFLOW, location=Location("m.py", 7, "f", code), evidence={})
+    lines = rendered(incident).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("7 | "))
+    start, length = lines[at + 1].index("^"), lines[at + 1].count("^")
+    assert lines[at][start : start + length] == marked
+
+
+def test_markup_in_code_is_text() -> None:
+    code = "x = y[bold]; z[/red] [link=1]"
+    incident = msgspec.structs.replace(OVERFLOW, location=Location("m.py", 7, "f", code), explanation="[/bold] :smile:")
+    assert f"7 | {code}" in rendered(incident)
+    assert "[/bold] :smile:" in rendered(incident)
+
+
+def test_nothing_known_but_the_cause() -> None:
+    incident = Incident(
+        step=3,
+        rank=2,
+        mode="eval",
+        phase="loss",
+        severity="warning",
+        cause="empty-reduction",
+        module=None,
+        op=None,
+        dtype=None,
+        location=None,
+        explanation="",
+        occurrences=4,
+    )
+    assert rendered(incident, 100) == (
+        "\nwarning[empty-reduction] step 3, eval, loss, rank 2, seen 4 times: a mean, a loss or a norm over no\n"
+        "  elements; a standard deviation over one\nmore: ampguard explain empty-reduction\n\n"
+    )
+    assert "ranks 0, 2" in rendered(msgspec.structs.replace(incident, evidence={"ranks": [0, 2]}))
+
+
+def test_long_paths_and_code_are_never_broken() -> None:
+    place = Location("/opt/" + "deep/" * 30 + "model.py", 7, "forward", "x = " + "very_long_name + " * 20 + "1")
+    text = rendered(msgspec.structs.replace(OVERFLOW, location=place))
+    assert f"  --> {place.file}:7 in forward\n" in text
+    assert f"7 | {place.code}\n" in text
+
+
+def test_paths_inside_the_working_directory_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert short_path(str(tmp_path / "src" / "model.py")) == "src/model.py"
+    assert short_path("/usr/lib/x.py") == "/usr/lib/x.py"
+    assert short_path("<generated>") == "<generated>"
+
+
+def a_report(*incidents: Incident, steps: int = 120) -> Report:
+    return Report(status_of(incidents), Environment("2.13.0", "3.11.7", "cpu", 1), steps, incidents)
+
+
+def summary(report: Report, path: Path | None) -> str:
+    out = io.StringIO()
+    print_summary(report, path, Console(file=out, width=80))
+    return out.getvalue()
+
+
+def test_the_whole_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    glue = msgspec.structs.replace(
+        OVERFLOW, step=0, severity="info", cause="loss-scale-overflow", module=None, occurrences=3
+    )
+    assert summary(a_report(OVERFLOW, glue), tmp_path / "ampguard-runs" / "r" / "report.json") == dedent(
+        """\
+        ampguard: 120 steps, 1 error, 1 note
+          error   fp16-overflow         step 41     encoder.layers.3.attention
+          info    loss-scale-overflow   step 0      model.py:57 (seen 3 times)
+        report: ampguard-runs/r/report.json
+        """
+    )
+
+
+def test_a_clean_summary_is_one_line() -> None:
+    assert summary(a_report(steps=1), None) == "ampguard: 1 step, no incident\n"
+
+
+def test_a_long_summary_is_cut() -> None:
+    lines = summary(a_report(*[OVERFLOW] * 50), None).splitlines()
+    assert len(lines) == 22
+    assert lines[-1] == "  and 30 more"
+
+
+def test_everything_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    print_incident(OVERFLOW)
+    print_summary(a_report(OVERFLOW), None)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "error[fp16-overflow]" in err
+    assert "\x1b" not in err
+
+
+def test_a_closed_stderr_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    print_incident(OVERFLOW, stderr_console())
+    print_summary(a_report(OVERFLOW), None)

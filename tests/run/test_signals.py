@@ -1,0 +1,117 @@
+"""Ctrl-C and SIGTERM: the process dies as it would without us, after the session was finished."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import pytest
+from workbench import Outcome, Workbench
+
+READY = "import os, signal, sys, time\ndef ready():\n    print('ready', flush=True)\n    time.sleep(30)\n"
+
+
+def signalled(workbench: Workbench, *words: str, signum: int = signal.SIGTERM, guarded: bool = True) -> Outcome:
+    """Start a script, send it a signal once it says that it is ready, and report how it ended."""
+    workbench.log.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        workbench.command(*words, guarded=guarded),
+        cwd=workbench.folder,
+        env=workbench.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    stdout, stderr = process.communicate(timeout=20)
+    return Outcome(process.returncode, stdout, stderr)
+
+
+def test_sigterm_writes_the_report_and_is_still_the_cause_of_death(workbench: Workbench) -> None:
+    workbench.write("train.py", READY + "ready()")
+    started = time.monotonic()
+    assert signalled(workbench, "train.py") == signalled(workbench, "train.py", guarded=False)
+    outcome = signalled(workbench, "train.py")
+    assert outcome == Outcome(-signal.SIGTERM, "", "")
+    assert workbench.session_saw() == ["start", "finish SystemExit(143)"]
+    assert time.monotonic() - started < 20
+
+
+def test_the_scripts_own_sigterm_handler_stands(workbench: Workbench) -> None:
+    workbench.write("train.py", READY + "signal.signal(signal.SIGTERM, lambda *a: sys.exit('saved'))\nready()")
+    assert signalled(workbench, "train.py") == Outcome(1, "", "saved\n")
+    assert workbench.session_saw() == ["start", "finish SystemExit('saved')"]
+
+
+def test_sigterm_looks_unhandled_to_the_script(workbench: Workbench) -> None:
+    """Lightning, for one, installs its handlers only where it finds the default."""
+    workbench.write(
+        "train.py",
+        "import signal\nprint(signal.getsignal(signal.SIGTERM) in (None, signal.SIG_DFL))\n"
+        "print(signal.signal(signal.SIGTERM, print) == signal.SIG_DFL)",
+    )
+    assert workbench.guarded("train.py").stdout == workbench.plain("train.py").stdout == "True\nTrue\n"
+
+
+def test_ignored_sigterm_stays_ignored(workbench: Workbench) -> None:
+    workbench.write("train.py", "import signal\nprint(repr(signal.getsignal(signal.SIGTERM)))")
+    workbench.write(
+        "nohup.py",
+        "import os, signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.execv(sys.argv[1], sys.argv[1:])",
+    )
+    command = workbench.command("train.py", guarded=True)
+    assert "SIG_IGN" in workbench.plain("nohup.py", *command).stdout
+
+
+def test_sigterm_while_threads_are_waited_for(workbench: Workbench) -> None:
+    workbench.write("train.py", READY + "import threading\nthreading.Thread(target=ready).start()")
+    # The thread sleeps on; SIGTERM's default action does not wait for it.
+    assert signalled(workbench, "train.py").status == -signal.SIGTERM
+    assert workbench.session_saw() == ["start", "finish SystemExit(143)"]
+
+
+@pytest.mark.parametrize("words", [("train.py",), ("-m", "train")])
+def test_ctrl_c_is_pythons(workbench: Workbench, assert_same: Callable[..., Outcome], words: tuple[str, ...]) -> None:
+    workbench.write(
+        "train.py",
+        "import atexit, signal\natexit.register(print, 'atexit')\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nfinally:\n    print('finally')",
+    )
+    outcome = assert_same(*words)
+    assert outcome.status == -signal.SIGINT  # a shell shows 130
+    assert outcome.stdout == "finally\natexit\n"
+    assert outcome.stderr.endswith("KeyboardInterrupt\n")
+    assert workbench.session_saw() == ["start", "finish KeyboardInterrupt()"]
+
+
+def test_ctrl_c_from_outside(workbench: Workbench) -> None:
+    workbench.write("train.py", READY + "ready()")
+    outcome = signalled(workbench, "train.py", signum=signal.SIGINT)
+    assert outcome.status == -signal.SIGINT
+    assert outcome.stderr.endswith("KeyboardInterrupt\n")
+    assert workbench.session_saw() == ["start", "finish KeyboardInterrupt()"]
+
+
+def test_ctrl_c_that_the_script_handles(workbench: Workbench) -> None:
+    workbench.write("train.py", READY + "try:\n    ready()\nexcept KeyboardInterrupt:\n    sys.exit(4)")
+    assert signalled(workbench, "train.py", signum=signal.SIGINT).status == 4
+
+
+def test_ctrl_c_while_threads_are_waited_for(workbench: Workbench) -> None:
+    """Python mentions it and does not wait any longer; nor do we, and the report is written."""
+    workbench.write(
+        "train.py",
+        "import threading, time\ndef late():\n    time.sleep(0.2)\n    print('ready', flush=True)\n    time.sleep(1)\n"
+        "threading.Thread(target=late).start()",
+    )
+    plain = signalled(workbench, "train.py", signum=signal.SIGINT, guarded=False)
+    guarded = signalled(workbench, "train.py", signum=signal.SIGINT)
+    assert guarded.status == plain.status
+    for outcome in (plain, guarded):
+        assert "KeyboardInterrupt" in outcome.stderr
+        assert "ampguard" not in outcome.stderr
+    assert workbench.session_saw() == ["start", "finish None"]
