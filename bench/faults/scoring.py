@@ -93,7 +93,8 @@ def _cells(truth: Truth, claim: Claim) -> dict[str, bool | None]:
         "mode": claim.mode == truth.mode,
         "cause": claim.cause in truth.cause,
         "module": any(name in truth.module for name in claim.modules),
-        "op": any(same_op(said, accepted) for said in claim.ops for accepted in truth.op),
+        "op": any(same_op(said, accepted) for said in claim.ops for accepted in truth.op if accepted)
+        or (None in truth.op and not claim.ops),
         "line": named_line and claim.code in truth.lines,
         "fix": any(action in truth.fixes for action in claim.verified_fixes),
     }

@@ -26,7 +26,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["train", "eval"]
     cause: list[str]
     module: list[str | None]
-    op: list[str]
+    op: list[str | None]
     file: str
     line: str | list[str]
     fixes: list[str]
@@ -96,7 +96,7 @@ def problems(case: Case) -> list[str]:
 def _truth_problems(folder: Path, truth: Truth) -> list[str]:
     found = [f"unknown cause {code!r}" for code in truth.cause if code not in CAUSES]
     found += [f"unknown fix {action!r}" for action in truth.fixes if action not in ACTIONS]
-    found += [f"no ATen overload: {op!r}" for op in truth.op if not OVERLOAD.fullmatch(op)]
+    found += [f"no ATen overload: {op!r}" for op in truth.op if op is not None and not OVERLOAD.fullmatch(op)]
     if not truth.op or not truth.cause or not truth.module or not truth.steps or not truth.lines:
         found.append("an empty list: nothing would be accepted")
     for path in folder.rglob(Path(truth.file).name):

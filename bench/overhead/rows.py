@@ -1,4 +1,4 @@
-"""What is compared: each row is a context manager around training steps, given the model; leaving it undoes everything."""
+"""What is compared: each row is a context manager around training steps; leaving it undoes everything."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ def plain(model: nn.Module) -> Iterator[None]:
 def ampguard_watch(model: nn.Module) -> Iterator[None]:
     import ampguard
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        with ampguard.watch(out=Path(folder) / "run"):
-            yield
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stderr(io.StringIO()),
+        ampguard.watch(out=Path(folder) / "run"),
+    ):
+        yield
 
 
 @contextlib.contextmanager

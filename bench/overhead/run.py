@@ -88,10 +88,7 @@ def tables(name: str, args: argparse.Namespace) -> Iterator[str]:
     yield "| row | time against plain | quartiles | ms a step |"
     yield "|---|---|---|---|"
     for row in args.rows.split(","):
-        if row == RUN_ROW:
-            ratios = process_ratios(name, args)
-        else:
-            ratios = block_ratios(ROWS[row], name, model, step, args)
+        ratios = process_ratios(name, args) if row == RUN_ROW else block_ratios(ROWS[row], name, model, step, args)
         label = "plain (noise)" if row == "plain" else row
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         middle = statistics.median(ratios)
@@ -140,7 +137,7 @@ def timed_block(step: Callable[[], object], steps: int, device: str) -> float:
 
 
 def process_ratios(name: str, args: argparse.Namespace) -> list[float]:
-    """`ampguard run` over `python`, each pair two fresh processes that time their own blocks (start-up is not in it)."""
+    """`ampguard run` over `python`, each pair two fresh processes that time their own blocks, start-up left out."""
     steps = STEPS_PER_BLOCK[name] * 6
     script = [str(HERE / f"{name}.py"), str(steps), "--block", str(STEPS_PER_BLOCK[name]), "--device", args.device]
 
@@ -193,12 +190,21 @@ def train_for_memory(name: str, row: str, device: str) -> None:
 
 
 def peak_mib(arguments: list[str]) -> float:
-    """Largest resident set of a child process (Linux counts ru_maxrss in KiB, macOS in bytes)."""
-    child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
+    """Largest resident set of a child process.
+
+    Linux lets a child's ru_maxrss begin at its parent's, so a small process without torch stands in between.
+    It counts in KiB, macOS in bytes.
+    """
+    between = (
+        "import resource, subprocess, sys\n"
+        "status = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(status, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    out = subprocess.run([sys.executable, "-c", between, *arguments], check=True, capture_output=True, text=True).stdout
+    status, peak = map(int, out.split())
     if status:
-        raise SystemExit(f"exit status {os.waitstatus_to_exitcode(status)}: {' '.join(arguments)}")
-    return usage.ru_maxrss / (1024 if sys.platform != "darwin" else 1024**2)
+        raise SystemExit(f"exit status {status}: {' '.join(arguments)}")
+    return peak / (1024 if sys.platform != "darwin" else 1024**2)
 
 
 def summary(module: ModuleType) -> str:

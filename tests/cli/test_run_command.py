@@ -18,7 +18,8 @@ Ampguard = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def ampguard(tmp_path: Path) -> Ampguard:
-    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:], __name__)\nsys.exit(len(sys.argv))")
+    (tmp_path / "train.py").write_text("import sys, torch\nprint(sys.argv[1:], __name__)\nsys.exit(len(sys.argv))")
+    (tmp_path / "torch.py").write_text("")  # the session starts with `import torch`; an empty one will do
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": str(SOURCES)}

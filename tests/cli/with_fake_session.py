@@ -26,8 +26,7 @@ class Session:
         self.options = options
 
     def start(self) -> None:
-        if self.options.out is not None:
-            make_run_folder(self.options.out, self.options.script_name)
+        make_run_folder(self.options.out, self.options.script_name)
         print(f"session {self.options}", flush=True)
 
     def finish(self, error: BaseException | None) -> None:

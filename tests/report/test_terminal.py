@@ -71,6 +71,11 @@ def test_the_whole_card() -> None:
     )
 
 
+def test_the_rung_is_said_where_it_is_not_a_replay() -> None:
+    assert "rung" not in rendered(msgspec.structs.replace(OVERFLOW, evidence={"rung": "replay", "limit": 1.0}))
+    assert "rung module" in rendered(msgspec.structs.replace(OVERFLOW, evidence={"rung": "module"}))
+
+
 def test_what_fits_stands_on_one_line_and_what_does_not_is_folded() -> None:
     lines = rendered(OVERFLOW, width=100).splitlines()
     assert "  --> model.py:57 in Attention.forward   (module encoder.layers.3.attention, aten.bmm, float16)" in lines
@@ -104,6 +109,8 @@ def test_the_card_is_a_rich_renderable() -> None:
         ("\tmodel(x)", "model(x)"),
         ("q, k = f(x), g(x)", "f(x), g(x)"),
         ("for x in loader:", "f"),
+        ("if step == 3: loss = loss.log()", "loss.log()"),
+        ("with autocast(): return f(x)", "f(x)"),
         ("torch.einsum('bij,bjk', a,", "t"),
         ("return", "return"),
     ],

@@ -50,6 +50,19 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldGenerator:
+    """A random generator of the script's own, as it stood when an operator drew from it."""
+
+    device: torch.device
+    state: Tensor
+
+    def restored(self) -> torch.Generator:
+        generator = torch.Generator(self.device)
+        generator.set_state(self.state)
+        return generator
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """A line of running code, kept as cheaply as possible; `location()` looks the text up."""
 

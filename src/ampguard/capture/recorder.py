@@ -27,6 +27,7 @@ from ampguard.capture.record import (
     Event,
     GlueOp,
     Held,
+    HeldGenerator,
     Modes,
     Ref,
     RngStates,
@@ -440,6 +441,8 @@ class FlightRecorder:
             return self._name(value)
         if isinstance(value, (list, tuple)):
             return [self._named(item) for item in value]
+        if isinstance(value, torch.Generator):
+            return HeldGenerator(value.device, value.get_state())
         return value
 
     def _copied(self, value: Any) -> Any:
@@ -464,14 +467,17 @@ class FlightRecorder:
         events = self.record.events
         if not events or events[0].index >= self._closed_until:
             return
-        kept = [e for e in events if e.index >= self._closed_until or any(r() is not None for r in e.outputs)]
-        needed = {ref.event for e in kept for ref in refs_in((e.args, e.kwargs))}
+        used = [e for e in events if e.index < self._closed_until and isinstance(e, RootCall)]
+        alive = {e.index for e in used if any(r() is not None for r in e.outputs)}
+        needed = {ref.event for e in used if e.index in alive for ref in refs_in((e.args, e.kwargs))}
         for event in reversed(events):
             if event.index in needed:
                 needed |= {ref.event for ref in refs_in((event.args, event.kwargs))}
-        old_limit = self._closed_until - MAX_EVENTS // 2
-        kept_ids = {e.index for e in kept}
-        self.record.events = [e for e in events if (e.index in kept_ids or e.index in needed) and e.index > old_limit]
+        kept = alive | needed
+        oldest = self._closed_until - MAX_EVENTS // 2
+        self.record.events = [
+            e for e in events if e.index >= self._closed_until or (e.index in kept and e.index > oldest)
+        ]
         self.record.complete = True
         live = {e.index for e in self.record.events}
         self._producers = {k: v for k, v in self._producers.items() if v[1].event in live and v[0]() is not None}

@@ -8,8 +8,9 @@ from typing import Literal
 
 import click
 
+from ampguard.run.late import LateSession
 from ampguard.run.protocols import GuardSession
-from ampguard.run.script import LateSession, ScriptTarget, execute
+from ampguard.run.script import ScriptTarget, execute
 
 
 class _RunCommand(click.Command):
@@ -76,14 +77,14 @@ def command(
     target = _target(module, words)
 
     def session() -> GuardSession:
-        from ampguard.run.session import RunOptions, Session  # here: `--help` need not wait for torch
+        from ampguard.run.session import RunOptions, Session  # here: it imports torch
 
         options = RunOptions(
             out=out, steps=steps, max_incidents=max_incidents, on_nonfinite=on_nonfinite, script_name=target.stem
         )
         return Session(options)
 
-    return lambda: execute(target, LateSession(session))
+    return lambda: execute(target, LateSession(session, out, target.stem))
 
 
 def _target(module: str | None, words: tuple[str, ...]) -> ScriptTarget:

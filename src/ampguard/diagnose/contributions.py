@@ -135,7 +135,7 @@ def _reduction(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...], f
 def _reduced_dims(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...]) -> set[int] | None:
     if math.prod(target) == 1 and math.prod(source) != 1:
         return set(range(len(source)))
-    args = op.args or ()
+    args = op.plain
     for value in args[1:]:
         if isinstance(value, int) and not isinstance(value, bool) and -len(source) <= value < len(source):
             return {value % len(source)}
@@ -145,20 +145,20 @@ def _reduced_dims(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...]
 
 
 def _dim(op: TracedOp, rank: int) -> int:
-    args = op.args or ()
-    value = args[1] if len(args) > 1 else (op.kwargs or {}).get("dim", rank - 1)
+    args = op.plain
+    value = args[1] if len(args) > 1 else op.plain_kwargs.get("dim", rank - 1)
     return value % rank if isinstance(value, int) else rank - 1
 
 
 def _normalized_from(op: TracedOp, source: tuple[int, ...]) -> int:
-    args = op.args or ()
+    args = op.plain
     shape = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else source[-1:]
     return len(source) - len(shape)
 
 
 def _cat(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor] | None:
-    args = op.args or ()
-    dim = (args[1] if len(args) > 1 else (op.kwargs or {}).get("dim", 0)) % max(len(target), 1)
+    args = op.plain
+    dim = (args[1] if len(args) > 1 else op.plain_kwargs.get("dim", 0)) % max(len(target), 1)
     place = coordinates(flat, target)
     start = 0
     for position in range(operand):

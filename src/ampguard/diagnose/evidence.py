@@ -316,9 +316,12 @@ class Evidence:
 
     @property
     def given_tensor(self) -> Tensor | None:
-        """The live tensor (or its stand-in) at which the chain ends."""
+        """The script's own tensor (or what a replay read in its place) at which the chain ends."""
         if self.given is None:
             return None
+        stand_in = self.outcome.stand_ins.get(self.given.tensor.storage)
+        if stand_in is not None:
+            return stand_in[1]
         live = self.given.tensor.live() if self.given.tensor.live is not None else None
         if live is not None:
             return live

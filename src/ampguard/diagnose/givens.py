@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +99,11 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_poisoned(state: NamedTensor) -> bool:
-    """Whether an infinite buffer was meant to be: a mask or a bias holds 0, 1 and infinities and nothing else."""
-    if isinstance(state.held, nn.Parameter):
+    """Whether an infinite buffer was not meant to be: a mask or a sentinel holds 0, 1 and infinities, nothing else."""
+    values = state.tensor.detach().reshape(-1).double()
+    if isinstance(state.held, nn.Parameter) or bool(torch.isnan(values).any()):
         return True
-    values = set(state.tensor.detach().reshape(-1).double().unique().tolist())
-    return bool(values - {0.0, 1.0, math.inf, -math.inf}) and not math.nan in values or len(values) == 0
+    return bool(set(values[torch.isfinite(values)].unique().tolist()) - {0.0, 1.0})
 
 
 def describe_input(evidence: Evidence) -> NamedTensor | None:
@@ -119,8 +118,10 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
     for event, name, held in evidence.held():
         if held.tensor is element or _looks_like(element, held.value) or shares_memory(element, held.tensor):
             value = held.value.detach()
-            role = "input" if isinstance(event, RootCall) else "target"
-            return NamedTensor(name, role, held.tensor, value, bad_samples(value))
+            in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
+            is_input = isinstance(event, RootCall) and any(True for _ in event.module.parameters())
+            name = in_batch or (name if isinstance(event, RootCall) else event.line.location().code if event.line else name)
+            return NamedTensor(name, "input" if is_input else "target", held.tensor, value, bad_samples(value))
     value = element.detach()
     return NamedTensor("a tensor", "input", element, value, bad_samples(value))
 

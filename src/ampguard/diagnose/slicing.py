@@ -145,7 +145,7 @@ def _is_parameter_like(given: Given) -> bool:
 def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
     """Where the bad element may have come from, the likeliest first; empty where this operator made it."""
     op = link.op
-    options: list[tuple[tuple[int, int], Link | Given]] = []
+    options: list[tuple[tuple[int, bool, int], Link | Given]] = []
     for operand, tensor in enumerate(op.inputs):
         bad = tensor.bad
         if bad is None:
@@ -160,7 +160,7 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
                 continue
             for hit in dict.fromkeys((int(hits[0]), int(hits[-1]))):
                 step = _origin(trace, op, operand, tensor, bad, hit)
-                options.append(((_preference(link.kind, kind), operand), step))
+                options.append(((_preference(link.kind, kind), isinstance(step, Given), operand), step))
     options.sort(key=lambda option: option[0])
     return [step for _, step in options]
 

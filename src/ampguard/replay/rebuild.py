@@ -18,6 +18,7 @@ from ampguard.capture.record import (
     BadResult,
     GlueOp,
     Held,
+    HeldGenerator,
     Ref,
     RootCall,
     StepRecord,
@@ -48,6 +49,8 @@ class Outcome:
     seconds: float = 0.0
     error: BaseException | None = None
     captured: dict[int, Captured] = field(default_factory=dict)
+    stand_ins: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Storage of a clone that the replay used, to (the clone, the script's own tensor)."""
 
 
 class Replayer:
@@ -86,6 +89,21 @@ class Replayer:
         if any(id(p) in updated for p in root.module.parameters()):
             raise ReplayError("an optimizer has changed the parameters since the module was called")
 
+    def name_in_batch(self, tensor: Tensor) -> str | None:
+        """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
+        stack: list[tuple[str, Any]] = [("batch", self._recorder.last_batch)]
+        while stack:
+            name, item = stack.pop()
+            if isinstance(item, weakref.ref):
+                live = item()
+                if live is tensor or (live is not None and compat.storage_key(live) == compat.storage_key(tensor) != 0):
+                    return name
+            elif isinstance(item, dict):
+                stack.extend((f"{name}[{key!r}]", value) for key, value in item.items())
+            elif isinstance(item, (list, tuple)):
+                stack.extend((f"{name}[{position}]", value) for position, value in enumerate(item))
+        return None
+
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
         started = time.perf_counter()
@@ -116,6 +134,7 @@ class Replayer:
                     exact = exact and same_as_before(event, outputs)
         outcome = self._outcome(values, stand_ins, trace, exact, error, time.perf_counter() - started)
         outcome.captured = mode.captured
+        outcome.stand_ins = mode.stand_ins
         return outcome
 
     def _outcome(
@@ -157,6 +176,10 @@ class Replayer:
         training = module.training
         try:
             self._swap_state(sandbox, module, variant)
+            for saved in root.buffers:
+                now = saved.owner.get(saved.name)
+                if now is not None and now is not saved.tensor:
+                    mode.stand_ins[compat.storage_key(now)] = (now, saved.tensor)
             args = substituted(root.args, values, variant.tensors, mode, grad=root.modes.grad)
             kwargs = substituted(root.kwargs, values, variant.tensors, mode, grad=root.modes.grad)
             if variant.convert is not None:
@@ -209,6 +232,8 @@ class Replayer:
     ) -> list[Tensor]:
         args = glue_arguments(op.args, values, variant.tensors)
         kwargs = glue_arguments(op.kwargs, values, variant.tensors)
+        for held in held_in((op.args, op.kwargs)):
+            mode.stand_ins.setdefault(compat.storage_key(held.value), (held.value, held.tensor))
         overwritten = self._recorder.tape.overwritten(op.func)
         if overwritten:
             args = tuple(
@@ -300,6 +325,7 @@ def substituted(
             if isinstance(source, nn.Parameter):
                 return source
             copy = source.detach().clone()
+            mode.stand_ins[compat.storage_key(copy)] = (copy, leaf.tensor)
             return copy.requires_grad_() if grad and source.requires_grad and copy.is_floating_point() else copy
         return leaf
 
@@ -316,14 +342,14 @@ def glue_arguments(tree: Any, values: dict[Ref, Tensor], tensors: dict[int, Tens
             return values[leaf].detach()
         if isinstance(leaf, Held):
             return tensors.get(id(leaf.tensor), leaf.value).detach()
-        return leaf
+        return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
 
     return map_leaves(tree, value)
 
 
 def map_leaves(tree: Any, visit: Any) -> Any:
     """Like `map_tensors`, for trees whose tensors have been replaced by Ref and Held."""
-    if isinstance(tree, (Ref, Held)):
+    if isinstance(tree, (Ref, Held, HeldGenerator)):
         return visit(tree)
     if isinstance(tree, list):
         items = [map_leaves(item, visit) for item in tree]

@@ -60,7 +60,11 @@ class TracedTensor:
 
 @dataclass(slots=True)
 class TracedOp:
-    """One operator of the replay. `args` holds its operands' values only where its result is not finite."""
+    """One operator of the replay.
+
+    `plain` and `plain_kwargs` are its arguments without tensors (None in their place); `args` and `kwargs` hold its
+    operands' values, for the first operators whose result is not finite.
+    """
 
     index: int
     event: int
@@ -72,6 +76,8 @@ class TracedOp:
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
+    plain: tuple[Any, ...] = ()
+    plain_kwargs: dict[str, Any] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     key: tuple[Any, ...] = ()

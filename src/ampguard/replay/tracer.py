@@ -33,6 +33,15 @@ KEPT_BYTES = 1 << 29
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
 )
+RUNNING_STATISTICS = {
+    name: (3, 4)
+    for name in (
+        "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
+        "_batch_norm_with_update", "batch_norm",
+    )
+}  # fmt: skip
+"""Operators that write to operands although their schema does not say so, and to which."""
+
 CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous"})
 
 
@@ -93,6 +102,7 @@ class ReplayMode(compat.DispatchMode):
         self.event: RootCall | GlueOp | None = None
         self.count = 0
         self.captured: dict[int, Captured] = {}
+        self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.boundary: CodeType | None = None
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
         self.stack: list[nn.Module] = []
@@ -170,7 +180,7 @@ class ReplayMode(compat.DispatchMode):
             kept = before if self.trace is not None and before is not None else args
             self.captured[index] = Captured(func, kept, kwargs, output)
         if op is not None:
-            self._end(op, func, before if before is not None else args, kwargs, output)
+            self._end(op, func, before if before is not None else args, args, kwargs, output)
         return output
 
     def _precision(self) -> torch.dtype | None:
@@ -205,6 +215,8 @@ class ReplayMode(compat.DispatchMode):
         )
         for tensor in flat_tensors(args, kwargs):
             op.inputs.append(traced(tensor, self._maker(tensor)))
+        op.plain = tuple(without_tensors(a) for a in args)
+        op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
         op.scalars = [float(a) for a in flat_scalars(args, kwargs)]
         if op.short_name not in CASTS:
             key = (op.event, module, op.short_name, line.number if line else None)
@@ -213,7 +225,7 @@ class ReplayMode(compat.DispatchMode):
         trace.ops.append(op)
         return op
 
-    def _end(self, op: TracedOp, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _end(self, op: TracedOp, func: Any, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         trace = self.trace
         assert trace is not None
         results = output if isinstance(output, (tuple, list)) else (output,)
@@ -238,13 +250,14 @@ class ReplayMode(compat.DispatchMode):
             if result.bad is not None:
                 trace.writes.setdefault(result.storage, []).append((op.index, position))
         if writes and not results:
-            self._note_foreach(op, args)
+            self._note_written(op, flat_tensors(written, {}))
+        self._note_written(op, self._hidden_writes(op, written))
         if op.is_bad:
             self._keep_operands(op, args, kwargs)
 
-    def _note_foreach(self, op: TracedOp, args: Any) -> None:
-        """In-place operators that return nothing (`_foreach_*_`): look at what they wrote."""
-        for tensor in flat_tensors(args, {}):
+    def _note_written(self, op: TracedOp, tensors: list[Tensor]) -> None:
+        """What an operator wrote without returning it (`_foreach_*_`, BatchNorm's running statistics)."""
+        for tensor in tensors:
             result = traced(tensor, (op.index, len(op.outputs)))
             result.bad = bad_elements(tensor)
             op.outputs.append(result)
@@ -263,9 +276,9 @@ class ReplayMode(compat.DispatchMode):
 
     def _overwritten_values(self, func: Any, args: Any) -> Any:
         """The operands of an in-place operator, from before it writes; None for others."""
-        if not self._writes(func):
+        positions = self._writes(func) or RUNNING_STATISTICS.get(func._schema.name.split("::")[-1], ())
+        if not positions:
             return None
-        positions = self._writes(func)
         return tuple(
             map_tensors(a, lambda t: t.detach().clone()) if i in positions else a for i, a in enumerate(args)
         )
@@ -280,6 +293,10 @@ class ReplayMode(compat.DispatchMode):
             )
         return known
 
+    def _hidden_writes(self, op: TracedOp, args: Any) -> list[Tensor]:
+        positions = RUNNING_STATISTICS.get(op.short_name, ())
+        return [args[i] for i in positions if i < len(args) and isinstance(args[i], Tensor)]
+
     def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
         known = self._made_by.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
@@ -288,6 +305,15 @@ class ReplayMode(compat.DispatchMode):
 def aliasing_results(func: Any) -> list[bool]:
     """For each result of `func`, whether it is a view of an operand that was not written to."""
     return [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
+
+
+def without_tensors(value: Any) -> Any:
+    """An argument with None in place of every tensor."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return [without_tensors(item) for item in value]
+    return value
 
 
 def flat_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -163,6 +163,8 @@ def _expression_span(code: str) -> tuple[int, int]:
         statement = ast.parse(stripped).body[0]
     except (SyntaxError, IndexError, ValueError):
         return margin, 1
+    while isinstance(statement, (ast.If, ast.For, ast.While, ast.With)):  # `if bad: loss = ...` on one line
+        statement = statement.body[-1]
     value = getattr(statement, "value", None)
     node = value if isinstance(value, ast.expr) else statement
     if not isinstance(node, (ast.expr, ast.stmt)) or node.end_col_offset is None:
@@ -174,7 +176,8 @@ def _expression_span(code: str) -> tuple[int, int]:
 
 def _key_numbers(incident: Incident) -> str:
     """The evidence in short: the first few plain values. The rest is in the report."""
-    plain = {key: value for key, value in incident.evidence.items() if _is_plain(value)}
+    usual = {"rung": "replay"}  # said only where it is another
+    plain = {key: value for key, value in incident.evidence.items() if _is_plain(value) and usual.get(key) != value}
     shown = list(plain.items())[:_MAX_KEY_NUMBERS]
     return ", ".join(f"{key.replace('_', ' ')} {readable_number(value)}" for key, value in shown)
 

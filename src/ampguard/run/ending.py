@@ -66,6 +66,12 @@ def hide_our_frames(error: BaseException) -> None:
         each.__traceback__ = _without_our_frames(each)
 
 
+def say_fault(what: str, fault: Exception) -> None:
+    """One line about a fault of our own."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ampguard: {what} ({type(fault).__name__}: {fault})", file=sys.stderr)
+
+
 def _exit_status(error: SystemExit) -> int:
     if error.code is None:
         return 0

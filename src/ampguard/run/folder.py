@@ -72,6 +72,8 @@ def make_run_folder(
     `out` is the folder asked for; without one it is `<root>/<date>-<time>-<script>`, never one that exists.
     Raises `UsageError` where `out` holds something already and `RunFolderError` where no folder can be made.
     """
+    if (reserved := _reserved.pop((out, script_name), None)) is not None:
+        return reserved
     launch = Launch.from_environment() if launch is None else launch
     root = Path(DEFAULT_ROOT) if root is None else root
 
@@ -86,6 +88,16 @@ def make_run_folder(
     except OSError as error:
         where = out or root
         raise RunFolderError(f"cannot make the run folder {where}: {error.strerror or error}") from error
+
+
+def reserve_run_folder(out: Path | None, script_name: str) -> RunFolder:
+    """Make the run folder now; the next `make_run_folder` of this process with the same arguments returns it."""
+    folder = make_run_folder(out, script_name)
+    _reserved[out, script_name] = folder
+    return folder
+
+
+_reserved: dict[tuple[Path | None, str], RunFolder] = {}
 
 
 def _dated_folder(root: Path, script_name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -23,19 +22,3 @@ class GuardSession(Protocol):
         that the script raised, a `StopRun`, a `KeyboardInterrupt`, a `SystemExit(143)` for SIGTERM).
         Not called in a forked child, nor where the script never started.
         """
-
-
-class LateSession:
-    """A session that is made when the script is about to start: one that is missing need not wait for torch."""
-
-    def __init__(self, make: Callable[[], GuardSession]) -> None:
-        self._make = make
-        self._session: GuardSession | None = None
-
-    def start(self) -> None:
-        self._session = self._make()
-        self._session.start()
-
-    def finish(self, error: BaseException | None) -> None:
-        if self._session is not None:
-            self._session.finish(error)

@@ -6,12 +6,12 @@ import os
 import sys
 
 from ampguard.errors import AmpguardError
-from ampguard.run.ending import end_as_interrupted, say_how_it_ended, wait_for_threads
+from ampguard.run.ending import end_as_interrupted, say_fault, say_how_it_ended, wait_for_threads
 from ampguard.run.mainmodule import Program, ScriptTarget, absolute_path, prepare
-from ampguard.run.protocols import GuardSession, LateSession
+from ampguard.run.protocols import GuardSession
 from ampguard.run.sigterm import FinishOnSigterm
 
-__all__ = ["GuardSession", "LateSession", "ScriptTarget", "execute"]
+__all__ = ["GuardSession", "ScriptTarget", "execute"]
 
 
 def execute(target: ScriptTarget, session: GuardSession) -> int:
@@ -74,7 +74,7 @@ class _Guard:
             raise
         except Exception as fault:
             self._session = None
-            _say_fault("could not start; the script runs unguarded", fault)
+            say_fault("could not start; the script runs unguarded", fault)
             return
         self._sigterm.install()
 
@@ -90,9 +90,5 @@ class _Guard:
             try:
                 self._session.finish(error)
             except Exception as fault:
-                _say_fault("could not finish its report", fault)
+                say_fault("could not finish its report", fault)
         self._sigterm.uninstall()
-
-
-def _say_fault(what: str, fault: Exception) -> None:
-    print(f"ampguard: {what} ({type(fault).__name__}: {fault})", file=sys.stderr)

@@ -33,7 +33,7 @@ class Trainer:
         pids = torch.randperm(self.ids)[:4].repeat_interleave(self.per_id)
         images = self.prototypes[pids] + torch.randn(len(pids), 3, 12, 12)
         # cameras with very different gains
-        images = images * 31.0 * torch.exp(0.6 * torch.randn(len(pids), 1, 1, 1))
+        images = images * 36.0 * torch.exp(0.6 * torch.randn(len(pids), 1, 1, 1))
         return {"images": images, "targets": pids}
 
     def run_step(self):
