@@ -89,28 +89,29 @@ def problems(case: Case) -> list[str]:
     if (case.kind == "fault") != (case.truth is not None):
         found.append(f"kind is {case.kind} and truth is {'absent' if case.truth is None else 'present'}")
     if case.truth is not None:
-        found += _truth_problems(case.folder, case.truth)
+        found += _truth_problems(case, case.truth)
     return found
 
 
-def _truth_problems(folder: Path, truth: Truth) -> list[str]:
+def _truth_problems(case: Case, truth: Truth) -> list[str]:
     found = [f"unknown cause {code!r}" for code in truth.cause if code not in CAUSES]
     found += [f"unknown fix {action!r}" for action in truth.fixes if action not in ACTIONS]
     found += [f"no ATen overload: {op!r}" for op in truth.op if op is not None and not OVERLOAD.fullmatch(op)]
     if not truth.op or not truth.cause or not truth.module or not truth.steps or not truth.lines:
         found.append("an empty list: nothing would be accepted")
-    for path in folder.rglob(Path(truth.file).name):
+    for path in case.folder.rglob(Path(truth.file).name):
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         found += [f"{truth.file}: {n} times {line!r}" for line in truth.lines if (n := lines.count(line)) != 1]
         return found
-    return found + _library_problems(truth)
+    return found + _library_problems(case.requires, truth)
 
 
-def _library_problems(truth: Truth) -> list[str]:
-    """The line of a failure inside a library is the library's: `transformers/models/t5/modeling_t5.py`."""
-    package = find_spec(Path(truth.file).parts[0]) if "/" in truth.file else None
-    if package is None or package.origin is None:
-        return [f"{truth.file} is neither in the case nor in an installed package"]
-    path = Path(package.origin).parents[1] / truth.file
-    lines = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} if path.is_file() else set()
+def _library_problems(requires: list[str], truth: Truth) -> list[str]:
+    """The line of a failure inside a library is the library's: `modeling_t5.py`, with or without its folders."""
+    specs = [find_spec(name) for name in requires]
+    rooms = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
+    paths = [path for room in rooms for path in room.rglob(Path(truth.file).name)]
+    if not paths:
+        return [f"{truth.file} is neither in the case nor in a package that it requires"]
+    lines = {line.strip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()}
     return [f"{truth.file} has no line {line!r}" for line in truth.lines if line not in lines]

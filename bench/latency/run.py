@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-SIZES = {"small": ["--dim", "32"], "large": ["--dim", "512", "--depth", "6"]}
+SIZES = {"small": ["--dim", "32"], "large": ["--dim", "256", "--depth", "6"]}
 SETTLED = 100
 """Steps of the failing script that are left out: the investigations fall into them."""
 

@@ -41,11 +41,8 @@ def test_it_starts_right_after_the_import(tmp_path: Path) -> None:
 
 def test_looking_for_torch_is_not_importing_it(tmp_path: Path) -> None:
     """As transformers does; and what it finds is torch's own spec."""
-    done = run(
-        tmp_path,
-        "import importlib.util\nspec = importlib.util.find_spec('torch')\nprint(spec.origin[-8:], spec.loader.path[-8:])\n"
-        "print('then')\nimport torch",
-    )
+    look = "import importlib.util\nspec = importlib.util.find_spec('torch')\n"
+    done = run(tmp_path, look + "print(spec.origin[-8:], spec.loader.path[-8:])\nprint('then')\nimport torch")
     assert done.stdout.splitlines()[:3] == ["torch.py torch.py", "then", "session starts 1"]
 
 
@@ -58,10 +55,16 @@ def test_the_imported_module_bears_no_trace(tmp_path: Path) -> None:
 
 
 def test_a_script_without_torch_is_told_so_and_leaves_no_folder(tmp_path: Path) -> None:
-    done = run(tmp_path, "import sys; sys.exit(4)")
-    assert done.returncode == 4
-    assert done.stdout == ""
+    done = run(tmp_path, "print('hello')")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
     assert done.stderr == "ampguard: the script did not import torch; nothing was watched\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_script_that_ends_before_the_import_is_left_alone(tmp_path: Path) -> None:
+    """`train.py --help`, or a missing argument."""
+    done = run(tmp_path, "import sys\nsys.exit('usage: train.py')\nimport torch")
+    assert (done.returncode, done.stderr) == (1, "usage: train.py\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -72,9 +75,8 @@ def test_a_session_that_cannot_start_does_not_break_the_import(tmp_path: Path) -
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
-    done = run(
-        tmp_path, "try:\n    import torch\nexcept ImportError as e:\n    print(e)", torch="raise ImportError('no CUDA')"
-    )
+    script = "try:\n    import torch\nexcept ImportError as e:\n    print(e)"
+    done = run(tmp_path, script, torch="raise ImportError('no CUDA')")
     assert done.stdout == "no CUDA\n"
     assert "did not import torch" in done.stderr
 
@@ -99,9 +101,8 @@ def test_what_the_script_sets_before_importing_torch_counts(tmp_path: Path) -> N
         "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads())"
     )
     env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    env["PYTHONPATH"] = str(SOURCES)
     command = [sys.executable, "-m", "ampguard", "run", "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**env, "PYTHONPATH": str(SOURCES)}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == "1\n"
     assert "ampguard: 0 steps" in done.stderr

@@ -66,7 +66,7 @@ class BufferWatch:
         changed: list[tuple[SavedBuffer, Tensor]] = []
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
-            if now is None or (now is buffer.tensor and version_of(now) == buffer.version):
+            if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched, watched.calls == 1)):
                 buffer.copy = None  # unchanged: the live one serves, and holds no memory
                 continue
             watched.changing.add((id(buffer.owner), buffer.name))
@@ -83,6 +83,13 @@ class BufferWatch:
             self._poisoned.add(key)
             poisoned.append((paths.get(key, buffer.name), now))
         return poisoned
+
+
+def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched, first: bool) -> bool:
+    """BatchNorm's kernels write their running statistics without counting a version: compare values once, then know."""
+    if version_of(now) != buffer.version or (id(buffer.owner), buffer.name) in watched.changing:
+        return True
+    return first and buffer.copy is not None and not torch.equal(now.detach(), buffer.copy)
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:

@@ -90,7 +90,7 @@ class FlightRecorder:
         self.step_seconds = 0.0
         self.thread: int | None = None
         self._next_index = 0
-        self._producers: dict[int, tuple[weakref.ref[Tensor], Ref]] = {}
+        self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
         self._closed_until = 0
         self._updates = 0
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
@@ -423,18 +423,20 @@ class FlightRecorder:
     # --- the record -------------------------------------------------------------------------------------------------
 
     def lookup(self, tensor: Tensor) -> Ref | None:
-        """The event that made this very tensor object, if one did."""
+        """The event that gave this very tensor object its present value, if one did.
+
+        A tensor that was written to since, through a view or by an operator that was not recorded, has none.
+        """
         known = self._producers.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        if known is None or known[0]() is not tensor or version_of(tensor) != known[2]:
+            return None
+        return known[1]
 
     def _define(self, tensor: Tensor, ref: Ref) -> None:
-        self._producers[id(tensor)] = (weakref.ref(tensor), ref)
+        self._producers[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
 
     def _name(self, tensor: Tensor) -> Ref | Held:
-        known = self._producers.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        return Held(tensor, version_of(tensor))
+        return self.lookup(tensor) or Held(tensor, version_of(tensor))
 
     def _named(self, value: Any) -> Any:
         if isinstance(value, Tensor):

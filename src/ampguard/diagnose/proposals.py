@@ -66,13 +66,9 @@ def changed_result(change: Callable[[Tensor], Tensor]) -> Trial:
     return at_the_head(intervention)
 
 
-def replaced(compute: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Trial:
-    """Replay with something else computed in the accused operator's place."""
-    return at_the_head(lambda func, args, kwargs: compute(args, kwargs))
-
-
 def at_the_head(intervention: Intervention) -> Trial:
-    return lambda evidence: Variant(interventions={evidence.op.index: intervention})
+    """Replay with an intervention wherever the accused line runs the accused operator, as a change of the line would."""
+    return lambda evidence: Variant(at_places={evidence.op.place: intervention})
 
 
 def clamp_fix(evidence: Evidence, position: int, low: float | None, high: float | None) -> Proposal:

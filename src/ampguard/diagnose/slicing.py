@@ -17,7 +17,7 @@ from ampguard.diagnose.contributions import contributing
 from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
-MAX_VISITS = 4000
+MAX_VISITS = 600
 COPIES = frozenset(
     """where copy _to_copy clone masked_fill fill cat stack index gather embedding index_select index_put scatter
     select_backward slice_scatter lift_fresh lift_fresh_copy max amax min amin maximum minimum masked_select
@@ -103,7 +103,8 @@ def _starts(bad: BadElements) -> list[int]:
 
 
 def _explore(trace: Trace, start: Link) -> Chain:
-    """Depth first along the preferred operands; the first chain that no intended infinity explains wins."""
+    """Every way back, the preferred operands first: of the beginnings that no intended infinity explains, the earliest."""
+    best: Chain | None = None
     fallback: Chain | None = None
     stack: list[tuple[Link, list[Link]]] = [(start, [])]
     seen: set[tuple[int, int, int | None]] = set()
@@ -119,22 +120,23 @@ def _explore(trace: Trace, start: Link) -> Chain:
         steps = _steps_back(trace, link)
         if not steps:
             chain = Chain(links, intended=makes_infinity_on_purpose(link))
-            if not chain.intended:
-                return chain
-            fallback = _better(fallback, chain)
+            best, fallback = _ranked(best, fallback, chain)
         for step in reversed(steps):
             if isinstance(step, Given):
                 chain = Chain(links, given=step, intended=step.kind != NAN and not _is_parameter_like(step))
-                if not chain.intended:
-                    return chain
-                fallback = _better(fallback, chain)
+                best, fallback = _ranked(best, fallback, chain)
             else:
                 stack.append((step, links))
-    return fallback if fallback is not None else Chain([start])
+    return best or fallback or Chain([start])
 
 
-def _better(old: Chain | None, new: Chain) -> Chain:
-    return new if old is None or (old.conversion() is None and new.conversion() is not None) else old
+def _ranked(best: Chain | None, fallback: Chain | None, new: Chain) -> tuple[Chain | None, Chain | None]:
+    """The two chains to keep: the earliest beginning so far, and the best of those that began on purpose."""
+    if not new.intended:
+        return (new if best is None or new.head.op.index < best.head.op.index else best), fallback
+    if fallback is None or (fallback.conversion() is None and new.conversion() is not None):
+        return best, new
+    return best, fallback
 
 
 def _is_parameter_like(given: Given) -> bool:

@@ -93,6 +93,13 @@ class TracedOp:
         return self.func._schema.name.split("::")[-1].rstrip("_") if hasattr(self.func, "_schema") else str(self.func)
 
     @property
+    def place(self) -> tuple[str, str | None, int | None]:
+        """The operator's name and the line of code that runs it."""
+        if self.line is None:
+            return (self.name, None, None)
+        return (self.name, self.line.code.co_filename, self.line.number)
+
+    @property
     def is_bad(self) -> bool:
         return any(out.bad is not None for out in self.outputs)
 

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from ampguard import compat, numerics
 from ampguard.capture.frames import user_line
-from ampguard.capture.record import GlueOp, RootCall, map_tensors
+from ampguard.capture.record import GlueOp, Line, RootCall, map_tensors
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
 Intervention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called in place of an operator with `(func, args, kwargs)`; returns the operator's result."""
+
+CodePlace = tuple[str, str | None, int | None]
+"""An operator's name, and the file and line of the code that runs it."""
 
 KEPT_OPS = 96
 """Operators with a non-finite result whose operands' values are kept."""
@@ -63,6 +66,7 @@ class Variant:
     force_fp32: frozenset[int] = frozenset()
     fp32_lines: frozenset[tuple[str, int]] = frozenset()
     interventions: dict[int, Intervention] = field(default_factory=dict)
+    at_places: dict[CodePlace, Intervention] = field(default_factory=dict)
     tensors: dict[int, Tensor] = field(default_factory=dict)
     capture: frozenset[int] = frozenset()
 
@@ -169,6 +173,8 @@ class ReplayMode(compat.DispatchMode):
             op = self._begin(index, func, args, kwargs)
             before = self._overwritten_values(func, args)
         intervention = self.variant.interventions.get(index)
+        if self.variant.at_places and intervention is None:
+            intervention = self._intervention_here(func)
         try:
             output = func(*args, **kwargs) if intervention is None else intervention(func, args, kwargs)
         except RuntimeError:
@@ -195,14 +201,26 @@ class ReplayMode(compat.DispatchMode):
                 return torch.float32
         return None
 
+    def _line(self, frame: FrameType) -> Line | None:
+        """The user's line of the operator that is running; PyTorch's own modules have none but that of their call."""
+        event = self.event
+        if isinstance(event, RootCall):
+            return user_line(frame, stop=self.boundary) or event.line
+        return event.line if event is not None else None
+
+    def _intervention_here(self, func: Any) -> Intervention | None:
+        name = str(func)
+        if all(place[0] != name for place in self.variant.at_places):
+            return None
+        line = self._line(sys._getframe(2))
+        place = (name, line.code.co_filename, line.number) if line is not None else (name, None, None)
+        return self.variant.at_places.get(place)
+
     def _begin(self, index: int, func: Any, args: Any, kwargs: Any) -> TracedOp:
         trace = self.trace
         assert trace is not None
         event = self.event
-        if isinstance(event, RootCall):  # PyTorch's own modules have no line but that of their call
-            line = user_line(sys._getframe(2), stop=self.boundary) or event.line
-        else:
-            line = event.line if event is not None else None
+        line = self._line(sys._getframe(2))
         module = self.module_name if isinstance(event, RootCall) else None
         op = TracedOp(
             index=index,

@@ -1,4 +1,4 @@
-"""An image classifier with Lightning in real float16. The loss scale starts at 65536 and has to find its level."""
+"""An image classifier with Lightning in real float16. The loss scale starts far too high and has to find its level."""
 import logging
 import warnings
 
@@ -53,7 +53,7 @@ def main():
     trainer = L.Trainer(
         max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Report()],
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))],
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**21))],
     )
     trainer.fit(Classifier(), DataLoader(TensorDataset(x[:320], y[:320]), batch_size=16), DataLoader(TensorDataset(x[320:], y[320:]), batch_size=16))
     print("val_loss", trainer.callback_metrics["val_loss"].item())

@@ -26,7 +26,7 @@ def main():
     config = T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     args = Seq2SeqTrainingArguments(
         output_dir="out", max_steps=24, per_device_train_batch_size=8, learning_rate=3e-3, use_cpu=True, logging_steps=6,
-        eval_strategy="steps", eval_steps=12, save_strategy="no", report_to=[], disable_tqdm=True, label_smoothing_factor=0.1,
+        eval_strategy="steps", eval_steps=12, save_strategy="no", report_to=[], disable_tqdm=True,
     )
     trainer = Seq2SeqTrainer(
         model=T5ForConditionalGeneration(config), args=args, train_dataset=Reversal(200, 2), eval_dataset=Reversal(24, 3)

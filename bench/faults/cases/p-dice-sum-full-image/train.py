@@ -65,7 +65,7 @@ if __name__ == "__main__":
     criterion = DiceLoss()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
-    train = DataLoader(Lesions(24, 160, crop=64), batch_size=4, num_workers=0)
+    train = DataLoader(Lesions(24, 160, crop=64), batch_size=4, num_workers=1)
     valid = DataLoader(Lesions(2, 640, seed=1), batch_size=1)
     for epoch in range(args.epochs):
         t = run_epoch(train, net, criterion, optimizer, scaler)

@@ -11,7 +11,7 @@ latents = torch.randn(12, 4, 6, 6)
 
 unet = TinyUNet()
 optimizer = torch.optim.AdamW(unet.parameters(), lr=2e-2, weight_decay=1e-2)
-scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
 skipped_in_a_row = 0
 for step in range(70):
     idx = torch.randint(0, 12, (4,))

@@ -74,6 +74,8 @@ def outside_domain(evidence: Evidence) -> tuple[int, float, float | None, float 
         above = high is not None and (value >= high if open_ends else value > high)
         return (position, value, low, high) if below or above else None
     wide = evidence.element(evidence.in_float64)
+    if any(math.isinf(s) for s in evidence.scalars):
+        return None
     if wide is not None and math.isnan(wide) and len(evidence.float_operands) == 1:
         return position, value, None, None
     return None

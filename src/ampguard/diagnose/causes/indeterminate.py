@@ -9,6 +9,8 @@ Not this       a softmax row without a key: see masked-softmax.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ampguard.diagnose import words
@@ -19,10 +21,13 @@ from ampguard.replay.tracer import Variant
 
 @cause("indeterminate")
 def indeterminate(evidence: Evidence) -> Finding | None:
-    if evidence.op.refused or not evidence.intended or not evidence.converts or evidence.kind != "nan":
+    if evidence.op.refused or evidence.kind != "nan":
+        return None
+    by_a_literal = evidence.given is None and any(math.isinf(s) for s in evidence.scalars)
+    if not by_a_literal and not (evidence.intended and evidence.converts):
         return None
     name = words.operator(evidence)
-    operands = [o for o in evidence.float_operands if o.stats.finite_share < 1]
+    operands = [o for o in evidence.float_operands if by_a_literal or o.stats.finite_share < 1]
     source = evidence.chain.head.op
     return Finding(
         "indeterminate",
@@ -46,7 +51,12 @@ def _finite_operands(evidence: Evidence) -> Variant:
     """The accused operator on the same operands, their infinities replaced by large finite numbers."""
 
     def run(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        tensor = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
+        largest = torch.finfo(tensor.dtype if tensor is not None else torch.float32).max / 4
+
         def finite(value: object) -> object:
+            if isinstance(value, float) and math.isinf(value):
+                return math.copysign(largest, value)
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 edge = torch.finfo(value.dtype).max / 4
                 return torch.where(torch.isinf(value), value.clamp(-edge, edge), value)
@@ -54,4 +64,4 @@ def _finite_operands(evidence: Evidence) -> Variant:
 
         return func(*(finite(a) for a in args), **kwargs)  # type: ignore[operator]
 
-    return Variant(interventions={evidence.op.index: run})
+    return Variant(at_places={evidence.op.place: run})

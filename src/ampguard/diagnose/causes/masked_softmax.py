@@ -66,7 +66,7 @@ def _empty_rows(evidence: Evidence) -> tuple[int, int, int] | None:
     name = evidence.op.short_name
     if "softmax" in name or name == "logsumexp":
         dim = _dim(evidence, values)
-    elif name in ("sub", "subtract") and len(evidence.operands) == 2:
+    elif name in ("sub", "subtract") and len(evidence.operands) == 2 and _is_normalised(evidence):
         dim = _dim_of_maximum(evidence, values)
     else:
         return None
@@ -94,6 +94,18 @@ def _dim_of_maximum(evidence: Evidence, values: Tensor) -> int | None:
     return dims[0] if len(dims) == 1 else values.dim() - 1
 
 
+def _is_normalised(evidence: Evidence) -> bool:
+    """Whether `x - max` goes on to be normalised: exp of it divided by its sum, or its log-sum subtracted from it."""
+    ops = evidence.trace.ops
+    shifted = {(evidence.op.index, 0)}
+    exponentials = {(op.index, 0) for op in ops if op.short_name == "exp" and any(t.made_by in shifted for t in op.inputs)}
+    return any(
+        (op.short_name in ("div", "mul") and op.inputs and op.inputs[0].made_by in exponentials)
+        or (op.short_name == "sub" and op.inputs and op.inputs[0].made_by in shifted)
+        for op in ops
+    )
+
+
 def _by_hand_with_exp(evidence: Evidence) -> Finding | None:
     """`exp(s) / exp(s).sum()` with a row of -Inf: 0/0 from a row of exact zeros that were infinities."""
     if evidence.op.short_name != "div" or len(evidence.operands) < 2 or evidence.kind != "nan":
@@ -109,12 +121,11 @@ def _by_hand_with_exp(evidence: Evidence) -> Finding | None:
     count = int(empty.sum())
     if not count:
         return None
-    index = top.index
 
     def with_a_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(_with_a_key(flat_tensors(args, kwargs)[0], -1), **kwargs)
 
-    return _finding(evidence, count, empty.numel(), lambda e: Variant(interventions={index: with_a_key}))
+    return _finding(evidence, count, empty.numel(), lambda e: Variant(at_places={top.place: with_a_key}))
 
 
 def _with_a_key(scores: Tensor, dim: int) -> Tensor:

@@ -60,11 +60,29 @@ def _grew_on_the_way(evidence: Evidence) -> bool:
 
 
 def _bounded_operand(evidence: Evidence, peak: float) -> Proposal:
-    bound = min(1e4, max(1.0, math.sqrt(peak)))
+    """The largest power of ten to which the operand can be clamped so that the result keeps well inside float32."""
     position = max(range(len(evidence.operands)), key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
+    bound = 10.0 ** math.floor(math.log10(max(peak, 10.0)))
+    while bound > 1e-3 and not _fits_with(evidence, position, bound):
+        bound /= 10
     return Proposal(
         "clamp",
         words.region(evidence),
         f"bound the operand of {words.operator(evidence)} (.clamp(-{bound:g}, {bound:g})) in: {words.code(evidence)}",
         trial=changed_operand(position, lambda t: t.clamp(-bound, bound)),
     )
+
+
+def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
+    call = evidence.call
+    if call is None:
+        return True
+    target = call.tensors[position]
+    args = tuple(a.double().clamp(-bound, bound) if a is target else a for a in call.args)
+    args = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    try:
+        result = call.func(*args, **call.kwargs)
+    except RuntimeError:
+        return True
+    result = result[0] if isinstance(result, (tuple, list)) else result
+    return bool((result.abs() < 1e30).all())
