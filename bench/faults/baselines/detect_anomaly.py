@@ -50,7 +50,10 @@ def main() -> None:
     clock, listener = host.Clock(), Listener()
     clock.install()
     listener.install()
-    torch.autograd.set_detect_anomaly(True)
+    switch = torch.autograd.set_detect_anomaly
+    switch(True)
+    # Lightning's Trainer switches it off unless told otherwise; its user would have told it.
+    torch.autograd.set_detect_anomaly = lambda mode, check_nan=True: switch(True, check_nan)
     claim = Claim(found=False)
     backward = torch.autograd.backward
 

@@ -172,6 +172,7 @@ class Probes:
             return step
 
         self._patches.replace(torch.amp.GradScaler, "scale", watch_scale)
+        self._patches.replace(torch.amp.GradScaler, "update", self._without_tape)
         self._patches.replace(torch.amp.GradScaler, "step", watch_step)
 
     def _watch_optimizers(self) -> None:
@@ -198,6 +199,23 @@ class Probes:
         add_before, add_after = compat.optimizer_step_hooks()
         self._handles += [add_before(before), add_after(after)]
         self._patches.replace(Optimizer, "__init__", watch_init)
+        self._patches.replace(Optimizer, "zero_grad", self._without_tape)
+
+    def _without_tape(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Bookkeeping between two steps is not worth taping."""
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.tape.is_preprocessing:
+                return original(self, *args, **kwargs)
+            guarded(recorder.tape.leave)
+            result = original(self, *args, **kwargs)
+            guarded(recorder.tape_preprocessing)
+            return result
+
+        return call
 
     def _watch_loaders(self) -> None:
         recorder = self._recorder

@@ -165,10 +165,14 @@ Event: TypeAlias = RootCall | GlueOp
 
 @dataclass(slots=True)
 class StepRecord:
-    """The events of one step, in order. `complete` is False where some operator ran unrecorded."""
+    """The events of one step, in order. `complete` is False where some operator ran unrecorded.
+
+    `writers` names, for an event, the later ones that wrote to its result in place, through a view.
+    """
 
     events: list[Event] = field(default_factory=list)
     complete: bool = True
+    writers: dict[int, list[int]] = field(default_factory=dict)
 
     def event(self, index: int) -> Event | None:
         if not self.events:

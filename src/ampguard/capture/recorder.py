@@ -50,6 +50,9 @@ FREE_GLUE_OPS = 96
 
 TAPED_OP_SECONDS = 6e-6
 GLUE_TIME_SHARE = 0.01
+SMALL_ARGUMENT = 1 << 14
+"""Elements up to which a module's argument is copied."""
+
 PREFIX_OPS = 48
 """Operators before the first module of a step (preprocessing) that are taped."""
 
@@ -91,7 +94,9 @@ class FlightRecorder:
         self.thread: int | None = None
         self._next_index = 0
         self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
+        self._writers: dict[int, list[int]] = {}
         self._closed_until = 0
+        self._judged: set[int] = set()
         self._updates = 0
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
@@ -127,8 +132,8 @@ class FlightRecorder:
         root = RootCall(
             index=self._claim_index(),
             module=module,
-            args=map_tensors(args, self._name),
-            kwargs=map_tensors(kwargs, self._name) if kwargs else {},
+            args=map_tensors(args, self._name_argument),
+            kwargs=map_tensors(kwargs, self._name_argument) if kwargs else {},
             modes=modes,
             rng=self._rng_states(module),
             training=module.training,
@@ -208,7 +213,10 @@ class FlightRecorder:
         if isinstance(output, Tensor):
             op.outputs = [weakref.ref(output)]
             op.floating = [output.is_floating_point()]
-            self._define(output, Ref(op.index, 0))
+            if self.tape.overwritten(op.func):
+                self._note_write(output, op.index)
+            else:
+                self._define(output, Ref(op.index, 0))
         elif isinstance(output, (tuple, list)):
             for position, tensor in enumerate(output):
                 if isinstance(tensor, Tensor):
@@ -233,6 +241,8 @@ class FlightRecorder:
         ref = self.lookup(tensor)
         if ref is None or not self._comes_from_a_root(ref):
             return
+        if self._judged and self._judged & self._ancestors(ref):
+            return  # a loss that backward was called on: it has been judged
         mode = "train" if self._wants_gradient(ref) else "eval"
         self.suspects.append(BadResult("loss", mode, self.steps.count, self._slice(), (ref,)))
 
@@ -251,8 +261,11 @@ class FlightRecorder:
         bad: list[Ref | Held] = []
         for tensor in [tensors] if isinstance(tensors, Tensor) else list(tensors):
             loss = self._unscaled(tensor)
+            made_by = self.lookup(loss)
+            if made_by is not None:
+                self._judged.add(made_by.event)
             if loss.is_floating_point() and not is_finite(loss):
-                bad.append(self.lookup(loss) or Held(loss, version_of(loss)))
+                bad.append(made_by or Held(loss, version_of(loss)))
         self._drop_teachers()
         if bad:
             self._report(BadResult("loss", "train", self.steps.count, self._slice(), tuple(bad)))
@@ -306,14 +319,17 @@ class FlightRecorder:
             self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
         self._glue_ops = 0
         self.listener.on_step(self.steps.count)
+        self.tape_preprocessing()
+
+    def tape_preprocessing(self) -> None:
+        """Tape what the script computes before the first module of a step."""
         if self._prefix_enabled and self.thread == threading.get_ident() and not self.paused:
-            self.tape.enter(PREFIX_OPS)
+            self.tape.enter(PREFIX_OPS, preprocessing=True)
 
     def note_batch(self, batch: Any) -> None:
         """A batch left the DataLoader; what the script computes from it before the first module is taped."""
         self.last_batch = map_tensors(batch, weakref.ref)
-        if self._prefix_enabled and self.thread == threading.get_ident():
-            self.tape.enter(PREFIX_OPS)
+        self.tape_preprocessing()
 
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
@@ -430,13 +446,41 @@ class FlightRecorder:
         known = self._producers.get(id(tensor))
         if known is None or known[0]() is not tensor or version_of(tensor) != known[2]:
             return None
-        return known[1]
+        ref = known[1]
+        if ref.event < self._closed_until and not isinstance(self.record.event(ref.event), RootCall):
+            return None  # glue of a finished step is not kept
+        return ref
 
     def _define(self, tensor: Tensor, ref: Ref) -> None:
         self._producers[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
 
+    def _note_write(self, written: Tensor, index: int) -> None:
+        """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
+
+        PyTorch counts the new version after the operator returns, hence the + 1.
+        """
+        version = version_of(written)
+        memory = compat.storage_key(written)
+        for identity, (alias, ref, known_version) in list(self._producers.items()):
+            tensor = alias()
+            if tensor is None or tensor is written or known_version != version_of(tensor):
+                continue
+            if memory and compat.storage_key(tensor) == memory:
+                self._producers[identity] = (alias, ref, known_version + 1)
+                self._writers.setdefault(ref.event, []).append(index)
+        self._producers[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
+
     def _name(self, tensor: Tensor) -> Ref | Held:
         return self.lookup(tensor) or Held(tensor, version_of(tensor))
+
+    def _name_argument(self, tensor: Tensor) -> Ref | Held:
+        """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
+        known = self.lookup(tensor)
+        if known is not None:
+            return known
+        if tensor.numel() <= SMALL_ARGUMENT and not tensor.requires_grad and tensor.layout == torch.strided:
+            return Held(tensor, version_of(tensor), tensor.clone())
+        return Held(tensor, version_of(tensor))
 
     def _named(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -462,7 +506,7 @@ class FlightRecorder:
         self.record.events.append(event)
 
     def _slice(self) -> StepRecord:
-        return StepRecord(list(self.record.events), self.record.complete)
+        return StepRecord(list(self.record.events), self.record.complete, dict(self._writers))
 
     def _forget_finished(self) -> None:
         """Drop events before the last backward whose results nobody holds any more."""
@@ -481,8 +525,19 @@ class FlightRecorder:
             e for e in events if e.index >= self._closed_until or (e.index in kept and e.index > oldest)
         ]
         self.record.complete = True
+        self._judged.clear()
+        self._writers = {k: v for k, v in self._writers.items() if k >= self._closed_until}
         live = {e.index for e in self.record.events}
         self._producers = {k: v for k, v in self._producers.items() if v[1].event in live and v[0]() is not None}
+
+    def _ancestors(self, ref: Ref) -> set[int]:
+        """The event that made a tensor, and those that its only changes in form came from."""
+        found = {ref.event}
+        event = self.record.event(ref.event)
+        while isinstance(event, GlueOp) and (refs := refs_in(event.args)) and len(refs) == 1:
+            found.add(refs[0].event)
+            event = self.record.event(refs[0].event)
+        return found
 
     def _comes_from_a_root(self, ref: Ref) -> bool:
         """Whether floating-point values lead from a root call to this tensor (a count or an accuracy has none)."""

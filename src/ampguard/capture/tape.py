@@ -29,11 +29,18 @@ class GlueTape(compat.DispatchMode):
         self._recorder = recorder
         self._left = 0
         self._on_stack = False
+        self._preprocessing = False
         self._overwritten: dict[Any, frozenset[int]] = {}
         self._random: dict[Any, bool] = {}
 
-    def enter(self, limit: int) -> None:
+    @property
+    def is_preprocessing(self) -> bool:
+        """Whether the tape is on and no module has been called in this step yet."""
+        return self._on_stack and self._preprocessing
+
+    def enter(self, limit: int, preprocessing: bool = False) -> None:
         """Start taping, at most `limit` operators."""
+        self._preprocessing = preprocessing
         if self._on_stack:
             self._left = limit
         elif limit > 0 and compat.dispatch_depth() == 0 and not compat.in_functorch():

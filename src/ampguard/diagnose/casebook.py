@@ -19,6 +19,7 @@ from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
+from ampguard.replay.sandbox import neutral_thread
 
 LOOKS_PER_INVESTIGATION = 4
 """How many further failures are located, to see whether they are new, for each full investigation allowed."""
@@ -77,12 +78,16 @@ class Casebook:
 
     def examine(self, bad: BadResult) -> None:
         """Find out what a bad result is: new, known, a consequence, or no failure at all."""
+        with neutral_thread():
+            self._examine(bad)
+
+    def _examine(self, bad: BadResult) -> None:
         started = time.perf_counter()
-        if self._is_consequence(bad):
-            return
         roots = roots_of(bad)
         if self.is_used_up:
             self._count_as_known(bad, roots)
+            return
+        if self._is_consequence(bad):
             return
         self._looks += 1
         live = self._recorder.live
@@ -167,9 +172,10 @@ class Casebook:
         case = self._poisoned_by
         if case is None or bad.step <= case.incident.step or bad.kind == "raised":
             return False
-        modules = [e.module for e in bad.record.events if isinstance(e, RootCall)]
-        if not any(has_bad_parameters(module) for module in modules):
-            return False
+        if case.consequences % 16 == 0:  # parameters that went bad stay so, unless a checkpoint is loaded
+            modules = [e.module for e in bad.record.events if isinstance(e, RootCall)]
+            if not any(has_bad_parameters(module) for module in modules):
+                return False
         case.consequences += 1
         case.last_step = bad.step
         return True
@@ -178,7 +184,10 @@ class Casebook:
         """Investigations are used up: count it to the incident of the same modules, without looking."""
         for case in reversed(self.cases):
             if case.roots & roots and case.incident.mode == bad.mode:
-                case.occurrences += 1
+                if case is self._poisoned_by and case.consequences:
+                    case.consequences += 1
+                else:
+                    case.occurrences += 1
                 case.last_step = bad.step
                 return
         self._uncounted += 1

@@ -42,6 +42,8 @@ def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> C
     source, target = op.inputs[operand].shape, op.outputs[result].shape
     if source == () and target != ():
         return None
+    if name == "stack":
+        return _stack(op, operand, target, flat)
     if name == "cat":
         return _cat(op, operand, target, flat)
     if name in ROWS_AND_COLUMNS:
@@ -154,6 +156,15 @@ def _normalized_from(op: TracedOp, source: tuple[int, ...]) -> int:
     args = op.plain
     shape = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else source[-1:]
     return len(source) - len(shape)
+
+
+def _stack(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor]:
+    args = op.plain
+    dim = (args[1] if len(args) > 1 else op.plain_kwargs.get("dim", 0)) % max(len(target), 1)
+    place = coordinates(flat, target)
+    if place[dim] != operand:
+        return lambda positions: torch.zeros_like(positions, dtype=torch.bool)
+    return _match(op.inputs[operand].shape, place[:dim] + place[dim + 1 :], free=set())
 
 
 def _cat(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor] | None:

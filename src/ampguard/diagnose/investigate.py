@@ -166,7 +166,12 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     if proposal.search:
         if replayer is None or budget.is_spent:
             return Fix(proposal.action, proposal.target, region_advice(evidence), None)
-        found = smallest_float32_region(evidence, budget)
+        try:
+            found = smallest_float32_region(evidence, budget)
+        except Exception as error:
+            return Fix(
+                proposal.action, proposal.target, region_advice(evidence), None, f"the replay with it raised: {error}"[:300]
+            )
         if found is None:
             return Fix(proposal.action, proposal.target, region_advice(evidence), False, "the replayed step is still bad")
         target, how, outcome = found

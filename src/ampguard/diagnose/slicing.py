@@ -8,7 +8,10 @@ infinite constant explains are preferred.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +20,8 @@ from ampguard.diagnose.contributions import contributing
 from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
-MAX_VISITS = 600
+MAX_VISITS = 800
+VISITS_PER_OP = 4
 COPIES = frozenset(
     """where copy _to_copy clone masked_fill fill cat stack index gather embedding index_select index_put scatter
     select_backward slice_scatter lift_fresh lift_fresh_copy max amax min amin maximum minimum masked_select
@@ -103,30 +107,32 @@ def _starts(bad: BadElements) -> list[int]:
 
 
 def _explore(trace: Trace, start: Link) -> Chain:
-    """Every way back, the preferred operands first: of the beginnings that no intended infinity explains, the earliest."""
+    """The ways back, the earliest operator first: of the beginnings that no intended infinity explains, the earliest."""
     best: Chain | None = None
     fallback: Chain | None = None
-    stack: list[tuple[Link, list[Link]]] = [(start, [])]
+    order = itertools.count()
+    frontier = [(start.op.index, next(order), start, [start])]
     seen: set[tuple[int, int, int | None]] = set()
-    visits = 0
-    while stack and visits < MAX_VISITS:
-        link, path = stack.pop()
+    visits_of: Counter[int] = Counter()
+    for _ in range(MAX_VISITS):
+        if not frontier:
+            break
+        _, _, link, links = heapq.heappop(frontier)
         place = (link.op.index, link.result, link.flat)
-        if place in seen:
+        if place in seen or visits_of[link.op.index] >= VISITS_PER_OP:
             continue
         seen.add(place)
-        visits += 1
-        links = [*path, link]
+        visits_of[link.op.index] += 1
         steps = _steps_back(trace, link)
         if not steps:
             chain = Chain(links, intended=makes_infinity_on_purpose(link))
             best, fallback = _ranked(best, fallback, chain)
-        for step in reversed(steps):
+        for step in steps:
             if isinstance(step, Given):
                 chain = Chain(links, given=step, intended=step.kind != NAN and not _is_parameter_like(step))
                 best, fallback = _ranked(best, fallback, chain)
             else:
-                stack.append((step, links))
+                heapq.heappush(frontier, (step.op.index, next(order), step, [*links, step]))
     return best or fallback or Chain([start])
 
 

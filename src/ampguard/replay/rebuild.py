@@ -28,7 +28,7 @@ from ampguard.capture.record import (
 from ampguard.capture.recorder import FlightRecorder, refs_in
 from ampguard.errors import ReplayError
 from ampguard.replay.names import module_names
-from ampguard.replay.sandbox import ModuleSandbox, kept_streams, modes_of, quiet, set_streams
+from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, modes_of, quiet, set_streams
 from ampguard.replay.trace import Trace
 from ampguard.replay.tracer import AS_IT_RAN, Captured, ReplayMode, Variant
 
@@ -115,7 +115,7 @@ class Replayer:
         exact = True
         error: BaseException | None = None
         grad_dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
-        with kept_streams(), quiet(), compat.force_eager(), grad_dropped, self._paused(), traced_modules(mode):
+        with neutral_thread(), quiet(), compat.force_eager(), grad_dropped, self._paused(), traced_modules(mode), autocast_in(variant.convert):
             for event in self.events:
                 mode.event = event
                 try:
@@ -157,7 +157,7 @@ class Replayer:
         bad = error is not None or any(not numerics.is_finite(t) for _, t in targets)
         loss = None
         if targets and targets[0][1].numel() == 1:
-            loss = float(targets[0][1])
+            loss = float(targets[0][1].detach())
         return Outcome(bad, exact, trace, targets, loss, seconds, error)
 
     def _run_root(
@@ -271,9 +271,15 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
                 if isinstance(event, RootCall)
                 and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
             }
-    for event in reversed(record.events):
-        if event.index in wanted:
-            wanted |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+    by_index = {event.index: event for event in record.events}
+    pending = sorted(wanted)
+    while pending:
+        event = by_index.get(pending.pop())
+        if event is None:
+            continue
+        more = {ref.event for ref in refs_in((event.args, event.kwargs))} | set(record.writers.get(event.index, ()))
+        pending += sorted(more - wanted)
+        wanted |= more
     return [event for event in record.events if event.index in wanted]
 
 
@@ -422,6 +428,24 @@ def traced_modules(mode: ReplayMode) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = current  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def autocast_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let every autocast region cast to `dtype`, where that is a low precision (autocast refuses a mixture of two)."""
+    if dtype is None or not numerics.is_low_precision(dtype):
+        yield
+        return
+    original = torch.set_autocast_dtype
+
+    def set_autocast_dtype(device: str, asked: torch.dtype) -> None:
+        original(device, dtype if numerics.is_low_precision(asked) else asked)
+
+    torch.set_autocast_dtype = set_autocast_dtype
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype = original
 
 
 def _never_unpacked(_: Any) -> Any:

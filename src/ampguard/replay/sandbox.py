@@ -34,8 +34,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_streams() -> Iterator[None]:
-    """Random streams, autocast state, grad mode and deterministic settings of this thread, as they were."""
+def neutral_thread() -> Iterator[None]:
+    """A neutral thread (no autocast, no gradient, no inference mode); after it, streams and modes are as they were."""
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None
     python_state = random.getstate()
@@ -44,8 +44,10 @@ def kept_streams() -> Iterator[None]:
     autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cache = torch.is_autocast_cache_enabled()
     try:
-        torch.set_autocast_cache_enabled(False)  # a replay must neither use nor fill the script's cache of weight casts
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
+        torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         torch.set_autocast_cache_enabled(cache)

@@ -137,11 +137,15 @@ class ReplayMode(compat.DispatchMode):
         try:
             for device in devices:
                 torch.set_autocast_enabled(device, False)
-            return original(module, *map_tensors(args, widened), **map_tensors(kwargs, widened))
+            output = original(module, *map_tensors(args, widened), **map_tensors(kwargs, widened))
         finally:
             self._forced -= 1
             for device, enabled in before:
                 torch.set_autocast_enabled(device, enabled)
+        low = next((t.dtype for t in flat_tensors(args, kwargs) if numerics.is_low_precision(t.dtype)), None)
+        if low is None or any(enabled for _, enabled in before):
+            return output  # autocast casts again where it wants to
+        return map_tensors(output, lambda t: t.to(low) if t.dtype == torch.float32 else t)
 
     @property
     def module_name(self) -> str | None:
