@@ -143,10 +143,10 @@ def claim_of(node: dict[str, Any], step: int, mode: str) -> Claim:
 
 
 def module_names(name: str | None) -> tuple[str | None, ...]:
-    """msprobe says `model` where we say the root; both spellings of the same module are its answer."""
-    return (
-        (name,) if name is None else (name, "") if name in ("model", "module") else (name, name.removeprefix("model."))
-    )
+    """msprobe names the root `model`, or no module at all for what runs directly in the root's forward."""
+    if name in (None, "model", "module"):
+        return (name, "")
+    return (name, name.removeprefix("model."))
 
 
 def main() -> None:

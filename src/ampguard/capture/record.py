@@ -28,7 +28,7 @@ class Ref:
     output: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """A tensor that no recorded event made, and its version counter when it was used.
 
@@ -284,3 +284,32 @@ def _collect(tree: Any, found: list[Tensor], depth: int) -> None:
     elif depth <= 1 and hasattr(tree, "__dict__") and not callable(tree):
         for value in vars(tree).values():
             _collect(value, found, depth + 1)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Everything in a tree of arguments that is no container."""
+    found: list[Any] = []
+    stack = [tree]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (Ref, Held)):
+            found.append(item)
+        elif hasattr(item, "__dataclass_fields__") and not isinstance(item, type):
+            stack.extend(getattr(item, name, None) for name in item.__dataclass_fields__)
+        else:
+            found.append(item)
+    return found
+
+
+def refs_in(tree: Any) -> list[Ref]:
+    """Every reference to an earlier event in a tree of arguments."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Ref)]
+
+
+def held_in(tree: Any) -> list[Held]:
+    """Every held tensor in a tree of arguments."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Held)]

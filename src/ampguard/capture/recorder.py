@@ -34,7 +34,9 @@ from ampguard.capture.record import (
     RootCall,
     StepRecord,
     cuda_rng_states,
+    held_in,
     map_tensors,
+    refs_in,
     tensors_in,
     version_of,
 )
@@ -50,6 +52,9 @@ FREE_GLUE_OPS = 96
 
 TAPED_OP_SECONDS = 6e-6
 GLUE_TIME_SHARE = 0.01
+MAX_COPY = 1 << 22
+"""Elements up to which a tensor is copied before an operator outside every module overwrites it."""
+
 SMALL_ARGUMENT = 1 << 14
 """Elements up to which a module's argument is copied."""
 
@@ -493,9 +498,14 @@ class FlightRecorder:
 
     def _copied(self, value: Any) -> Any:
         """An operand that the operator overwrites and that no event made: keep its value."""
-        if isinstance(value, Tensor) and self.lookup(value) is None and value.numel() <= 1 << 22:
-            return Held(value, version_of(value), value.detach().clone())
-        return value
+        if not isinstance(value, Tensor) or self.lookup(value) is not None or value.numel() > MAX_COPY:
+            return value
+        version, copy = version_of(value), value.detach().clone()
+        for event in self.record.events:  # earlier readers saw this value too
+            for held in held_in((event.args, event.kwargs)):
+                if held.tensor is value and held.version == version and held.copy is None:
+                    held.copy = copy
+        return Held(value, version, copy)
 
     def _claim_index(self) -> int:
         index = self._next_index
@@ -605,23 +615,6 @@ class FlightRecorder:
         if known is None:
             known = self._prefixes[module] = find_prefix(module, frame)
         return known
-
-
-def refs_in(tree: Any) -> list[Ref]:
-    """Every reference to an earlier event in a tree of arguments."""
-    found: list[Ref] = []
-    stack = [tree]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Ref):
-            found.append(item)
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif hasattr(item, "__dataclass_fields__") and not isinstance(item, (Held, type)):
-            stack.extend(getattr(item, name, None) for name in item.__dataclass_fields__)
-    return found
 
 
 def is_conversion_refusal(error: BaseException) -> bool:

@@ -22,10 +22,13 @@ from ampguard.capture.record import (
     Ref,
     RootCall,
     StepRecord,
+    held_in,
+    leaves,
     map_tensors,
+    refs_in,
     tensors_in,
 )
-from ampguard.capture.recorder import FlightRecorder, refs_in
+from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ReplayError
 from ampguard.replay.names import module_names
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, modes_of, quiet, set_streams
@@ -281,27 +284,6 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]
-
-
-def held_in(tree: Any) -> list[Held]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Held)]
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Everything in a tree of arguments that is no container."""
-    found: list[Any] = []
-    stack = [tree]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif hasattr(item, "__dataclass_fields__") and not isinstance(item, (Held, Ref, type)):
-            stack.extend(getattr(item, name, None) for name in item.__dataclass_fields__)
-        else:
-            found.append(item)
-    return found
 
 
 def is_replayable(value: Any) -> bool:
