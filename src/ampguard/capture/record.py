@@ -141,7 +141,8 @@ class RootCall:
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
     error: BaseException | None = None
-    done: bool = False
+    started: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)

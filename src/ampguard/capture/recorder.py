@@ -148,11 +148,12 @@ class FlightRecorder:
             updates_before=self._updates,
         )
         self._append(root)
+        root.started = time.perf_counter()
         return root
 
     def leave_root(self, root: RootCall, output: Any) -> None:
         """Note what the call returned, and look at it where nothing else will."""
-        root.done = True
+        root.seconds = time.perf_counter() - root.started
         outputs = tensors_in(output)
         root.outputs = [weakref.ref(tensor) for tensor in outputs]
         root.floating = [tensor.is_floating_point() for tensor in outputs]

@@ -105,7 +105,8 @@ class Casebook:
             return
         if self._counted(bad, roots, evidence):
             return
-        budget = Budget.for_step(self._recorder.step_seconds, started)
+        forward_seconds = sum(e.seconds for e in replayer.events if isinstance(e, RootCall))
+        budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started)
         self._open(explain(evidence, budget, self._rank), evidence, bad, roots)
 
     def tick(self, step: int) -> None:

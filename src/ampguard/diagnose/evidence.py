@@ -21,7 +21,7 @@ from ampguard.diagnose.slicing import Chain, Given, Link
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.trace import Trace, TracedOp
-from ampguard.replay.tracer import Captured, Variant, converted
+from ampguard.replay.variants import Captured, Variant, converted
 
 
 @dataclass(frozen=True, slots=True)

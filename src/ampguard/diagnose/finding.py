@@ -14,7 +14,7 @@ import torch
 
 from ampguard.capture.record import Line
 from ampguard.diagnose.evidence import Evidence
-from ampguard.replay.tracer import Variant
+from ampguard.replay.variants import Variant
 
 Trial = Callable[[Evidence], Variant]
 

@@ -17,7 +17,7 @@ from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name
 from ampguard.replay.rebuild import Outcome, Replayer
-from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements
+from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
@@ -97,8 +97,7 @@ def chain_of(outcome: Outcome) -> Chain | None:
         bad = bad_elements(tensor)
         if bad is None:
             continue
-        made = last_made(trace, tensor)
-        chain = chain_from(trace, made, bad)
+        chain = chain_from(trace, traced(tensor), bad)
         if chain is None:
             continue
         if not chain.intended or chain.conversion() is not None:
@@ -111,17 +110,6 @@ def chain_of(outcome: Outcome) -> Chain | None:
             out = last.outputs[position]
             return chain_from(trace, out, out.bad) if out.bad is not None else None
     return fallback
-
-
-def last_made(trace: Trace, tensor: torch.Tensor) -> TracedTensor:
-    """The traced result that is this tensor, or a description of it with the same memory."""
-    from ampguard.replay.trace import traced
-
-    for op in reversed(trace.ops):
-        for out in op.outputs:
-            if out.live is not None and out.live() is tensor:
-                return out
-    return traced(tensor)
 
 
 def chain_at(op: TracedOp) -> Chain:

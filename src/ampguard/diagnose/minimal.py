@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ampguard.diagnose.evidence import Evidence
 from ampguard.replay.rebuild import Outcome
 from ampguard.replay.trace import TracedOp
-from ampguard.replay.tracer import Variant
+from ampguard.replay.variants import Variant
 
 if TYPE_CHECKING:
     from ampguard.diagnose.investigate import Budget
@@ -40,9 +40,10 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
             if region is None:
                 return None
         members[region] = op
-        outcome = replayer.run(_variant(members))
+        outcome = replayer.run(_variant(members), traced=False)
         if not outcome.is_bad:
             break
+        outcome = replayer.run(_variant(members))
         chain = chain_of(outcome)
         if chain is None:
             return None

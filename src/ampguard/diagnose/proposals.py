@@ -11,7 +11,8 @@ from torch import Tensor
 from ampguard.diagnose import rewrite, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
-from ampguard.replay.tracer import Intervention, Variant, flat_tensors
+from ampguard.replay.operators import flat_tensors
+from ampguard.replay.variants import Intervention, Variant
 
 
 def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:

@@ -16,7 +16,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.replay.trace import TracedOp
-from ampguard.replay.tracer import Variant
+from ampguard.replay.variants import Variant
 
 EPSILONS = 1e-2
 

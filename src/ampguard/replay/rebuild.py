@@ -33,7 +33,8 @@ from ampguard.errors import ReplayError
 from ampguard.replay.names import module_names
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, modes_of, quiet, set_streams
 from ampguard.replay.trace import Trace
-from ampguard.replay.tracer import AS_IT_RAN, Captured, ReplayMode, Variant
+from ampguard.replay.variants import AS_IT_RAN, Captured, Variant
+from ampguard.replay.tracer import ReplayMode
 
 
 @dataclass(slots=True)

@@ -62,13 +62,15 @@ class TracedTensor:
 class TracedOp:
     """One operator of the replay.
 
-    `plain` and `plain_kwargs` are its arguments without tensors (None in their place); `args` and `kwargs` hold its
-    operands' values, for the first operators whose result is not finite.
+    `short_name`: "bmm", "add" (also for `add_`): what is computed, not how it is stored. `plain` and `plain_kwargs` are
+    its arguments without tensors (None in their place), kept where the result is not finite; `args` and `kwargs` hold
+    the operands' values, for the first such operators.
     """
 
     index: int
     event: int
     func: Any
+    short_name: str
     module: str | None
     root: int | None
     line: Line | None
@@ -88,11 +90,6 @@ class TracedOp:
         return str(self.func)
 
     @property
-    def short_name(self) -> str:
-        """`aten.log_.default` -> "log": what is computed, not how it is stored."""
-        return self.func._schema.name.split("::")[-1].rstrip("_") if hasattr(self.func, "_schema") else str(self.func)
-
-    @property
     def place(self) -> tuple[str, str | None, int | None]:
         """The operator's name and the line of code that runs it."""
         if self.line is None:
@@ -106,29 +103,33 @@ class TracedOp:
 
 @dataclass(slots=True)
 class Trace:
-    """The operators of one replay, and which of them wrote where."""
+    """The operators of one replay, and which of them wrote where.
+
+    `writes` lists, for a storage, (operator, which result, whether the operator allocated it): a storage's identity
+    comes back once the memory is freed, so what lies before an allocation belonged to another tensor.
+    """
 
     ops: list[TracedOp] = field(default_factory=list)
-    writes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    writes: dict[int, list[tuple[int, int, bool]]] = field(default_factory=dict)
+
+    def note_write(self, storage: int, op: int, result: int, is_new: bool) -> None:
+        self.writes.setdefault(storage, []).append((op, result, is_new))
 
     def writer_of(self, storage: int, offset: int | None, before: int) -> tuple[TracedOp, int, int | None] | None:
         """The last operator before `before` that left a non-finite value at this place in memory.
 
         Returns the operator, which of its results, and the flat position there (None where it is not known).
         """
-        for index, output in reversed(self.writes.get(storage, ())):
+        for index, output, is_new in reversed(self.writes.get(storage, ())):
             if index >= before:
                 continue
             bad = self.ops[index].outputs[output].bad
-            if bad is None:
-                continue
-            if offset is None:
-                return self.ops[index], output, None
-            position = bad.position_of(offset)
-            if position is not None:
-                return self.ops[index], output, position
-            if not bad.is_complete:
-                return self.ops[index], output, None
+            if bad is not None:
+                position = bad.position_of(offset) if offset is not None else None
+                if position is not None or offset is None or not bad.is_complete:
+                    return self.ops[index], output, position
+            if is_new:
+                return None
         return None
 
     def aligned(self, op: TracedOp) -> TracedOp | None:
@@ -160,6 +161,4 @@ def storage_offsets(tensor: Tensor, flat: Tensor) -> Tensor:
 
 
 def traced(tensor: Tensor, made_by: tuple[int, int] | None = None) -> TracedTensor:
-    return TracedTensor(
-        tuple(tensor.shape), tensor.dtype, compat.storage_key(tensor), made_by, live=weakref.ref(tensor)
-    )
+    return TracedTensor(tensor.shape, tensor.dtype, compat.storage_key(tensor), made_by)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,80 +18,17 @@ from torch import Tensor, nn
 from ampguard import compat, numerics
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import GlueOp, Line, RootCall, map_tensors
+from ampguard.replay.operators import OperatorFacts, facts_of, flat_scalars, flat_tensors, without_tensors
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
-
-Intervention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Called in place of an operator with `(func, args, kwargs)`; returns the operator's result."""
-
-CodePlace = tuple[str, str | None, int | None]
-"""An operator's name, and the file and line of the code that runs it."""
+from ampguard.replay.variants import Captured, Variant, converted, widened
 
 KEPT_OPS = 96
 """Operators with a non-finite result whose operands' values are kept."""
 
 KEPT_BYTES = 1 << 29
 
-UNINITIALISED = frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
-)
-RUNNING_STATISTICS = {
-    name: (3, 4)
-    for name in (
-        "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
-        "_batch_norm_with_update", "batch_norm",
-    )
-}  # fmt: skip
-"""Operators that write to operands although their schema does not say so, and to which."""
-
-CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous"})
-
-
 class CollectiveInReplay(RuntimeError):
     """A replay of one rank must not talk to the others."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How a replay differs from the step as it ran.
-
-    `convert` computes everything that ran in low precision in another type. `force_fp32` names modules (by object)
-    that leave autocast, `fp32_lines` lines outside every module. `interventions` replace single operators.
-    `tensors` replaces held tensors (a batch, a parameter, a buffer), by identity. The operands and results of the
-    operators in `capture` are kept.
-    """
-
-    convert: torch.dtype | None = None
-    force_fp32: frozenset[int] = frozenset()
-    fp32_lines: frozenset[tuple[str, int]] = frozenset()
-    interventions: dict[int, Intervention] = field(default_factory=dict)
-    at_places: dict[CodePlace, Intervention] = field(default_factory=dict)
-    tensors: dict[int, Tensor] = field(default_factory=dict)
-    capture: frozenset[int] = frozenset()
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-AS_IT_RAN = Variant()
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The operands and the result of one operator of a replay."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return flat_tensors(self.args, self.kwargs)
-
-    @property
-    def result(self) -> Tensor:
-        output = self.output
-        return output[0] if isinstance(output, (tuple, list)) else output  # type: ignore[no-any-return]
 
 
 class ReplayMode(compat.DispatchMode):
@@ -112,23 +47,27 @@ class ReplayMode(compat.DispatchMode):
         self.stack: list[nn.Module] = []
         self._names = names
         self._made_by: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
-        self._occurrences: Counter[tuple[Any, ...]] = Counter()
+        self._occurrences: dict[tuple[Any, ...], int] = {}
+        self._here: tuple[str | None, int | None] = (None, None)
+        self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
+        self._intervenes = bool(variant.interventions or variant.at_places)
         self._kept_ops = 0
         self._kept_bytes = 0
         self._forced = 0
-        self._writes_to: dict[Any, tuple[int, ...]] = {}
 
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call under its name; in float32, outside autocast, where the variant says so."""
         self.stack.append(module)
+        self._locate()
         try:
             if id(module) in self.variant.force_fp32 and not self._forced:
                 return self._call_in_float32(original, module, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
             self.stack.pop()
+            self._locate()
 
     def _call_in_float32(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
@@ -147,38 +86,33 @@ class ReplayMode(compat.DispatchMode):
             return output  # autocast casts again where it wants to
         return map_tensors(output, lambda t: t.to(low) if t.dtype == torch.float32 else t)
 
-    @property
-    def module_name(self) -> str | None:
-        """The dotted name of the innermost module that is running and that the user's code names."""
+    def _locate(self) -> None:
+        """The innermost module that is running and that the user's code names: its dotted name and its identity."""
         for module in reversed(self.stack):
             name = self._names.get(id(module))
             if name is not None:
-                return name
-        return None if not self.stack else ""
-
-    @property
-    def module_identity(self) -> int | None:
-        """`id` of the module that `module_name` names."""
-        return next((id(m) for m in reversed(self.stack) if id(m) in self._names), None)
+                self._here = (name, id(module))
+                return
+        self._here = ("" if self.stack else None, None)
 
     # --- operators --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional"):
+        facts = facts_of(func)
+        if facts.is_collective:
             raise CollectiveInReplay(f"{func} would wait for the other ranks")
         index = self.count
         self.count += 1
-        precision = self._precision()
+        precision = self._precision() if self._may_convert else None
         if precision is not None:
             args, kwargs = converted(func, args, kwargs, precision)
-        op = None
+        op = before = None
         if self.trace is not None:
-            op = self._begin(index, func, args, kwargs)
-            before = self._overwritten_values(func, args)
-        intervention = self.variant.interventions.get(index)
-        if self.variant.at_places and intervention is None:
-            intervention = self._intervention_here(func)
+            op = self._begin(index, func, facts, args, kwargs)
+            if facts.writes or facts.hidden_writes:
+                before = values_before(args, facts.writes or facts.hidden_writes)
+        intervention = self._intervention(index, func) if self._intervenes else None
         try:
             output = func(*args, **kwargs) if intervention is None else intervention(func, args, kwargs)
         except RuntimeError:
@@ -187,10 +121,9 @@ class ReplayMode(compat.DispatchMode):
                 op.args, op.kwargs = args, kwargs
             raise
         if index in self.variant.capture:
-            kept = before if self.trace is not None and before is not None else args
-            self.captured[index] = Captured(func, kept, kwargs, output)
+            self.captured[index] = Captured(func, args if before is None else before, kwargs, output)
         if op is not None:
-            self._end(op, func, before if before is not None else args, args, kwargs, output)
+            self._end(op, facts, args if before is None else before, args, kwargs, output)
         return output
 
     def _precision(self) -> torch.dtype | None:
@@ -200,7 +133,7 @@ class ReplayMode(compat.DispatchMode):
         if self._forced:
             return torch.float32
         event = self.event
-        if self.variant.fp32_lines and isinstance(event, GlueOp) and event.line is not None:
+        if isinstance(event, GlueOp) and event.line is not None:
             if (event.line.code.co_filename, event.line.number) in self.variant.fp32_lines:
                 return torch.float32
         return None
@@ -212,48 +145,39 @@ class ReplayMode(compat.DispatchMode):
             return user_line(frame, stop=self.boundary) or event.line
         return event.line if event is not None else None
 
-    def _intervention_here(self, func: Any) -> Intervention | None:
+    def _intervention(self, index: int, func: Any) -> Intervention | None:
+        by_number = self.variant.interventions.get(index)
         name = str(func)
-        if all(place[0] != name for place in self.variant.at_places):
-            return None
+        if by_number is not None or all(place[0] != name for place in self.variant.at_places):
+            return by_number
         line = self._line(sys._getframe(2))
         place = (name, line.code.co_filename, line.number) if line is not None else (name, None, None)
         return self.variant.at_places.get(place)
 
-    def _begin(self, index: int, func: Any, args: Any, kwargs: Any) -> TracedOp:
+    def _begin(self, index: int, func: Any, facts: OperatorFacts, args: Any, kwargs: Any) -> TracedOp:
         trace = self.trace
         assert trace is not None
         event = self.event
         line = self._line(sys._getframe(2))
-        module = self.module_name if isinstance(event, RootCall) else None
-        op = TracedOp(
-            index=index,
-            event=event.index if event is not None else -1,
-            func=func,
-            module=module,
-            root=event.index if isinstance(event, RootCall) else None,
-            line=line,
-            owner=self.module_identity if isinstance(event, RootCall) else None,
-        )
+        number = event.index if event is not None else -1
+        in_root = isinstance(event, RootCall)
+        module, owner = self._here if in_root else (None, None)
+        op = TracedOp(index, number, func, facts.name, module, number if in_root else None, line, owner)
         for tensor in flat_tensors(args, kwargs):
             op.inputs.append(traced(tensor, self._maker(tensor)))
-        op.plain = tuple(without_tensors(a) for a in args)
-        op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
-        op.scalars = [float(a) for a in flat_scalars(args, kwargs)]
-        if op.short_name not in CASTS:
-            key = (op.event, module, op.short_name, line.number if line else None)
-            op.key = (*key, self._occurrences[key])
-            self._occurrences[key] += 1
+        op.scalars = flat_scalars(args, kwargs)
+        if not facts.is_cast:
+            key = (number, module, facts.name, line.number if line else None)
+            occurrence = self._occurrences.get(key, 0)
+            self._occurrences[key] = occurrence + 1
+            op.key = (*key, occurrence)
         trace.ops.append(op)
         return op
 
-    def _end(self, op: TracedOp, func: Any, args: Any, written: Any, kwargs: Any, output: Any) -> None:
+    def _end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         trace = self.trace
         assert trace is not None
         results = output if isinstance(output, (tuple, list)) else (output,)
-        aliases = aliasing_results(func)
-        writes = bool(self._writes(func))
-        read = {operand.storage for operand in op.inputs}
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):
                 op.outputs.append(TracedTensor((), torch.int64, 0))
@@ -261,19 +185,19 @@ class ReplayMode(compat.DispatchMode):
             result = traced(tensor, (op.index, position))
             op.outputs.append(result)
             self._made_by[id(tensor)] = (weakref.ref(tensor), (op.index, position))
-            if (aliases and aliases[min(position, len(aliases) - 1)]) or (not writes and result.storage in read):
-                continue  # a view (`_unsafe_view` does not say so): nothing was written
-            if op.short_name in UNINITIALISED:
-                trace.writes.pop(result.storage, None)
-                continue
-            result.bad = bad_elements(tensor)
-            if not writes:
-                trace.writes[result.storage] = []
-            if result.bad is not None:
-                trace.writes.setdefault(result.storage, []).append((op.index, position))
-        if writes and not results:
+            if facts.is_view(position):
+                continue  # nothing was written
+            if not facts.writes and any(operand.storage == result.storage for operand in op.inputs):
+                continue  # a view that does not say so (`_unsafe_view`)
+            if not facts.is_uninitialised:
+                result.bad = bad_elements(tensor)
+            if result.bad is not None or not facts.writes:
+                trace.note_write(result.storage, op.index, position, is_new=not facts.writes)
+        if facts.writes and not results:
             self._note_written(op, flat_tensors(written, {}))
-        self._note_written(op, self._hidden_writes(op, written))
+        if facts.hidden_writes:
+            hidden = [written[i] for i in facts.hidden_writes if i < len(written) and isinstance(written[i], Tensor)]
+            self._note_written(op, hidden)
         if op.is_bad:
             self._keep_operands(op, args, kwargs)
 
@@ -284,119 +208,27 @@ class ReplayMode(compat.DispatchMode):
             result.bad = bad_elements(tensor)
             op.outputs.append(result)
             if result.bad is not None and self.trace is not None:
-                self.trace.writes.setdefault(result.storage, []).append((op.index, len(op.outputs) - 1))
+                self.trace.note_write(result.storage, op.index, len(op.outputs) - 1, is_new=False)
 
     def _keep_operands(self, op: TracedOp, args: Any, kwargs: Any) -> None:
+        """For an operator with a bad result: where its operands are bad, its plain arguments, and (for some) values."""
+        op.plain = tuple(without_tensors(a) for a in args)
+        op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
         tensors = flat_tensors(args, kwargs)
         for operand, tensor in zip(op.inputs, tensors, strict=False):
             operand.bad = bad_elements(tensor)
+            operand.live = weakref.ref(tensor)
         size = sum(t.numel() * t.element_size() for t in tensors)
         if self._kept_ops < KEPT_OPS and self._kept_bytes + size <= KEPT_BYTES:
             self._kept_ops += 1
             self._kept_bytes += size
             op.args, op.kwargs = args, kwargs
 
-    def _overwritten_values(self, func: Any, args: Any) -> Any:
-        """The operands of an in-place operator, from before it writes; None for others."""
-        positions = self._writes(func) or RUNNING_STATISTICS.get(func._schema.name.split("::")[-1], ())
-        if not positions:
-            return None
-        return tuple(
-            map_tensors(a, lambda t: t.detach().clone()) if i in positions else a for i, a in enumerate(args)
-        )
-
-    def _writes(self, func: Any) -> tuple[int, ...]:
-        known = self._writes_to.get(func)
-        if known is None:
-            known = self._writes_to[func] = tuple(
-                i
-                for i, argument in enumerate(func._schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            )
-        return known
-
-    def _hidden_writes(self, op: TracedOp, args: Any) -> list[Tensor]:
-        positions = RUNNING_STATISTICS.get(op.short_name, ())
-        return [args[i] for i in positions if i < len(args) and isinstance(args[i], Tensor)]
-
     def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
         known = self._made_by.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
 
 
-def aliasing_results(func: Any) -> list[bool]:
-    """For each result of `func`, whether it is a view of an operand that was not written to."""
-    return [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
-
-
-def without_tensors(value: Any) -> Any:
-    """An argument with None in place of every tensor."""
-    if isinstance(value, Tensor):
-        return None
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        return [without_tensors(item) for item in value]
-    return value
-
-
-def flat_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensor operands of an operator, lists of tensors spread out."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
-
-
-def flat_scalars(args: Any, kwargs: dict[str, Any]) -> list[float]:
-    """The plain numbers among an operator's arguments."""
-    return [v for v in (*args, *kwargs.values()) if isinstance(v, (int, float)) and not isinstance(v, bool)]
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """Low precision to float32; anything else as it is."""
-    return tensor.float() if numerics.is_low_precision(tensor.dtype) else tensor
-
-
-def converted(func: Any, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The operator's arguments with every low-precision type replaced by `dtype`."""
-
-    def other(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            low = numerics.is_low_precision(value.dtype) or (dtype == torch.float64 and value.dtype == torch.float32)
-            return value.to(dtype) if low and value.dtype != dtype else value
-        if isinstance(value, torch.dtype):
-            return dtype if numerics.is_low_precision(value) else value
-        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, bool)):
-            return type(value)(other(item) for item in value)
-        return value
-
-    new_args = tuple(other(a) for a in args)
-    new_kwargs = {k: other(v) for k, v in kwargs.items()}
-    name = func._schema.name.split("::")[-1]
-    if name in ("_softmax", "_log_softmax") and len(new_args) > 2 and new_args[2]:
-        if new_args[0].dtype != torch.float16:
-            new_args = (new_args[0].float(), new_args[1], False)
-    return promoted(new_args, name), new_kwargs
-
-
-def promoted(args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Matrix products and convolutions need operands of one type; a conversion can leave two."""
-    floats = {t.dtype for t in flat_tensors(args, {}) if t.is_floating_point()}
-    if len(floats) < 2 or name in ("copy_", "where", "_to_copy"):
-        return args
-    if not name.lstrip("_").startswith(("mm", "bmm", "addmm", "baddbmm", "addbmm", "conv", "linear", "mkldnn", "dot",
-                                        "mv", "scaled_dot", "addmv", "cat", "native_", "batch_norm", "lerp")):  # fmt: skip
-        return args
-    if name.startswith(("native_", "batch_norm")):
-        return args
-    widest = torch.float64 if torch.float64 in floats else torch.float32
-    return tuple(
-        a.to(widest)
-        if isinstance(a, Tensor) and a.is_floating_point()
-        else [t.to(widest) if t.is_floating_point() else t for t in a]
-        if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
-        else a
-        for a in args
-    )
+def values_before(args: Any, positions: tuple[int, ...]) -> tuple[Any, ...]:
+    """An in-place operator's operands, those that it writes to as clones."""
+    return tuple(map_tensors(a, lambda t: t.detach().clone()) if i in positions else a for i, a in enumerate(args))

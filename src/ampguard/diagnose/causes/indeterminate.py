@@ -16,7 +16,7 @@ import torch
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.replay.tracer import Variant
+from ampguard.replay.variants import Variant
 
 
 @cause("indeterminate")

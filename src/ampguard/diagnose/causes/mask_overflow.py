@@ -21,7 +21,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
 from ampguard.numerics import dtype_name, fits, largest
-from ampguard.replay.tracer import flat_scalars
+from ampguard.replay.operators import flat_scalars
 
 MINIMA = tuple(float(torch.finfo(d).min) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 

@@ -18,7 +18,8 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_operand
-from ampguard.replay.tracer import Variant, flat_tensors
+from ampguard.replay.operators import flat_tensors
+from ampguard.replay.variants import Variant
 
 MAXIMA = frozenset({"amax", "max", "_softmax"})
 

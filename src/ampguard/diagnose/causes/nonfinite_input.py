@@ -15,7 +15,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import describe_input
 from ampguard.numerics import stats
-from ampguard.replay.tracer import Variant
+from ampguard.replay.variants import Variant
 
 
 @cause("nonfinite-input")

@@ -13,7 +13,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import describe_state, repaired_state
 from ampguard.numerics import stats
-from ampguard.replay.tracer import Variant
+from ampguard.replay.variants import Variant
 
 
 @cause("nonfinite-parameter")

@@ -1,0 +1,90 @@
+"""What can be known of an ATen operator before it runs, and its arguments as plain lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+UNINITIALISED = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
+)
+CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous"})
+RUNNING_STATISTICS = {
+    name: (3, 4)
+    for name in (
+        "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
+        "_batch_norm_with_update", "batch_norm",
+    )
+}  # fmt: skip
+"""Operators that write to operands although their schema does not say so, and to which."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorFacts:
+    """An operator's schema, asked once.
+
+    `name`: "bmm", "add" (also for `add_`): what is computed, not how it is stored. `writes`: positions of the arguments
+    that it overwrites; `hidden_writes`: those that its schema does not confess. `views`: for each result, whether it is
+    a view of an operand.
+    """
+
+    name: str
+    writes: tuple[int, ...]
+    hidden_writes: tuple[int, ...]
+    views: tuple[bool, ...]
+    is_cast: bool
+    is_uninitialised: bool
+    is_collective: bool
+
+    def is_view(self, position: int) -> bool:
+        return bool(self.views) and self.views[min(position, len(self.views) - 1)]
+
+
+_known: dict[Any, OperatorFacts] = {}
+
+
+def facts_of(func: Any) -> OperatorFacts:
+    """The facts of an operator overload."""
+    known = _known.get(func)
+    if known is None:
+        schema = func._schema
+        name = schema.name.split("::")[-1].rstrip("_")
+        known = _known[func] = OperatorFacts(
+            name=name,
+            writes=tuple(
+                i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+            ),
+            hidden_writes=RUNNING_STATISTICS.get(name, ()),
+            views=tuple(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+            is_cast=name in CASTS,
+            is_uninitialised=name in UNINITIALISED,
+            is_collective=func.namespace in ("c10d", "_c10d_functional"),
+        )
+    return known
+
+
+def without_tensors(value: Any) -> Any:
+    """An argument with None in place of every tensor."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return [without_tensors(item) for item in value]
+    return value
+
+
+def flat_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensor operands of an operator, lists of tensors spread out."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+def flat_scalars(args: Any, kwargs: dict[str, Any]) -> list[float]:
+    """The plain numbers among an operator's arguments."""
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, (int, float)) and not isinstance(v, bool)]

@@ -1,0 +1,111 @@
+"""How a replay differs from the step as it ran: another precision, a changed operand, other values in a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import numerics
+from ampguard.replay.operators import flat_tensors
+
+Intervention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called in place of an operator with `(func, args, kwargs)`; returns the operator's result."""
+
+CodePlace = tuple[str, str | None, int | None]
+"""An operator's name, and the file and line of the code that runs it."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a replay differs from the step as it ran.
+
+    `convert` computes everything that ran in low precision in another type. `force_fp32` names modules (by object)
+    that leave autocast, `fp32_lines` lines outside every module. `interventions` replace single operators.
+    `tensors` replaces held tensors (a batch, a parameter, a buffer), by identity. The operands and results of the
+    operators in `capture` are kept.
+    """
+
+    convert: torch.dtype | None = None
+    force_fp32: frozenset[int] = frozenset()
+    fp32_lines: frozenset[tuple[str, int]] = frozenset()
+    interventions: dict[int, Intervention] = field(default_factory=dict)
+    at_places: dict[CodePlace, Intervention] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    capture: frozenset[int] = frozenset()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+AS_IT_RAN = Variant()
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The operands and the result of one operator of a replay."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return flat_tensors(self.args, self.kwargs)
+
+    @property
+    def result(self) -> Tensor:
+        output = self.output
+        return output[0] if isinstance(output, (tuple, list)) else output  # type: ignore[no-any-return]
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Low precision to float32; anything else as it is."""
+    return tensor.float() if numerics.is_low_precision(tensor.dtype) else tensor
+
+
+def converted(func: Any, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The operator's arguments with every low-precision type replaced by `dtype`."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            low = numerics.is_low_precision(value.dtype) or (dtype == torch.float64 and value.dtype == torch.float32)
+            return value.to(dtype) if low and value.dtype != dtype else value
+        if isinstance(value, torch.dtype):
+            return dtype if numerics.is_low_precision(value) else value
+        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, bool)):
+            return type(value)(other(item) for item in value)
+        return value
+
+    new_args = tuple(other(a) for a in args)
+    new_kwargs = {k: other(v) for k, v in kwargs.items()}
+    name = func._schema.name.split("::")[-1]
+    if name in ("_softmax", "_log_softmax") and len(new_args) > 2 and new_args[2]:
+        if new_args[0].dtype != torch.float16:
+            new_args = (new_args[0].float(), new_args[1], False)
+    return promoted(new_args, name), new_kwargs
+
+
+def promoted(args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Matrix products and convolutions need operands of one type; a conversion can leave two."""
+    floats = {t.dtype for t in flat_tensors(args, {}) if t.is_floating_point()}
+    if len(floats) < 2 or name in ("copy_", "where", "_to_copy"):
+        return args
+    if not name.lstrip("_").startswith(("mm", "bmm", "addmm", "baddbmm", "addbmm", "conv", "linear", "mkldnn", "dot",
+                                        "mv", "scaled_dot", "addmv", "cat", "native_", "batch_norm", "lerp")):  # fmt: skip
+        return args
+    if name.startswith(("native_", "batch_norm")):
+        return args
+    widest = torch.float64 if torch.float64 in floats else torch.float32
+    return tuple(
+        a.to(widest)
+        if isinstance(a, Tensor) and a.is_floating_point()
+        else [t.to(widest) if t.is_floating_point() else t for t in a]
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
+        else a
+        for a in args
+    )
