@@ -107,7 +107,7 @@ class Evidence:
         """Operands and result of any operator of the step as it ran. One replay."""
         if self.replayer is None:
             return None
-        outcome = self.replayer.run(Variant(capture=frozenset({index})), traced=True)
+        outcome = self.replayer.run(Variant(capture=frozenset({index})), traced=False)
         return outcome.captured.get(index)
 
     @cached_property
@@ -220,7 +220,7 @@ class Evidence:
         twin = outcome.trace.aligned(self.op)
         if twin is None:
             return None
-        again = self.replayer.run(Variant(convert=torch.float32, capture=frozenset({twin.index})))
+        again = self.replayer.run(Variant(convert=torch.float32, capture=frozenset({twin.index})), traced=False)
         return again.captured.get(twin.index)
 
     @property

@@ -110,8 +110,9 @@ class ReplayMode(compat.DispatchMode):
         op = before = None
         if self.trace is not None:
             op = self._begin(index, func, facts, args, kwargs)
-            if facts.writes or facts.hidden_writes:
-                before = values_before(args, facts.writes or facts.hidden_writes)
+        wanted = index in self.variant.capture
+        if (op is not None or wanted) and (facts.writes or facts.hidden_writes):
+            before = values_before(args, facts.writes or facts.hidden_writes)
         intervention = self._intervention(index, func) if self._intervenes else None
         try:
             output = func(*args, **kwargs) if intervention is None else intervention(func, args, kwargs)
@@ -120,7 +121,7 @@ class ReplayMode(compat.DispatchMode):
                 op.refused = True
                 op.args, op.kwargs = args, kwargs
             raise
-        if index in self.variant.capture:
+        if wanted:
             self.captured[index] = Captured(func, args if before is None else before, kwargs, output)
         if op is not None:
             self._end(op, facts, args if before is None else before, args, kwargs, output)
