@@ -97,6 +97,12 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
+def only_forwards_to_call_impl(call: Any) -> bool:
+    """Whether `nn.Module.__call__` does nothing but choose between `_compiled_call_impl` and `_call_impl`."""
+    code = getattr(call, "__code__", None)
+    return code is not None and code.co_names == ("_compiled_call_impl", "_call_impl")
+
+
 def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`register_optimizer_step_pre_hook` and `..._post_hook`, global to all optimizers."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

@@ -25,7 +25,8 @@ OVERFLOW = Incident(
     op="aten.bmm.default",
     dtype="float16",
     location=Location("model.py", 57, "Attention.forward", "        scores = q @ k.transpose(-2, -1)"),
-    explanation="The product of queries and keys reaches 81920; float16 ends at 65504: softmax then made NaN of it.",
+    explanation="The product of queries and keys does not fit float16: it reaches 81920; float16 ends at 65504. "
+    "Softmax then made NaN of it.",
     evidence={"max_abs_fp32": 81920.0, "limit": 65504.0, "operands": [{"max": 3.5}]},
     fixes=(
         Fix(
@@ -50,14 +51,14 @@ def rendered(incident: Incident, width: int = 80) -> str:
 def test_the_whole_card() -> None:
     assert rendered(OVERFLOW) == dedent(
         """
-        error[fp16-overflow] step 41, forward: a result is beyond the low precision's
-          largest number (65504 for float16)
+        error[fp16-overflow] step 41, forward: the product of queries and keys does not
+          fit float16
           --> model.py:57 in Attention.forward
               (module encoder.layers.3.attention, aten.bmm, float16)
         57 |         scores = q @ k.transpose(-2, -1)
-           |                  ^^^^^^^^^^^^^^^^^^^^^^^ max abs fp32 81920, limit 65504
-        The product of queries and keys reaches 81920; float16 ends at 65504: softmax
-        then made NaN of it.
+           |                  ^^^^^^^^^^^^^^^^^^^^^^^
+           |                  it reaches 81920; float16 ends at 65504
+        Softmax then made NaN of it.
         fix, verified: leave autocast in encoder.layers.3.attention:
             with torch.autocast('cuda', enabled=False):
                 ...
@@ -71,16 +72,64 @@ def test_the_whole_card() -> None:
     )
 
 
-def test_the_rung_is_said_where_it_is_not_a_replay() -> None:
-    assert "rung" not in rendered(msgspec.structs.replace(OVERFLOW, evidence={"rung": "replay", "limit": 1.0}))
-    assert "rung module" in rendered(msgspec.structs.replace(OVERFLOW, evidence={"rung": "module"}))
+@pytest.mark.parametrize(
+    ("rung", "said"),
+    [
+        ({"rung": "live-trace", "not_replayed_because": "an open file"}, "could not be replayed (an open file), so no"),
+        ({"rung": "replay-inexact"}, "not bit for bit"),
+        ({"rung": "module"}, "This rests on: module."),
+    ],
+)
+def test_the_rung_is_said_where_it_is_not_a_replay(rung: dict[str, str], said: str) -> None:
+    assert said in rendered(msgspec.structs.replace(OVERFLOW, evidence=rung), 100)
+    usual = rendered(msgspec.structs.replace(OVERFLOW, evidence={"rung": "replay", "limit": 1.0}))
+    assert "Softmax then made NaN of it.\nfix" in usual
+
+
+@pytest.mark.parametrize(
+    ("explanation", "headline", "beside_the_mark", "below"),
+    [
+        ("A b.c of 1.5 is 0 (e.g. d): f is 3. G: h.", "a b.c of 1.5 is 0 (e.g. d)", "f is 3", "G: h."),
+        ("log was given -1e+09, outside.", "log was given -1e+09, outside", "other value 7", None),
+        ("", "a result is beyond the low precision's", "operand value -999999744, other value 7", None),
+    ],
+)
+def test_each_part_of_the_explanation_is_said_once(
+    explanation: str, headline: str, beside_the_mark: str, below: str | None
+) -> None:
+    facts = {"kind": "nan", "operand_value": -999999744.0, "other_value": 7.0, "rung": "replay", "last_step": 9}
+    incident = msgspec.structs.replace(OVERFLOW, explanation=explanation, evidence=facts, fixes=())
+    lines = rendered(incident, 100).splitlines()
+    assert lines[1].removeprefix("error[fp16-overflow] step 41, forward: ").startswith(headline)
+    mark = next(i for i, line in enumerate(lines) if "^^^" in line)
+    assert lines[mark].partition("^ ")[2] == beside_the_mark
+    assert lines[mark + 1] == (below or "more: ampguard explain fp16-overflow")
+
+
+def test_code_in_a_fix_has_its_own_line() -> None:
+    long = "one_long_name " * 3
+    fixes = (
+        Fix("force-fp32", None, f"in {long}: with a(): b; in {long}: with c(): d"),
+        Fix("clamp", None, f"bound it in: x = {long}+ {long}+ y"),
+        Fix("fix-mask", None, f"no code follows: {long * 2}"),
+        Fix("clamp", None, "x: y = f(x)"),
+    )
+    lines = rendered(msgspec.structs.replace(OVERFLOW, fixes=fixes)).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("fix"))
+    assert lines[at : at + 3] == [f"fix, untried: in {long}:", "    with a(): b", f"    in {long}: with c(): d"]
+    assert lines[at + 3 : at + 5] == ["fix, untried: bound it in:", f"    x = {long}+ {long}+ y"]
+    assert lines[at + 5].startswith("fix, untried: no code follows: one_long_name")
+    assert lines[-3:] == ["fix, untried: x: y = f(x)", "more: ampguard explain fp16-overflow", ""]
 
 
 def test_what_fits_stands_on_one_line_and_what_does_not_is_folded() -> None:
     lines = rendered(OVERFLOW, width=100).splitlines()
     assert "  --> model.py:57 in Attention.forward   (module encoder.layers.3.attention, aten.bmm, float16)" in lines
-    narrow = rendered(OVERFLOW, width=60).splitlines()
-    assert narrow[narrow.index("   | max abs fp32 81920, limit 65504") - 1].endswith("^^^")
+    narrow = rendered(OVERFLOW, width=70).splitlines()
+    numbers = narrow.index("   |                  it reaches 81920; float16 ends at 65504")
+    assert narrow[numbers - 1].endswith("^^^")
+    narrower = rendered(OVERFLOW, width=50).splitlines()
+    assert "   | it reaches 81920; float16 ends at 65504" in narrower
 
 
 def test_colours_on_a_terminal_and_the_same_words() -> None:

@@ -46,6 +46,7 @@ class Probes:
         self._recorder = recorder
         self._patches = Patches()
         self._handles: list[Any] = []
+        self._scaling: list[bool] = []
 
     def install(self) -> None:
         """Begin to observe."""
@@ -102,7 +103,21 @@ class Probes:
                     return original(self, *args, **kwargs)
                 return root_call(self, args, kwargs)
 
-            return __call__
+            if not compat.only_forwards_to_call_impl(original):
+                return __call__
+
+            def direct_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                # What PyTorch's own __call__ does, without a second frame: a nested call then costs nothing.
+                if recorder.paused:
+                    if self._compiled_call_impl is not None:
+                        return self._compiled_call_impl(*args, **kwargs)
+                    return self._call_impl(*args, **kwargs)
+                if torch.compiler.is_compiling() or not recorder.active:
+                    return original(self, *args, **kwargs)
+                return root_call(self, args, kwargs)
+
+            direct_call.__name__ = "__call__"
+            return direct_call
 
         self._patches.replace(nn.Module, "__call__", watch)
 
@@ -146,6 +161,7 @@ class Probes:
     def _watch_scaler(self) -> None:
         recorder = self._recorder
         guarded = recorder.barrier.call
+        scaling = self._scaling
 
         def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -164,7 +180,11 @@ class Probes:
                     return original(self, optimizer, *args, **kwargs)
                 before = recorder.attempts
                 guarded(recorder.before_update)
-                result = original(self, optimizer, *args, **kwargs)
+                scaling.append(True)
+                try:
+                    result = original(self, optimizer, *args, **kwargs)
+                finally:
+                    scaling.pop()
                 if recorder.attempts == before:  # skipped: the optimizer's own hooks did not run
                     guarded(recorder.after_update, optimizer)
                 return result
@@ -172,12 +192,13 @@ class Probes:
             return step
 
         self._patches.replace(torch.amp.GradScaler, "scale", watch_scale)
-        self._patches.replace(torch.amp.GradScaler, "update", self._without_tape)
+        self._patches.replace(torch.amp.GradScaler, "update", self._bookkeeping(is_last=False))
         self._patches.replace(torch.amp.GradScaler, "step", watch_step)
 
     def _watch_optimizers(self) -> None:
         recorder = self._recorder
         guarded = recorder.barrier.call
+        scaling = self._scaling
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active:
@@ -186,6 +207,8 @@ class Probes:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active:
                 guarded(recorder.after_update, optimizer)
+                if not scaling:
+                    guarded(recorder.bookkeeping_done, False)
 
         def watch_init(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -199,23 +222,26 @@ class Probes:
         add_before, add_after = compat.optimizer_step_hooks()
         self._handles += [add_before(before), add_after(after)]
         self._patches.replace(Optimizer, "__init__", watch_init)
-        self._patches.replace(Optimizer, "zero_grad", self._without_tape)
+        self._patches.replace(Optimizer, "zero_grad", self._bookkeeping(is_last=True))
 
-    def _without_tape(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Bookkeeping between two steps is not worth taping."""
+    def _bookkeeping(self, is_last: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Calls between two steps that are not worth taping; what follows them is preprocessing."""
         recorder = self._recorder
         guarded = recorder.barrier.call
 
-        @functools.wraps(original)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.tape.is_preprocessing:
-                return original(self, *args, **kwargs)
-            guarded(recorder.tape.leave)
-            result = original(self, *args, **kwargs)
-            guarded(recorder.tape_preprocessing)
-            return result
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if not recorder.between_steps or not recorder.active or recorder.paused:
+                    return original(self, *args, **kwargs)
+                guarded(recorder.tape.leave)
+                result = original(self, *args, **kwargs)
+                guarded(recorder.bookkeeping_done, is_last)
+                return result
 
-        return call
+            return call
+
+        return watch
 
     def _watch_loaders(self) -> None:
         recorder = self._recorder

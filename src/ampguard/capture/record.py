@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from ampguard.incident import Location
 
 
+PLAIN_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """The `output`-th tensor that event number `event` returned."""
@@ -214,10 +217,10 @@ def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:
     Containers are copied, so that a script that changes its batch afterwards does not change the record. Objects of
     other types are kept as they are.
     """
+    if type(tree) in PLAIN_TYPES:
+        return tree
     if isinstance(tree, Tensor):
         return visit(tree)
-    if tree is None or isinstance(tree, (str, int, float, bool, torch.dtype, torch.device)):
-        return tree
     if isinstance(tree, dict):
         copies = {key: map_tensors(value, visit) for key, value in tree.items()}
         return copies if type(tree) is dict else _rebuilt(tree, copies)

@@ -23,6 +23,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.buffers import BufferWatch
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import (
+    PLAIN_TYPES,
     BadResult,
     Event,
     GlueOp,
@@ -46,6 +47,11 @@ from ampguard.numerics import is_finite
 
 MAX_EVENTS = 4096
 """Events kept of one step; beyond it the record is incomplete."""
+
+KEPT_ROOTS = 8
+"""Calls of root modules kept from before the last backward, or of an evaluation."""
+
+MAX_EVALUATION_EVENTS = 64
 
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""
@@ -105,9 +111,10 @@ class FlightRecorder:
         self._updates = 0
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
-        self._glue_ops = 0
         self._glue_limit = MAX_EVENTS
         self._prefix_enabled = True
+        self.between_steps = False
+        self._clears_between_steps = False
         self._draws: dict[int, tuple[bool, int]] = {}
         self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -148,6 +155,7 @@ class FlightRecorder:
             updates_before=self._updates,
         )
         self._append(root)
+        self.between_steps = False
         root.started = time.perf_counter()
         return root
 
@@ -195,40 +203,62 @@ class FlightRecorder:
 
     def tape_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngStates | None) -> GlueOp | None:
         """Keep one operator that is about to run outside every module. Called by the tape."""
-        if len(self.record.events) >= MAX_EVENTS:
-            self.record.complete = False
-            return None
-        self._glue_ops += 1
         overwritten = self.tape.overwritten(func)
         if overwritten:
             args = tuple(self._copied(a) if i in overwritten else a for i, a in enumerate(args))
+        events = self.record.events
+        if len(events) >= MAX_EVENTS:
+            self.record.complete = False
+            return None
+        name = self._named
         op = GlueOp(
-            index=self._claim_index(),
-            func=func,
-            args=tuple(self._named(a) for a in args),
-            kwargs={k: self._named(v) for k, v in kwargs.items()} if kwargs else {},
-            line=user_line(sys._getframe(2)),
-            grad=torch.is_grad_enabled(),
-            rng=rng,
+            self._next_index,
+            func,
+            tuple([name(a) for a in args]),
+            {k: name(v) for k, v in kwargs.items()} if kwargs else kwargs,
+            user_line(sys._getframe(3)),
+            torch.is_grad_enabled(),
+            rng,
         )
-        self._append(op)
+        self._next_index += 1
+        events.append(op)
         return op
+
+    def tape_finished(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep one operator that has run and that changed none of its operands."""
+        op = self.tape_op(func, args, kwargs, None)
+        if op is None:
+            return
+        if self.tape.is_view(func) and args and isinstance(args[0], Tensor):
+            self._note_view(op, args[0], output)
+        elif type(output) is Tensor:
+            self._producers[id(output)] = (ref := weakref.ref(output), Ref(op.index, 0), version_of(output))
+            op.outputs.append(ref)
+            op.floating.append(output.dtype.is_floating_point)
+        else:
+            self.taped(op, output)
+
+    def _note_view(self, op: GlueOp, base: Tensor, output: Any) -> None:
+        """A view shares its base's version counter, but only once PyTorch has returned it to the script."""
+        version = version_of(base)
+        for position, view in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+            ref = weakref.ref(view)
+            self._producers[id(view)] = (ref, Ref(op.index, position), version)
+            op.outputs.append(ref)
+            op.floating.append(view.is_floating_point())
 
     def taped(self, op: GlueOp, output: Any) -> None:
         """Note what the taped operator returned."""
-        if isinstance(output, Tensor):
-            op.outputs = [weakref.ref(output)]
-            op.floating = [output.is_floating_point()]
-            if self.tape.overwritten(op.func):
-                self._note_write(output, op.index)
+        writes = self.tape.overwritten(op.func)
+        for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+            if not isinstance(tensor, Tensor):
+                continue
+            if writes:
+                self._note_write(tensor, op)
             else:
-                self._define(output, Ref(op.index, 0))
-        elif isinstance(output, (tuple, list)):
-            for position, tensor in enumerate(output):
-                if isinstance(tensor, Tensor):
-                    self._define(tensor, Ref(op.index, position))
-                    op.outputs.append(weakref.ref(tensor))
-                    op.floating.append(tensor.is_floating_point())
+                self._define(tensor, Ref(op.index, position))
+            op.outputs.append(weakref.ref(tensor))
+            op.floating.append(tensor.is_floating_point())
 
     def glue_raised(self, op: GlueOp, error: BaseException) -> None:
         op.error = error
@@ -323,14 +353,23 @@ class FlightRecorder:
         allowed = int(GLUE_TIME_SHARE * self.step_seconds / TAPED_OP_SECONDS)
         if self.steps.count > 2:
             self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
-        self._glue_ops = 0
+        self.between_steps = True
         self.listener.on_step(self.steps.count)
-        self.tape_preprocessing()
+
+    def bookkeeping_done(self, is_last: bool) -> None:
+        """The scaler was updated, an optimizer stepped or its gradients were cleared, between two steps.
+
+        What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
+        gradients in between, from there on (`is_last`).
+        """
+        self._clears_between_steps = self._clears_between_steps or is_last
+        if is_last or not self._clears_between_steps:
+            self.tape_preprocessing()
 
     def tape_preprocessing(self) -> None:
         """Tape what the script computes before the first module of a step."""
         if self._prefix_enabled and self.thread == threading.get_ident() and not self.paused:
-            self.tape.enter(PREFIX_OPS, preprocessing=True)
+            self.tape.enter(PREFIX_OPS)
 
     def note_batch(self, batch: Any) -> None:
         """A batch left the DataLoader; what the script computes from it before the first module is taped."""
@@ -460,13 +499,14 @@ class FlightRecorder:
     def _define(self, tensor: Tensor, ref: Ref) -> None:
         self._producers[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
 
-    def _note_write(self, written: Tensor, index: int) -> None:
+    def _note_write(self, written: Tensor, op: GlueOp) -> None:
         """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
 
-        PyTorch counts the new version after the operator returns, hence the + 1.
+        PyTorch counts the new version after the operator returns, hence the + 1. A tensor that no event made is copied
+        for the replay, so what shares its memory is not followed but taken as it is when it is used.
         """
-        version = version_of(written)
-        memory = compat.storage_key(written)
+        version, index = version_of(written), op.index
+        memory = compat.storage_key(written) if any(isinstance(a, Ref) for a in op.args[:1]) else 0
         for identity, (alias, ref, known_version) in list(self._producers.items()):
             tensor = alias()
             if tensor is None or tensor is written or known_version != version_of(tensor):
@@ -475,9 +515,6 @@ class FlightRecorder:
                 self._producers[identity] = (alias, ref, known_version + 1)
                 self._writers.setdefault(ref.event, []).append(index)
         self._producers[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
-
-    def _name(self, tensor: Tensor) -> Ref | Held:
-        return self.lookup(tensor) or Held(tensor, version_of(tensor))
 
     def _name_argument(self, tensor: Tensor) -> Ref | Held:
         """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
@@ -489,11 +526,14 @@ class FlightRecorder:
         return Held(tensor, version_of(tensor))
 
     def _named(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._name(value)
-        if isinstance(value, (list, tuple)):
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            return value
+        if kind is Tensor or isinstance(value, Tensor):
+            return self.lookup(value) or Held(value, version_of(value))
+        if kind is list or kind is tuple:
             return [self._named(item) for item in value]
-        if isinstance(value, torch.Generator):
+        if kind is torch.Generator:
             return HeldGenerator(value.device, value.get_state())
         return value
 
@@ -520,26 +560,36 @@ class FlightRecorder:
         return StepRecord(list(self.record.events), self.record.complete, dict(self._writers))
 
     def _forget_finished(self) -> None:
-        """Drop events before the last backward whose results nobody holds any more."""
+        """Drop the events before the last backward, except calls whose results are still in use (a GAN's fake image).
+
+        An evaluation never differentiates: of its calls the last few are kept.
+        """
         events = self.record.events
-        if not events or events[0].index >= self._closed_until:
-            return
-        used = [e for e in events if e.index < self._closed_until and isinstance(e, RootCall)]
-        alive = {e.index for e in used if any(r() is not None for r in e.outputs)}
-        needed = {ref.event for e in used if e.index in alive for ref in refs_in((e.args, e.kwargs))}
-        for event in reversed(events):
-            if event.index in needed:
-                needed |= {ref.event for ref in refs_in((event.args, event.kwargs))}
-        kept = alive | needed
-        oldest = self._closed_until - MAX_EVENTS // 2
-        self.record.events = [
-            e for e in events if e.index >= self._closed_until or (e.index in kept and e.index > oldest)
-        ]
-        self.record.complete = True
-        self._judged.clear()
-        self._writers = {k: v for k, v in self._writers.items() if k >= self._closed_until}
-        live = {e.index for e in self.record.events}
-        self._producers = {k: v for k, v in self._producers.items() if v[1].event in live and v[0]() is not None}
+        if events and events[0].index < self._closed_until:
+            closed = [e for e in events if e.index < self._closed_until]
+            kept = self._still_used(closed)
+            self.record.events = [e for e in closed if e.index in kept] + events[len(closed) :]
+            self.record.complete = True
+            self._judged.clear()
+            self._writers = {k: v for k, v in self._writers.items() if k >= self._closed_until or k in kept}
+            if len(self._producers) > 256 or not kept:
+                live = {e.index for e in self.record.events}
+                self._producers = {k: v for k, v in self._producers.items() if v[1].event in live}
+        elif len(events) > MAX_EVALUATION_EVENTS and not self.suspects:
+            roots = [e for e in events if isinstance(e, RootCall)]
+            if len(roots) > KEPT_ROOTS and not any(root.modes.grad for root in roots):
+                first = roots[-KEPT_ROOTS].index
+                self.record.events = [e for e in events if e.index >= first]
+                self._producers = {k: v for k, v in self._producers.items() if v[1].event >= first}
+
+    def _still_used(self, closed: list[Event]) -> set[int]:
+        """The last root calls whose results are alive, and what they were made from."""
+        alive = [e for e in closed if isinstance(e, RootCall) and any(r() is not None for r in e.outputs)]
+        kept = {e.index for e in alive[-KEPT_ROOTS:]}
+        for event in reversed(closed) if kept else ():
+            if event.index in kept:
+                kept |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+        return kept
 
     def _ancestors(self, ref: Ref) -> set[int]:
         """The event that made a tensor, and those that its only changes in form came from."""

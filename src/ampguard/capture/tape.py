@@ -8,6 +8,7 @@ ours stays where it is and only passes operators through until it is on top agai
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,17 @@ from ampguard.capture.record import torch_rng_states
 if TYPE_CHECKING:
     from ampguard.capture.recorder import FlightRecorder
 
-_READ = torch.ops.aten._local_scalar_dense.default
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What taping an operator takes. `is_plain`: it neither writes to an operand nor draws random numbers."""
+
+    writes: frozenset[int]
+    is_view: bool
+    is_random: bool
+    is_read: bool
+    is_bookkeeping: bool
+    is_plain: bool
 
 
 class GlueTape(compat.DispatchMode):
@@ -29,18 +40,11 @@ class GlueTape(compat.DispatchMode):
         self._recorder = recorder
         self._left = 0
         self._on_stack = False
-        self._preprocessing = False
-        self._overwritten: dict[Any, frozenset[int]] = {}
-        self._random: dict[Any, bool] = {}
+        self._thread = 0
+        self._facts: dict[Any, _Facts] = {}
 
-    @property
-    def is_preprocessing(self) -> bool:
-        """Whether the tape is on and no module has been called in this step yet."""
-        return self._on_stack and self._preprocessing
-
-    def enter(self, limit: int, preprocessing: bool = False) -> None:
+    def enter(self, limit: int) -> None:
         """Start taping, at most `limit` operators."""
-        self._preprocessing = preprocessing
         if self._on_stack:
             self._left = limit
         elif limit > 0 and compat.dispatch_depth() == 0 and not compat.in_functorch():
@@ -64,35 +68,63 @@ class GlueTape(compat.DispatchMode):
 
     def overwritten(self, func: Any) -> frozenset[int]:
         """Positions of the arguments that `func` writes to."""
-        known = self._overwritten.get(func)
-        if known is None:
-            known = frozenset(
-                i
-                for i, argument in enumerate(func._schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            )
-            self._overwritten[func] = known
-        return known
+        return (self._facts.get(func) or self._learn(func)).writes
 
-    def _is_random(self, func: Any) -> bool:
-        known = self._random.get(func)
-        if known is None:
-            known = self._random[func] = torch.Tag.nondeterministic_seeded in func.tags
-        return known
+    def is_view(self, func: Any) -> bool:
+        """Whether `func` returns a view of its first argument."""
+        return (self._facts.get(func) or self._learn(func)).is_view
+
+    def _learn(self, func: Any) -> _Facts:
+        writes = frozenset(
+            i
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        is_bookkeeping = func.namespace == "profiler"
+        is_plain = not (writes or is_random or is_read or is_bookkeeping)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        facts = self._facts[func] = _Facts(writes, is_view, is_random, is_read, is_bookkeeping, is_plain)
+        return facts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         recorder = self._recorder
+        kwargs = kwargs or {}
         if self._left <= 0 or recorder.paused or not recorder.active:
             return func(*args, **kwargs)
-        if func is _READ:
+        facts = self._facts.get(func) or self._learn(func)
+        if facts.is_bookkeeping:
+            return func(*args, **kwargs)
+        if facts.is_read:
             value = func(*args, **kwargs)
             recorder.barrier.call(recorder.read, args[0], value)
             return value
         self._left -= 1
         if self._left == 0:
-            recorder.tape_exhausted()
-        op = recorder.barrier.call(self._before, func, args, kwargs)
+            recorder.barrier.call(recorder.tape_exhausted)
+        if facts.is_plain and recorder.live is None:
+            return self._plain(func, args, kwargs)
+        return self._with_care(func, args, kwargs, facts)
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The common case, in one go after the operator ran."""
+        recorder = self._recorder
+        try:
+            output = func(*args, **kwargs)
+        except BaseException as error:
+            op = recorder.barrier.call(recorder.tape_op, func, args, kwargs, None)
+            if op is not None:
+                recorder.barrier.call(recorder.glue_raised, op, error)
+            raise
+        recorder.barrier.call(recorder.tape_finished, func, args, kwargs, output)
+        return output
+
+    def _with_care(self, func: Any, args: Any, kwargs: Any, facts: _Facts) -> Any:
+        """An operator of which something must be kept before it runs, or that is traced live."""
+        recorder = self._recorder
+        rng = torch_rng_states() if facts.is_random else None
+        op = recorder.barrier.call(recorder.tape_op, func, args, kwargs, rng)
         try:
             if recorder.live is not None and op is not None:
                 with recorder.live.watch(op):
@@ -106,7 +138,3 @@ class GlueTape(compat.DispatchMode):
         if op is not None:
             recorder.barrier.call(recorder.taped, op, output)
         return output
-
-    def _before(self, func: Any, args: Any, kwargs: Any) -> Any:
-        rng = torch_rng_states() if self._is_random(func) else None
-        return self._recorder.tape_op(func, args, kwargs, rng)

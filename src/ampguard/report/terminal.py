@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +26,11 @@ _VERDICTS = {True: ("fix, verified", "green"), False: ("fix, not enough", "yello
 _MAX_WIDTH = 100
 _MAX_KEY_NUMBERS = 4
 _MAX_SUMMARY_LINES = 20
+_NO_NUMBERS = frozenset(
+    {"kind", "element", "rung", "not_replayed_because", "name", "role", "message"}
+    | {"last_step", "since_step", "later_failures_caused_by_it"}
+)
+"""Evidence that is for programs, or is said elsewhere on the card."""
 
 
 def stderr_console() -> Console:
@@ -58,13 +65,13 @@ class IncidentCard:
     def lines(self, width: int) -> Iterator[Text]:
         incident = self.incident
         style = _STYLES[incident.severity]
-        meaning = CAUSES.get(incident.cause, incident.cause)
+        what, numbers, more = _told_in_three(incident)
         heading = Text.assemble((f"{incident.severity}[{incident.cause}]", style), (f" {_when(incident)}: ", "bold"))
-        yield from _folded(heading, meaning, width, indent=2)
+        yield from _folded(heading, what, width, indent=2)
         yield from _where(incident, width)
-        yield from _code_and_numbers(incident, style, width)
-        for paragraph in incident.explanation.splitlines():
-            yield from (Text(line) for line in textwrap.wrap(paragraph, width, break_long_words=False))
+        yield from _code_and_numbers(incident, numbers, style, width)
+        for paragraph in (*more.splitlines(), *_what_it_rests_on(incident)):
+            yield from (Text(line) for line in _wrapped(paragraph, width))
         for fix in incident.fixes:
             yield from _fix_lines(fix, width)
         yield Text.assemble("more: ", (f"ampguard explain {incident.cause}", "bold"))
@@ -135,12 +142,40 @@ def short_path(file: str) -> str:
     return file
 
 
-def _code_and_numbers(incident: Incident, style: str, width: int) -> Iterator[Text]:
+def _told_in_three(incident: Incident) -> tuple[str, str, str]:
+    """The explanation, each part said once: what happened (the headline), its numbers (beside the mark), the rest.
+
+    The first sentence is cut at its colon. One that has none says the numbers itself; the mark then takes what the
+    evidence adds to it.
+    """
+    if not incident.explanation.strip():
+        return CAUSES.get(incident.cause, incident.cause), _key_numbers(incident), ""
+    first, *others = re.split(r"(?<=[.!?])\s+(?=[A-Z`'\"])", incident.explanation.strip(), maxsplit=1)
+    what, _, numbers = first.removesuffix(".").partition(": ")
+    article, _, after = what.partition(" ")
+    if article in ("The", "A", "An"):
+        what = f"{article.lower()} {after}"
+    return what, numbers or _key_numbers(incident), "".join(others)
+
+
+def _what_it_rests_on(incident: Incident) -> Iterator[str]:
+    """Said where the answer is not from an exact replay of the failing step, the usual ground."""
+    rung = incident.evidence.get("rung", "replay")
+    reason = incident.evidence.get("not_replayed_because")
+    if rung == "live-trace":
+        why = f" ({reason})" if reason else ""
+        yield f"Seen while the step ran; an earlier failure could not be replayed{why}, so no fix was tried."
+    elif rung == "replay-inexact":
+        yield "The replay was not bit for bit the step itself; its failure was the same."
+    elif rung != "replay":
+        yield f"This rests on: {rung}."
+
+
+def _code_and_numbers(incident: Incident, numbers: str, style: str, width: int) -> Iterator[Text]:
     """The line as it stands in the file, a mark under what it computes, and the numbers beside the mark."""
-    numbers = _key_numbers(incident)
     location = incident.location
     if location is None or not location.code.strip():
-        yield from (Text(f"      {line}") for line in textwrap.wrap(numbers, width - 6))
+        yield from (Text(f"      {line}") for line in _wrapped(numbers, width - 6))
         return
     code = location.code.splitlines()[0].rstrip().expandtabs(4)
     gutter = " " * len(str(location.line))
@@ -151,8 +186,12 @@ def _code_and_numbers(incident: Incident, style: str, width: int) -> Iterator[Te
         yield mark + Text(f" {numbers}".rstrip())
         return
     yield mark
-    room = max(20, width - len(gutter) - 3)
-    yield from (Text.assemble((f"{gutter} | ", "blue"), line) for line in textwrap.wrap(numbers, room))
+    margin = len(gutter) + 3 + start
+    if len(numbers) > width - margin:  # beside the margin rather than folded in a narrow column
+        margin = len(gutter) + 3
+    indent = " " * (margin - len(gutter) - 3)
+    for line in _wrapped(numbers, max(20, width - margin)):
+        yield Text.assemble((f"{gutter} | ", "blue"), indent + line)
 
 
 def _expression_span(code: str) -> tuple[int, int]:
@@ -175,11 +214,18 @@ def _expression_span(code: str) -> tuple[int, int]:
 
 
 def _key_numbers(incident: Incident) -> str:
-    """The evidence in short: the first few plain values. The rest is in the report."""
-    usual = {"rung": "replay"}  # said only where it is another
-    plain = {key: value for key, value in incident.evidence.items() if _is_plain(value) and usual.get(key) != value}
-    shown = list(plain.items())[:_MAX_KEY_NUMBERS]
-    return ", ".join(f"{key.replace('_', ' ')} {readable_number(value)}" for key, value in shown)
+    """The evidence in short: the first few plain values that the explanation does not hold."""
+    facts = {key: value for key, value in incident.evidence.items() if key not in _NO_NUMBERS and _is_plain(value)}
+    new = [f"{k.replace('_', ' ')} {readable_number(v)}" for k, v in facts.items() if not _is_told(v, incident)]
+    return ", ".join(new[:_MAX_KEY_NUMBERS])
+
+
+def _is_told(value: Any, incident: Incident) -> bool:
+    """Whether the explanation holds this value, written its own way (`-1e+09` for -999999999.0)."""
+    if isinstance(value, str):
+        return value in incident.explanation
+    numbers = re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", incident.explanation)
+    return not isinstance(value, bool) and any(math.isclose(float(n), value, rel_tol=1e-3) for n in numbers)
 
 
 def _is_plain(value: Any) -> bool:
@@ -189,21 +235,43 @@ def _is_plain(value: Any) -> bool:
 def _fix_lines(fix: Fix, width: int) -> Iterator[Text]:
     label, style = _VERDICTS[fix.verified]
     first, *rest = fix.how.splitlines() or [fix.action]
+    if len(label) + 2 + len(first) > width:
+        first, *code = _words_and_code(first, fix.action)
+        rest = [*code, *rest]
     yield from _folded(Text(f"{label}: ", style), first, width, indent=4)
     yield from (Text(f"    {line}") for line in rest)
     if fix.outcome:
         yield from _folded(Text("    -> ", "dim"), fix.outcome, width, indent=7)
 
 
+def _words_and_code(how: str, action: str) -> list[str]:
+    """`how` cut after its first colon where code follows: code has its own lines, which are never folded."""
+    words, colon, code = how.partition(": ")
+    if not colon or not any(c in code for c in "()=["):
+        return [how]
+    return [f"{words}:", *(code.split("; ") if action == "force-fp32" else [code])]
+
+
 def _folded(head: Text, tail: str, width: int, indent: int) -> Iterator[Text]:
     """`head` and `tail` on one line if they fit, else folded, with the continuation indented."""
-    first, *rest = textwrap.wrap(
-        tail, width, initial_indent="x" * len(head), subsequent_indent=" " * indent, break_long_words=False
-    ) or ["x" * len(head)]
+    placeholder = "x" * len(head)
+    first, *rest = _wrapped(tail, width, placeholder, " " * indent) or [placeholder]
     if len(first) < len(head):  # the first word of the tail did not fit beside the head
-        first = "x" * len(head)
+        first = placeholder
     yield head + Text(first[len(head) :])
     yield from (Text(line) for line in rest)
+
+
+def _wrapped(text: str, width: int, first_indent: str = "", indent: str = "") -> list[str]:
+    """Folded between words only: names, paths and `non-finite` stay whole."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first_indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _summary_lines(report: Report, path: Path | None) -> Iterator[Text]:

@@ -1,0 +1,189 @@
+"""Counting iterations: an attempted step of every optimizer in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from watching import Watched
+
+from ampguard.capture.steps import StepCounter
+
+Guard = Callable[..., Watched]
+
+
+def optimizers(count: int) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(count)]
+
+
+def counter(created: list[torch.optim.Optimizer]) -> StepCounter:
+    steps = StepCounter()
+    for optimizer in created:
+        steps.created(optimizer)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("pattern", "iterations"),
+    [
+        ("a" * 7, 7),
+        ("ab" * 5, 5),
+        ("aab" * 4, 4),
+        ("aaaaab" * 4, 4),
+        ("abb" * 4, 4),
+        ("abc" * 4, 4),
+        ("abacab", 1),
+    ],
+    ids=["one", "gan", "n_critic 2", "n_critic 5", "generator twice", "three", "unfinished"],
+)
+def test_iteration_ends_when_the_last_optimizer_has_stepped(pattern: str, iterations: int) -> None:
+    letters = sorted(set(pattern))
+    made = dict(zip(letters, optimizers(len(letters)), strict=True))
+    steps = counter(list(made.values()))
+    for letter in pattern:
+        steps.attempted(made[letter])
+    assert steps.count == iterations
+
+
+def test_first_step_ends_no_iteration_before_the_second_optimizer_has_stepped() -> None:
+    a, b = optimizers(2)
+    steps = counter([a, b])
+    assert not steps.attempted(a)
+    assert steps.attempted(b)
+
+
+def test_optimizer_that_is_never_used_is_not_waited_for() -> None:
+    used, unused = optimizers(2)
+    steps = counter([used, unused])
+    for _ in range(5):
+        steps.attempted(used)
+    assert steps.count == 5
+
+
+def test_optimizer_that_is_gone_is_not_waited_for() -> None:
+    used, unused = optimizers(2)
+    steps = counter([used, unused])
+    del unused
+    for _ in range(3):
+        steps.attempted(used)
+    assert steps.count == 3
+
+
+def test_loop_without_an_optimizer_counts_backward_passes() -> None:
+    steps = StepCounter()
+    for _ in range(4):
+        steps.forward_begins()
+        steps.differentiated()
+    steps.forward_begins()
+    assert steps.count == 4
+
+
+def test_evaluation_calls_count_nothing() -> None:
+    steps = StepCounter()
+    steps.differentiated()
+    assert [steps.forward_begins() for _ in range(3)] == [True, False, False]
+    assert steps.count == 1
+
+
+# --- in real loops --------------------------------------------------------------------------------------------------
+
+
+def test_manual_update_without_an_optimizer(guard: Guard) -> None:
+    model = nn.Linear(2, 1)
+
+    def body() -> None:
+        for _ in range(5):
+            model(torch.randn(3, 2)).pow(2).mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p -= 0.1 * p.grad
+                    p.grad = None
+
+    assert guard(body).report.steps in (4, 5)  # the last one is known to have ended only by what follows
+
+
+def test_accumulation_window_is_one_iteration(guard: Guard) -> None:
+    model = nn.Linear(2, 1)
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(4):
+                model(torch.randn(3, 2)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert guard(body).report.steps == 3
+
+
+def test_step_that_the_scaler_skips_counts(guard: Guard) -> None:
+    model = nn.Linear(2, 1)
+
+    def body() -> float:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        for _ in range(4):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(torch.ones(3, 2)).pow(2).mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    run = guard(body)
+    assert run.result < 2.0**40, "some step must have been skipped"
+    assert run.report.steps == 4
+
+
+def test_optimizer_made_before_the_guard_counts(guard: Guard) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).mean().backward()
+            optimizer.step()
+
+    assert guard(body).report.steps == 3
+
+
+def test_closure_is_one_iteration(guard: Guard) -> None:
+    model = nn.Linear(2, 1)
+
+    def body() -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        for _ in range(2):
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.ones(3, 2)).pow(2).mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    run = guard(body)
+    assert run.faults == 0
+    assert run.report.steps == 2
+
+
+def test_steps_option_ends_the_block_cleanly(guard: Guard) -> None:
+    model = nn.Linear(2, 1)
+    done = []
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(100):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).mean().backward()
+            optimizer.step()
+            done.append(step)
+
+    run = guard(body, steps=6)
+    assert run.report.steps == 6 == len(done)
+    assert run.report.status == "clean"
