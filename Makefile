@@ -8,7 +8,10 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-inp
 .PHONY: demo test lint bench clean
 
 demo: .venv/.for-demo
-	$(BIN)/ampguard run --out ampguard-runs/demo-$$(date +%Y%m%d-%H%M%S) examples/mae_photos.py
+	@out=ampguard-runs/demo-$$(date +%Y%m%d-%H%M%S); \
+	$(BIN)/ampguard run --out $$out examples/mae_photos.py; status=$$?; \
+	echo "demo: the training stopped itself on its NaN loss (its own exit status, $$status, is passed on by ampguard run)"; \
+	grep -q '"cause": "fp16-overflow"' $$out/report.json
 
 test: lint
 	$(BIN)/python -m pytest -q

@@ -54,6 +54,7 @@ CAUSES: dict[str, str] = {
     "needless-scaler": "gradient scaling with bfloat16 or float32, where it does nothing useful",
     "backend-fault": "finite in another backend, bad in this one: no user line is at fault",
     "quantizer-scale": "an FP8/FP4 scale is zero, stale, saturated or reduced over the wrong group",
+    "unexplained": "a bad result whose step could not be run again and did not come back while operators were watched",
     "rank-divergence": "ranks disagree about found-inf, scale, weights or gradients",
 }
 """Every cause code and what it means, in one line."""

@@ -13,8 +13,8 @@ from torch import nn
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace
-from ampguard.errors import ReplayError
+from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
+from ampguard.errors import ChangedSince, ReplayError
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 from ampguard.replay.live import LiveTracing
@@ -54,7 +54,7 @@ class Casebook:
 
     def __init__(self, recorder: FlightRecorder, max_incidents: int, rank: int, on_new: Callable[[Incident], None]):
         self.cases: list[Case] = []
-        self.unreplayable: list[str] = []
+        self._unreplayable: list[tuple[BadResult, str]] = []
         self._recorder = recorder
         self._max_incidents = max_incidents
         self._rank = rank
@@ -63,7 +63,6 @@ class Casebook:
         self._poisoned_by: Case | None = None
         self._poisoned_buffers: dict[str, Case] = {}
         self._armed_until: int | None = None
-        self._uncounted = 0
 
     def incidents(self) -> tuple[Incident, ...]:
         """The incidents so far, the most important first."""
@@ -95,8 +94,7 @@ class Casebook:
             self._examine_trace(bad, roots, live)
             return
         try:
-            replayer = Replayer(bad, self._recorder)
-            evidence = locate(bad, replayer)
+            evidence = self._located(bad)
         except (ReplayError, RuntimeError, MemoryError) as why:
             self._arm(bad, f"{why}"[:300])
             return
@@ -105,9 +103,27 @@ class Casebook:
             return
         if self._counted(bad, roots, evidence):
             return
-        forward_seconds = sum(e.seconds for e in replayer.events if isinstance(e, RootCall))
+        forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
         budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started)
         self._open(explain(evidence, budget, self._rank), evidence, bad, roots)
+
+    def _located(self, bad: BadResult) -> Evidence | None:
+        """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
+        try:
+            return locate(bad, Replayer(bad, self._recorder))
+        except ChangedSince as changed:
+            try:
+                return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
+            except ReplayError:
+                raise changed from None
+
+    def close(self) -> None:
+        """The run ends: what could not be run again and did not come back is reported as that."""
+        for bad, reason in self._unreplayable:
+            incident = unexplained_incident(bad, reason, self._rank)
+            self.cases.append(Case(incident, ("", None, None, None), roots_of(bad), last_step=bad.step))
+            self._on_new(incident)
+        self._unreplayable.clear()
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
@@ -121,6 +137,7 @@ class Casebook:
             return
         if not self._counted(bad, roots, evidence):
             self._open(explain_trace(evidence, self._rank, live.reason), evidence, bad, roots)
+        self._unreplayable = [(b, why) for b, why in self._unreplayable if b.mode != bad.mode]
         self._disarm()
 
     def _counted(self, bad: BadResult, roots: frozenset[int], evidence: Evidence) -> bool:
@@ -191,7 +208,6 @@ class Casebook:
                     case.occurrences += 1
                 case.last_step = bad.step
                 return
-        self._uncounted += 1
 
     def _innocent(self, bad: BadResult) -> None:
         self._looks -= 1
@@ -202,7 +218,8 @@ class Casebook:
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""
-        self.unreplayable.append(f"step {bad.step}: {reason}")
+        if not any(earlier.mode == bad.mode for earlier, _ in self._unreplayable):
+            self._unreplayable.append((bad, reason))
         self._armed_until = bad.step + ARMED_STEPS
         self._recorder.live = LiveTracing(reason, [e.module for e in bad.record.events if isinstance(e, RootCall)])
 

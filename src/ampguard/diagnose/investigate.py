@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ampguard.capture.record import BadResult, GlueOp, Held, RootCall
+from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.minimal import smallest_float32_region
 from ampguard.diagnose.slicing import Chain, chain_from
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
-from ampguard.numerics import dtype_name
+from ampguard.numerics import dtype_name, is_finite
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
@@ -84,6 +84,31 @@ def explain_trace(evidence: Evidence, rank: int, reason: str) -> Incident:
     incident = incident_of(evidence, finding, fixes, rank, rung="live-trace")
     incident.evidence["not_replayed_because"] = reason
     return incident
+
+
+def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
+    """A bad result of which nothing more is known than that it was bad: the last rung."""
+    roots = [e for e in bad.record.events if isinstance(e, RootCall)]
+    last = roots[-1] if roots else None
+    what = {"loss": "The loss", "output": "An output in evaluation", "buffer": "A buffer", "raised": "An operator"}
+    inputs = [held for root in roots for held in held_in((root.args, root.kwargs))]
+    finite = all(is_finite(held.value) for held in inputs)
+    low = last.modes.autocast_dtype if last is not None else None
+    return Incident(
+        step=bad.step,
+        rank=rank,
+        mode=bad.mode,
+        phase="forward" if bad.kind == "output" else "loss",
+        severity="error",
+        cause="unexplained",
+        module=last.prefix if last is not None else None,
+        op=None,
+        dtype=dtype_name(low),
+        location=last.line.location() if last is not None and last.line is not None else None,
+        explanation=f"{what[bad.kind]} of step {bad.step} was not finite. The step could not be run again ({reason}), and the "
+        f"failure did not come back while the following steps were watched operator by operator.",
+        evidence={"rung": "none", "not_replayed_because": reason, "inputs_are_finite": finite},
+    )
 
 
 def chain_of(outcome: Outcome) -> Chain | None:

@@ -95,15 +95,23 @@ def _name(region: Region, names: dict[int, str]) -> str:
 
 def advice(ops: list[TracedOp], names: list[str] | None = None) -> str:
     """The lines to write."""
-    device = "cpu"
     parts = []
     for position, op in enumerate(ops):
         name = names[position] if names is not None else (op.module or "")
-        off = f'with torch.autocast("{device}", enabled=False):'
+        off = f'with torch.autocast("{op.device}", enabled=False):'
         if op.root is not None:
-            what = f"{name}.forward" if name else "the model's forward"
-            parts.append(f"in {what}, compute in float32 outside autocast: {off} ... on x.float() inputs")
+            call = f"{attribute_path(name)}(x.float())" if name else "the model on x.float()"
+            parts.append(f"{off} {call}  # where {name or 'the model'} is called; its results stay float32")
         else:
             code = op.line.location().code if op.line is not None else ""
             parts.append(f"{off} {code}  # on .float() operands")
     return "; ".join(dict.fromkeys(parts))
+
+
+def attribute_path(name: str) -> str:
+    """`blocks.3.attn` as Python writes it.
+
+    >>> attribute_path("blocks.3.attn")
+    'self.blocks[3].attn'
+    """
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))

@@ -153,7 +153,7 @@ def _is_parameter_like(given: Given) -> bool:
 def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
     """Where the bad element may have come from, the likeliest first; empty where this operator made it."""
     op = link.op
-    options: list[tuple[tuple[int, bool, int], Link | Given]] = []
+    options: list[tuple[tuple[int, bool, int], Link | Given, int]] = []
     for operand, tensor in enumerate(op.inputs):
         bad = tensor.bad
         if bad is None:
@@ -168,9 +168,11 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
                 continue
             for hit in dict.fromkeys((int(hits[0]), int(hits[-1]))):
                 step = _origin(trace, op, operand, tensor, bad, hit)
-                options.append(((_preference(link.kind, kind), isinstance(step, Given), operand), step))
+                options.append(((_preference(link.kind, kind), isinstance(step, Given), operand), step, kind))
+    if any(kind_read == link.kind for (_, _, _), _, kind_read in options):  # a NaN operand explains a NaN by itself
+        options = [option for option in options if option[2] == link.kind]
     options.sort(key=lambda option: option[0])
-    return [step for _, step in options]
+    return [step for _, step, _ in options]
 
 
 def _can_explain(op: TracedOp, made: int, read: int) -> bool:

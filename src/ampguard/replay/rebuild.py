@@ -29,7 +29,7 @@ from ampguard.capture.record import (
     tensors_in,
 )
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.errors import ReplayError
+from ampguard.errors import ChangedSince, ReplayError
 from ampguard.replay.names import module_names
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, modes_of, quiet, set_streams
 from ampguard.replay.trace import Trace
@@ -60,8 +60,10 @@ class Outcome:
 class Replayer:
     """Replays the events that lead to one bad result, as often as asked."""
 
-    def __init__(self, bad: BadResult, recorder: FlightRecorder) -> None:
+    def __init__(self, bad: BadResult, recorder: FlightRecorder, as_it_is_now: bool = False) -> None:
+        """`as_it_is_now`: replay although a given was changed since, with its present value."""
         self.bad = bad
+        self.is_exact = not as_it_is_now
         self.events = events_behind(bad)
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
@@ -78,8 +80,8 @@ class Replayer:
             raise ReplayError("nothing that led to the bad result was recorded")
         for event in self.events:
             for held in held_in((event.args, event.kwargs)):
-                if not held.is_intact:
-                    raise ReplayError("a tensor that the step started from was changed in place since")
+                if self.is_exact and not held.is_intact:
+                    raise ChangedSince("a tensor that the step started from was changed in place since")
             if isinstance(event, RootCall):
                 self._check_parameters(event)
                 if any(not is_replayable(value) for value in leaves((event.args, event.kwargs))):
@@ -87,11 +89,11 @@ class Replayer:
 
     def _check_parameters(self, root: RootCall) -> None:
         stepped = self._recorder.stepped_since(root.updates_before)
-        if not stepped:
+        if not stepped or not self.is_exact:
             return
         updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
         if any(id(p) in updated for p in root.module.parameters()):
-            raise ReplayError("an optimizer has changed the parameters since the module was called")
+            raise ChangedSince("an optimizer has changed the parameters since the module was called")
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
@@ -116,7 +118,7 @@ class Replayer:
         mode.boundary = Replayer._run_root.__code__
         values: dict[Ref, Tensor] = {}
         stand_ins: dict[int, Tensor] = {}
-        exact = True
+        exact = self.is_exact
         error: BaseException | None = None
         grad_dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
         with neutral_thread(), quiet(), compat.force_eager(), grad_dropped, self._paused(), traced_modules(mode), autocast_in(variant.convert):

@@ -84,6 +84,7 @@ class TracedOp:
     kwargs: dict[str, Any] | None = None
     key: tuple[Any, ...] = ()
     refused: bool = False
+    device: str = "cpu"
 
     @property
     def name(self) -> str:

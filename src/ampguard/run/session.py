@@ -64,6 +64,7 @@ class Session:
         try:
             if not isinstance(error, StopRun):
                 self._barrier.call(self._recorder.flush)
+                self._barrier.call(self._casebook.close)
         except StopRun:
             pass  # it is ending already
         finally:
