@@ -45,6 +45,17 @@ def in_functorch() -> bool:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that neither imports Dynamo at its first operator nor keeps `torch.compile` from compiling."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Make this the innermost mode of the thread."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Take this mode off; it must be the innermost."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

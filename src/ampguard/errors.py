@@ -4,7 +4,7 @@
     ├── UsageError                the command line or an argument asks for what cannot be done
     ├── RunFolderError            the run folder cannot be made, written or read
     └── ReplayError               a recorded step cannot be run again (never reaches a training)
-        └── ChangedSince          ... with the values that it had
+        └── ChangedSinceError          ... with the values that it had
 
     StopRun (BaseException)       ends a guarded script cleanly: `--steps` reached, or `--on-nonfinite stop`
 
@@ -30,7 +30,7 @@ class ReplayError(AmpguardError):
     """A recorded step cannot be run again; the message says why."""
 
 
-class ChangedSince(ReplayError):
+class ChangedSinceError(ReplayError):
     """A given of the recorded step was changed since: it can be run again only with its present value."""
 
 

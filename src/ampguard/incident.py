@@ -20,7 +20,7 @@ CAUSES: dict[str, str] = {
     "nonfinite-input": "the batch (inputs or targets) already holds NaN or Inf",
     "nonfinite-parameter": "a parameter or buffer was NaN or Inf before the step",
     "fp16-overflow": "a result is beyond the low precision's largest number (65504 for float16)",
-    "fp16-underflow": "an operand or an epsilon was flushed to zero in low precision, and a division, log or rsqrt of it is not finite",
+    "fp16-underflow": "an operand or an epsilon was flushed to zero in low precision, and what divides by it is not finite",
     "mask-overflow": "a mask constant does not fit the low precision and became -Inf",
     "division-by-zero": "x/0 or 0/0, in any precision",
     "domain-error": "a function outside its domain: log of zero or less, sqrt of a negative, acos beyond 1",
@@ -60,10 +60,36 @@ CAUSES: dict[str, str] = {
 """Every cause code and what it means, in one line."""
 
 ACTIONS: frozenset[str] = frozenset(
-    """force-fp32 use-bf16 disable-amp lower-loss-scale raise-loss-scale clamp add-epsilon stable-form mask-value
-    guard-empty fix-mask fix-data filter-sample initialise-parameter lower-learning-rate clip-gradients call-order
-    gate-scheduler rebuild-optimizer keep-grad-buffers fp32-parameters master-weights stochastic-rounding load-weights
-    change-backend save-scaler-state remove-scaler wait""".split()
+    [
+        "force-fp32",
+        "use-bf16",
+        "disable-amp",
+        "lower-loss-scale",
+        "raise-loss-scale",
+        "clamp",
+        "add-epsilon",
+        "stable-form",
+        "mask-value",
+        "guard-empty",
+        "fix-mask",
+        "fix-data",
+        "filter-sample",
+        "initialise-parameter",
+        "lower-learning-rate",
+        "clip-gradients",
+        "call-order",
+        "gate-scheduler",
+        "rebuild-optimizer",
+        "keep-grad-buffers",
+        "fp32-parameters",
+        "master-weights",
+        "stochastic-rounding",
+        "load-weights",
+        "change-backend",
+        "save-scaler-state",
+        "remove-scaler",
+        "wait",
+    ]
 )
 """Every fix action."""
 

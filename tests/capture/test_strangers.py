@@ -89,7 +89,9 @@ def test_dispatch_mode_entered_between_forward_and_loss(guard: Guard) -> None:
     same_with_and_without(guard, body)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a dispatch mode of the script's own sees the operators of ampguard's looks")
+@pytest.mark.xfail(
+    strict=True, reason="bug: a dispatch mode of the script's own sees the operators of ampguard's looks"
+)
 @pytest.mark.parametrize("factor", [1.0, float("nan")], ids=["healthy", "failing"])
 def test_dispatch_mode_of_the_script_sees_the_script_only(factor: float, guard: Guard) -> None:
     """FlopCounterMode counts what it sees; DebugMode prints it."""

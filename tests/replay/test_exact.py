@@ -304,13 +304,7 @@ def list_of_views(x: Tensor) -> None:
         masked_write,
         list_of_views,
         two_writes,
-        pytest.param(
-            views_of_views_after_a_write,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="bug: a view taken after an in-place write gets the wrong version (FlightRecorder.taped)",
-            ),
-        ),
+        views_of_views_after_a_write,
     ],
     ids=lambda change: change.__name__.replace("_", " "),
 )
@@ -324,7 +318,9 @@ def test_batch_written_through_a_view_is_compared_after_the_write(at_failure: At
     assert outcome.is_exact
 
 
-@pytest.mark.xfail(strict=True, reason="bug: torch.tensor(...) changed through a view: lift_fresh's operand has no copy")
+@pytest.mark.xfail(
+    strict=True, reason="bug: torch.tensor(...) changed through a view: lift_fresh's operand has no copy"
+)
 def test_new_tensor_written_through_a_view(at_failure: AtFailure) -> None:
     first, model = nn.Linear(1, 1), Keeps(nn.Linear(4, 2))
 

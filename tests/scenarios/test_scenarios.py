@@ -40,7 +40,7 @@ TRUTHS = {
     "fp16-overflow": truth(2, "forward", "blocks.1", "aten.bmm.default", "float16", "force-fp32 use-bf16 disable-amp"),
     "fp16-underflow": truth(2, "forward", "unit", "aten.div.Tensor", "float16", "add-epsilon force-fp32 disable-amp"),
     "mask-overflow": truth(1, "forward", "pool", "aten.scalar_tensor.default", "float16", "mask-value"),
-    "division-by-zero": truth(2, "loss", None, "aten.div.Tensor", "float32", "guard-empty"),
+    "division-by-zero": truth(2, "loss", None, "aten.div.Tensor", "float32", "add-epsilon"),
     "domain-error": truth(2, "forward", "", "aten.log.default", "float32", "clamp"),
     "overflow": truth(1, "loss", None, "aten.exp.default", "float32", "clamp"),
     "empty-reduction": truth(2, "loss", None, "aten.mean.default", "float32", "guard-empty"),

@@ -6,6 +6,7 @@ and the script goes on as if it had never been watched.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,8 +28,6 @@ class FaultBarrier:
             return function(*args)
         except Exception as fault:
             self.tripped = True
-            try:
+            with contextlib.suppress(Exception):  # the report of a fault must not become a second fault
                 self._on_fault(fault)
-            except Exception:  # noqa: S110  the report of a fault must not become a second fault
-                pass
             return None

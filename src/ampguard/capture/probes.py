@@ -96,6 +96,8 @@ class Probes:
                     recorder.paused = False
                 if root is not None:
                     guarded(recorder.leave_root, root, output)
+                elif recorder.counting and not torch.is_grad_enabled():
+                    guarded(recorder.count_output, output)
                 return output
 
             def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807

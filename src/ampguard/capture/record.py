@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ampguard.incident import Location
 
-
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,8 @@ class FlightRecorder:
         self.active = False
         self.paused = False
         """True inside a root call, a backward, a batch fetch or an investigation: nested calls are nobody's business."""
+        self.counting = False
+        """True once every investigation has been made: failures are counted, and nothing is recorded any more."""
         self.record = StepRecord()
         self.tape = GlueTape(self)
         self.steps = StepCounter()
@@ -123,6 +125,9 @@ class FlightRecorder:
 
     def enter_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         """Keep what a call of `module` needs to be run again. None where it is not to be recorded."""
+        if self.counting:
+            self.listener.on_forward()
+            return None
         if compat.in_backward() or compat.in_functorch():
             return None
         thread = threading.get_ident()
@@ -187,6 +192,11 @@ class FlightRecorder:
                 self.suspects.append(BadResult("output", "eval", self.steps.count, self._slice(), refs))
         self.tape.enter(self._glue_limit)
 
+    def count_output(self, output: Any) -> None:
+        """A module returned, in evaluation, after the last investigation."""
+        if any(t.is_floating_point() and not is_finite(t) for t in tensors_in(output)):
+            self._report(BadResult("output", "eval", self.steps.count, StepRecord(), ()))
+
     def root_raised(self, root: RootCall, error: BaseException) -> None:
         """A module raised. PyTorch refuses constants that do not fit a half: that is a diagnosis, others are not."""
         root.error = error
@@ -194,7 +204,7 @@ class FlightRecorder:
 
     def _raised(self, event: Event, error: BaseException) -> None:
         if is_conversion_refusal(error):
-            mode = "train" if torch.is_grad_enabled() else "eval"
+            mode: Literal["train", "eval"] = "train" if torch.is_grad_enabled() else "eval"
             self._report(
                 BadResult("raised", mode, self.steps.count, self._slice(), (Ref(event.index, 0),), error=error)
             )
@@ -279,7 +289,7 @@ class FlightRecorder:
             return
         if self._judged and self._judged & self._ancestors(ref):
             return  # a loss that backward was called on: it has been judged
-        mode = "train" if self._wants_gradient(ref) else "eval"
+        mode: Literal["train", "eval"] = "train" if self._wants_gradient(ref) else "eval"
         self.suspects.append(BadResult("loss", mode, self.steps.count, self._slice(), (ref,)))
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -293,6 +303,9 @@ class FlightRecorder:
         """Judge the loss before it is differentiated: everything that made it is still as it was."""
         self.tape.leave()
         if self.thread is not None and threading.get_ident() != self.thread:
+            return
+        if self.counting:
+            self._count_loss(tensors)
             return
         bad: list[Ref | Held] = []
         for tensor in [tensors] if isinstance(tensors, Tensor) else list(tensors):
@@ -308,6 +321,11 @@ class FlightRecorder:
         else:
             self.last_good_step = self.steps.count
         self.settle_all()
+
+    def _count_loss(self, tensors: Any) -> None:
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if any(not is_finite(self._unscaled(loss)) for loss in losses):
+            self._report(BadResult("loss", "train", self.steps.count, StepRecord(), ()))
 
     def after_backward(self) -> None:
         """The graph is used up: events before now are kept only while their results are."""
@@ -696,7 +714,7 @@ def find_prefix(module: nn.Module, frame: Any) -> str:
         if isinstance(owner, nn.Module) and owner is not module:
             for name, child in owner.named_modules():
                 if child is module and name:
-                    return name
+                    return str(name)
         frame = frame.f_back
         depth += 1
     return ""

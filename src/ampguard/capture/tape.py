@@ -47,9 +47,9 @@ class GlueTape(compat.DispatchMode):
         """Start taping, at most `limit` operators."""
         if self._on_stack:
             self._left = limit
-        elif limit > 0 and compat.dispatch_depth() == 0 and not compat.in_functorch():
+        elif limit > 0 and not self._recorder.counting and compat.dispatch_depth() == 0 and not compat.in_functorch():
             self._left = limit
-            self.__enter__()
+            self.begin()
             self._on_stack = True
             self._thread = threading.get_ident()
 
@@ -59,7 +59,7 @@ class GlueTape(compat.DispatchMode):
             return
         self._left = 0
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
-            self.__exit__(None, None, None)
+            self.end()
             self._on_stack = False
 
     def abandon(self) -> None:

@@ -14,7 +14,7 @@ from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
-from ampguard.errors import ChangedSince, ReplayError
+from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 from ampguard.replay.live import LiveTracing
@@ -35,7 +35,6 @@ class Case:
 
     incident: Incident
     place: Place
-    roots: frozenset[int]
     occurrences: int = 1
     consequences: int = 0
     last_step: int = 0
@@ -77,21 +76,25 @@ class Casebook:
 
     def examine(self, bad: BadResult) -> None:
         """Find out what a bad result is: new, known, a consequence, or no failure at all."""
+        if self._recorder.counting:
+            self._count_as_known(bad)
+            return
         with neutral_thread():
             self._examine(bad)
+        if self.is_used_up:
+            self._recorder.counting = True
+            self._recorder.live = None
 
     def _examine(self, bad: BadResult) -> None:
         started = time.perf_counter()
-        roots = roots_of(bad)
         if self.is_used_up:
-            self._count_as_known(bad, roots)
             return
         if self._is_consequence(bad):
             return
         self._looks += 1
         live = self._recorder.live
         if isinstance(live, LiveTracing) and live.trace.ops:
-            self._examine_trace(bad, roots, live)
+            self._examine_trace(bad, live)
             return
         try:
             evidence = self._located(bad)
@@ -101,17 +104,17 @@ class Casebook:
         if evidence is None:
             self._innocent(bad)
             return
-        if self._counted(bad, roots, evidence):
+        if self._counted(bad, evidence):
             return
         forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
         budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started)
-        self._open(explain(evidence, budget, self._rank), evidence, bad, roots)
+        self._open(explain(evidence, budget, self._rank), evidence, bad)
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
         try:
             return locate(bad, Replayer(bad, self._recorder))
-        except ChangedSince as changed:
+        except ChangedSinceError as changed:
             try:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:
@@ -121,7 +124,7 @@ class Casebook:
         """The run ends: what could not be run again and did not come back is reported as that."""
         for bad, reason in self._unreplayable:
             incident = unexplained_incident(bad, reason, self._rank)
-            self.cases.append(Case(incident, ("", None, None, None), roots_of(bad), last_step=bad.step))
+            self.cases.append(Case(incident, ("", None, None, None), last_step=bad.step))
             self._on_new(incident)
         self._unreplayable.clear()
 
@@ -130,17 +133,17 @@ class Casebook:
         if self._armed_until is not None and step > self._armed_until:
             self._disarm()
 
-    def _examine_trace(self, bad: BadResult, roots: frozenset[int], live: LiveTracing) -> None:
+    def _examine_trace(self, bad: BadResult, live: LiveTracing) -> None:
         evidence = locate_in_trace(bad, live.trace)
         if evidence is None:
             self._innocent(bad)
             return
-        if not self._counted(bad, roots, evidence):
-            self._open(explain_trace(evidence, self._rank, live.reason), evidence, bad, roots)
+        if not self._counted(bad, evidence):
+            self._open(explain_trace(evidence, self._rank, live.reason), evidence, bad)
         self._unreplayable = [(b, why) for b, why in self._unreplayable if b.mode != bad.mode]
         self._disarm()
 
-    def _counted(self, bad: BadResult, roots: frozenset[int], evidence: Evidence) -> bool:
+    def _counted(self, bad: BadResult, evidence: Evidence) -> bool:
         """Whether this failure began where an earlier one did."""
         place = place_of(evidence)
         for case in self.cases:
@@ -151,9 +154,9 @@ class Casebook:
                 return True
         return False
 
-    def _open(self, incident: Incident, evidence: Evidence, bad: BadResult, roots: frozenset[int]) -> None:
+    def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
         incident = self._with_history(incident)
-        case = Case(incident, place_of(evidence), roots, last_step=bad.step)
+        case = Case(incident, place_of(evidence), last_step=bad.step)
         self.cases.append(case)
         if bad.mode == "train" and bad.kind == "loss" and self._poisoned_by is None:
             self._poisoned_by = case
@@ -175,7 +178,9 @@ class Casebook:
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
         elif self._recorder.last_good_step is not None:
             facts["since_step"] = self._recorder.last_good_step
-            text += f" The loss of step {self._recorder.last_good_step} was still finite: the update after it poisoned it."
+            text += (
+                f" The loss of step {self._recorder.last_good_step} was still finite: the update after it poisoned it."
+            )
         else:
             facts["since_step"] = None
             text += " It was so before the first step: initialisation or a checkpoint."
@@ -198,16 +203,16 @@ class Casebook:
         case.last_step = bad.step
         return True
 
-    def _count_as_known(self, bad: BadResult, roots: frozenset[int]) -> None:
-        """Investigations are used up: count it to the incident of the same modules, without looking."""
-        for case in reversed(self.cases):
-            if case.roots & roots and case.incident.mode == bad.mode:
-                if case is self._poisoned_by and case.consequences:
-                    case.consequences += 1
-                else:
-                    case.occurrences += 1
-                case.last_step = bad.step
-                return
+    def _count_as_known(self, bad: BadResult) -> None:
+        """Investigations are used up: count it to the last incident of its mode, without looking."""
+        case = next((c for c in reversed(self.cases) if c.incident.mode == bad.mode), None)
+        if case is None:
+            return
+        if case is self._poisoned_by and case.consequences:
+            case.consequences += 1
+        else:
+            case.occurrences += 1
+        case.last_step = bad.step
 
     def _innocent(self, bad: BadResult) -> None:
         self._looks -= 1
@@ -232,10 +237,6 @@ def place_of(evidence: Evidence) -> Place:
     line = evidence.op.line
     file = line.code.co_filename if line is not None else None
     return evidence.op.name, evidence.op.module, file, line.number if line is not None else None
-
-
-def roots_of(bad: BadResult) -> frozenset[int]:
-    return frozenset(id(e.module) for e in bad.record.events if isinstance(e, RootCall))
 
 
 def roots_indices(bad: BadResult) -> list[int]:

@@ -17,18 +17,76 @@ from ampguard.replay.trace import TracedOp
 Rule = Callable[[TracedOp, int, int], Callable[[Tensor], Tensor] | None]
 
 SAME_PLACE = frozenset(
-    """_to_copy clone copy lift_fresh lift_fresh_copy contiguous native_dropout _unsafe_view alias detach fill
-    masked_fill where nan_to_num dropout softplus silu gelu hardtanh leaky_relu elu threshold glu_ logit""".split()
+    [
+        "_to_copy",
+        "clone",
+        "copy",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "contiguous",
+        "native_dropout",
+        "_unsafe_view",
+        "alias",
+        "detach",
+        "fill",
+        "masked_fill",
+        "where",
+        "nan_to_num",
+        "dropout",
+        "softplus",
+        "silu",
+        "gelu",
+        "hardtanh",
+        "leaky_relu",
+        "elu",
+        "threshold",
+        "glu_",
+        "logit",
+    ]
 )
 ROWS_AND_COLUMNS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0, "dot": 0}
 ALONG_ONE_DIM = frozenset(
-    "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp softmax log_softmax sort cummax cummin".split()
+    [
+        "_softmax",
+        "_log_softmax",
+        "_safe_softmax",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "softmax",
+        "log_softmax",
+        "sort",
+        "cummax",
+        "cummin",
+    ]
 )
 REDUCTIONS = frozenset(
-    """sum mean amax amin max min prod logsumexp var std var_mean std_mean norm linalg_vector_norm nansum any all
-    argmax argmin median""".split()
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "prod",
+        "logsumexp",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "norm",
+        "linalg_vector_norm",
+        "nansum",
+        "any",
+        "all",
+        "argmax",
+        "argmin",
+        "median",
+    ]
 )
-BY_SAMPLE = frozenset("convolution mkldnn_convolution native_group_norm max_pool2d_with_indices avg_pool2d".split())
+BY_SAMPLE = frozenset(
+    ["convolution", "mkldnn_convolution", "native_group_norm", "max_pool2d_with_indices", "avg_pool2d"]
+)
 
 
 def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> Callable[[Tensor], Tensor] | None:
@@ -76,9 +134,7 @@ def _is_pointwise(op: TracedOp, name: str) -> bool:
     return name in SAME_PLACE or torch.Tag.pointwise in getattr(op.func, "tags", ())
 
 
-def _match(
-    shape: tuple[int, ...], place: list[int | None], free: set[int]
-) -> Callable[[Tensor], Tensor]:
+def _match(shape: tuple[int, ...], place: list[int | None], free: set[int]) -> Callable[[Tensor], Tensor]:
     """A test that a flat position of `shape` has the coordinates `place`, except along the dims in `free`."""
 
     def test(positions: Tensor) -> Tensor:
@@ -117,14 +173,16 @@ def _matmul(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> C
     return _match(source, place, free={len(source) - 2})
 
 
-def _reduction(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...], flat: int) -> Any:
+def _reduction(
+    op: TracedOp, source: tuple[int, ...], target: tuple[int, ...], flat: int
+) -> Callable[[Tensor], Tensor] | None:
     dims = _reduced_dims(op, source, target)
     if dims is None or len(dims) == len(source):
         return None
     kept = [d for d in range(len(source)) if d not in dims]
     place = coordinates(flat, target)
     if len(target) == len(source):
-        wanted = place
+        wanted: list[int | None] = place
     elif len(target) == len(kept):
         wanted = [None] * len(source)
         for dim, value in zip(kept, place, strict=True):

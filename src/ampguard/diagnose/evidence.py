@@ -300,7 +300,8 @@ class Evidence:
 
     def _was_widened(self, made: tuple[int, int] | None) -> bool:
         """Whether a float32 value goes back, through arithmetic in float32, to a cast from low precision."""
-        frontier, seen = [made], set()
+        frontier: list[tuple[int, int] | None] = [made]
+        seen: set[tuple[int, int]] = set()
         while frontier and len(seen) < 64:
             place = frontier.pop()
             if place is None or place in seen:
@@ -353,8 +354,33 @@ class Evidence:
 
 
 LOOK_THROUGH = frozenset(
-    """view _unsafe_view reshape t transpose permute expand unsqueeze squeeze clone contiguous alias detach _to_copy
-    slice select split unbind chunk unflatten flatten narrow lift_fresh as_strided diagonal""".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "clone",
+        "contiguous",
+        "alias",
+        "detach",
+        "_to_copy",
+        "slice",
+        "select",
+        "split",
+        "unbind",
+        "chunk",
+        "unflatten",
+        "flatten",
+        "narrow",
+        "lift_fresh",
+        "as_strided",
+        "diagonal",
+    ]
 )
 
 

@@ -120,7 +120,9 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
             value = held.value.detach()
             in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
             is_input = isinstance(event, RootCall) and any(True for _ in event.module.parameters())
-            name = in_batch or (name if isinstance(event, RootCall) else event.line.location().code if event.line else name)
+            name = in_batch or (
+                name if isinstance(event, RootCall) else event.line.location().code if event.line else name
+            )
             return NamedTensor(name, "input" if is_input else "target", held.tensor, value, bad_samples(value))
     value = element.detach()
     return NamedTensor("a tensor", "input", element, value, bad_samples(value))

@@ -183,10 +183,16 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
             found = smallest_float32_region(evidence, budget)
         except Exception as error:
             return Fix(
-                proposal.action, proposal.target, region_advice(evidence), None, f"the replay with it raised: {error}"[:300]
+                proposal.action,
+                proposal.target,
+                region_advice(evidence),
+                None,
+                f"the replay with it raised: {error}"[:300],
             )
         if found is None:
-            return Fix(proposal.action, proposal.target, region_advice(evidence), False, "the replayed step is still bad")
+            return Fix(
+                proposal.action, proposal.target, region_advice(evidence), False, "the replayed step is still bad"
+            )
         target, how, outcome = found
         return Fix(proposal.action, target, how, True, described(outcome))
     if proposal.trial is None or replayer is None or budget.is_spent:
@@ -199,7 +205,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
 
 
 def described(outcome: Outcome) -> str:
-    """"the replayed step is finite; the loss is 2.31"."""
+    """ "the replayed step is finite; the loss is 2.31"."""
     if outcome.is_bad:
         return "the replayed step is still bad"
     loss = f"; the loss is {outcome.loss:.4g}" if outcome.loss is not None else ""
@@ -212,9 +218,7 @@ def region_advice(evidence: Evidence) -> str:
     return advice([evidence.op])
 
 
-def incident_of(
-    evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str
-) -> Incident:
+def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str) -> Incident:
     bad, op = evidence.bad, evidence.op
     line = finding.line or op.line
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}

@@ -101,7 +101,7 @@ def advice(ops: list[TracedOp], names: list[str] | None = None) -> str:
         off = f'with torch.autocast("{op.device}", enabled=False):'
         if op.root is not None:
             call = f"{attribute_path(name)}(x.float())" if name else "the model on x.float()"
-            parts.append(f"{off} {call}  # where {name or 'the model'} is called; its results stay float32")
+            parts.append(f"{off} {call}  # where {name or 'the model'} is called (its results stay float32)")
         else:
             code = op.line.location().code if op.line is not None else ""
             parts.append(f"{off} {code}  # on .float() operands")

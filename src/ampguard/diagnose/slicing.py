@@ -23,9 +23,34 @@ from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 MAX_VISITS = 800
 VISITS_PER_OP = 4
 COPIES = frozenset(
-    """where copy _to_copy clone masked_fill fill cat stack index gather embedding index_select index_put scatter
-    select_backward slice_scatter lift_fresh lift_fresh_copy max amax min amin maximum minimum masked_select
-    max_pool2d_with_indices""".split()
+    [
+        "where",
+        "copy",
+        "_to_copy",
+        "clone",
+        "masked_fill",
+        "fill",
+        "cat",
+        "stack",
+        "index",
+        "gather",
+        "embedding",
+        "index_select",
+        "index_put",
+        "scatter",
+        "select_backward",
+        "slice_scatter",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "max",
+        "amax",
+        "min",
+        "amin",
+        "maximum",
+        "minimum",
+        "masked_select",
+        "max_pool2d_with_indices",
+    ]
 )
 """Operators that hand elements on: the kind of a result's element is the kind of the operand's element."""
 

@@ -7,6 +7,7 @@ log(sum(exp(x))) is logsumexp(x); exp(x) / sum(exp(x)) is softmax(x).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,29 +77,29 @@ def _softmax_by_hand(evidence: Evidence) -> tuple[str, Callable[[Evidence], Vari
 
 def _past_epsilon(evidence: Evidence, maker: TracedOp | None) -> TracedOp | None:
     """`softmax(x) + 1e-9`: the epsilon is part of the unstable form."""
-    if maker is not None and maker.short_name in ("add", "clamp", "clamp_min") and len(maker.inputs) == 1:
-        if all(abs(s) <= EPSILONS or s == 1.0 for s in maker.scalars):
-            return evidence.maker(0, maker)
+    is_guard = maker is not None and maker.short_name in ("add", "clamp", "clamp_min") and len(maker.inputs) == 1
+    if maker is not None and is_guard and all(abs(s) <= EPSILONS or s == 1.0 for s in maker.scalars):
+        return evidence.maker(0, maker)
     return maker
 
 
 def _from_source(
-    evidence: Evidence, maker: TracedOp, compute: Callable[[Tensor, tuple[object, ...]], Tensor]
+    evidence: Evidence, maker: TracedOp, compute: Callable[[Tensor, tuple[Any, ...]], Tensor]
 ) -> Callable[[Evidence], Variant]:
     """Replay with the stable form of `maker`'s operand in the place of the accused operator's result."""
 
     def trial(e: Evidence) -> Variant:
-        kept: list[tuple[Tensor, tuple[object, ...]]] = []
+        kept: list[tuple[Tensor, tuple[Any, ...]]] = []
 
-        def remember(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-            kept.append((args[0].detach(), args))  # type: ignore[attr-defined]
-            return func(*args, **kwargs)  # type: ignore[operator]
+        def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            kept.append((args[0].detach(), args))
+            return func(*args, **kwargs)
 
-        def stable(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        def stable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             source, maker_args = kept[-1]
             with torch.no_grad():
                 result = compute(source.float(), maker_args)
-            out = func(*args, **kwargs)  # type: ignore[operator]
+            out = func(*args, **kwargs)
             return result.reshape(out.shape).to(out.dtype)
 
         return Variant(interventions={maker.index: remember, e.op.index: stable})
@@ -107,4 +108,4 @@ def _from_source(
 
 
 class _Nothing:
-    args: tuple[object, ...] = ()
+    args: tuple[Any, ...] = ()

@@ -15,8 +15,8 @@ from ampguard.capture.record import Event, RootCall
 from ampguard.replay.names import module_names
 from ampguard.replay.rebuild import traced_modules
 from ampguard.replay.trace import Trace
-from ampguard.replay.variants import AS_IT_RAN
 from ampguard.replay.tracer import ReplayMode
+from ampguard.replay.variants import AS_IT_RAN
 
 
 class LiveTracing:

@@ -11,13 +11,8 @@ UNINITIALISED = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
 )
 CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous"})
-RUNNING_STATISTICS = {
-    name: (3, 4)
-    for name in (
-        "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
-        "_batch_norm_with_update", "batch_norm",
-    )
-}  # fmt: skip
+NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
+RUNNING_STATISTICS: dict[str, tuple[int, ...]] = dict.fromkeys((*NORMS, "_batch_norm_with_update"), (3, 4))
 """Operators that write to operands although their schema does not say so, and to which."""
 
 

@@ -29,12 +29,12 @@ from ampguard.capture.record import (
     tensors_in,
 )
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.errors import ChangedSince, ReplayError
+from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.names import module_names
-from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, modes_of, quiet, set_streams
+from ampguard.replay.sandbox import ModuleSandbox, modes_of, neutral_thread, quiet, set_streams
 from ampguard.replay.trace import Trace
-from ampguard.replay.variants import AS_IT_RAN, Captured, Variant
 from ampguard.replay.tracer import ReplayMode
+from ampguard.replay.variants import AS_IT_RAN, Captured, Variant
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Replayer:
         for event in self.events:
             for held in held_in((event.args, event.kwargs)):
                 if self.is_exact and not held.is_intact:
-                    raise ChangedSince("a tensor that the step started from was changed in place since")
+                    raise ChangedSinceError("a tensor that the step started from was changed in place since")
             if isinstance(event, RootCall):
                 self._check_parameters(event)
                 if any(not is_replayable(value) for value in leaves((event.args, event.kwargs))):
@@ -93,7 +93,7 @@ class Replayer:
             return
         updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
         if any(id(p) in updated for p in root.module.parameters()):
-            raise ChangedSince("an optimizer has changed the parameters since the module was called")
+            raise ChangedSinceError("an optimizer has changed the parameters since the module was called")
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
@@ -121,7 +121,15 @@ class Replayer:
         exact = self.is_exact
         error: BaseException | None = None
         grad_dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
-        with neutral_thread(), quiet(), compat.force_eager(), grad_dropped, self._paused(), traced_modules(mode), autocast_in(variant.convert):
+        with (
+            neutral_thread(),
+            quiet(),
+            compat.force_eager(),
+            grad_dropped,
+            self._paused(),
+            traced_modules(mode),
+            autocast_in(variant.convert),
+        ):
             for event in self.events:
                 mode.event = event
                 try:
@@ -220,10 +228,7 @@ class Replayer:
         if variant.convert is None and not variant.tensors and not variant.force_fp32:
             return
         forced = {
-            id(inner)
-            for outer in module.modules()
-            if id(outer) in variant.force_fp32
-            for inner in outer.modules()
+            id(inner) for outer in module.modules() if id(outer) in variant.force_fp32 for inner in outer.modules()
         }
         for owner in module.modules():
             wide = torch.float32 if id(owner) in forced else variant.convert
@@ -243,9 +248,7 @@ class Replayer:
                 if other is not buffer:
                     sandbox.swap_buffer(owner, name, other)
 
-    def _run_glue(
-        self, op: GlueOp, mode: ReplayMode, values: dict[Ref, Tensor], variant: Variant
-    ) -> list[Tensor]:
+    def _run_glue(self, op: GlueOp, mode: ReplayMode, values: dict[Ref, Tensor], variant: Variant) -> list[Tensor]:
         args = glue_arguments(op.args, values, variant.tensors)
         kwargs = glue_arguments(op.kwargs, values, variant.tensors)
         for held in held_in((op.args, op.kwargs)):
@@ -284,8 +287,7 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
             wanted |= {
                 event.index
                 for event in record.events
-                if isinstance(event, RootCall)
-                and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
+                if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
             }
     by_index = {event.index: event for event in record.events}
     pending = sorted(wanted)
@@ -301,16 +303,16 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
 
 def is_replayable(value: Any) -> bool:
     """Whether an argument can be given to a second call: generators and open files are used up by the first."""
-    return not (inspect.isgenerator(value) or (hasattr(value, "read") and hasattr(value, "seek")) or _is_iterator(value))
+    return not (
+        inspect.isgenerator(value) or (hasattr(value, "read") and hasattr(value, "seek")) or _is_iterator(value)
+    )
 
 
 def _is_iterator(value: Any) -> bool:
     return hasattr(value, "__next__") and hasattr(value, "__iter__") and not isinstance(value, (Tensor, nn.Module))
 
 
-def substituted(
-    tree: Any, values: dict[Ref, Tensor], tensors: dict[int, Tensor], mode: ReplayMode, grad: bool
-) -> Any:
+def substituted(tree: Any, values: dict[Ref, Tensor], tensors: dict[int, Tensor], mode: ReplayMode, grad: bool) -> Any:
     """A root call's arguments: clones of earlier events' results as replayed (traced, so that the chain of values is
     not cut) and of what was held."""
 
@@ -353,8 +355,7 @@ def map_leaves(tree: Any, visit: Any) -> Any:
     if isinstance(tree, (Ref, Held, HeldGenerator)):
         return visit(tree)
     if isinstance(tree, list):
-        items = [map_leaves(item, visit) for item in tree]
-        return items
+        return [map_leaves(item, visit) for item in tree]
     if isinstance(tree, tuple):
         items = [map_leaves(item, visit) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
@@ -422,10 +423,10 @@ def autocast_in(dtype: torch.dtype | None) -> Iterator[None]:
     if dtype is None or not numerics.is_low_precision(dtype):
         yield
         return
-    original = torch.set_autocast_dtype
+    original, wanted = torch.set_autocast_dtype, dtype
 
-    def set_autocast_dtype(device: str, asked: torch.dtype) -> None:
-        original(device, dtype if numerics.is_low_precision(asked) else asked)
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        original(device_type, wanted if numerics.is_low_precision(dtype) else dtype)
 
     torch.set_autocast_dtype = set_autocast_dtype
     try:

@@ -144,10 +144,9 @@ class ModuleSandbox:
         self._undo.append(restore)
         buffers = module._buffers
         names = dict(buffers)
-        swapped = {name for name in names}
 
         def restore_buffers() -> None:
-            for name in [n for n in buffers if n not in swapped]:
+            for name in [n for n in buffers if n not in names]:
                 del buffers[name]
             buffers.update(names)
 
@@ -166,7 +165,7 @@ class ModuleSandbox:
         self._seen.add(id(container))
         if isinstance(container, dict):
             before = dict(container)
-            self._undo.append(lambda: (container.clear(), container.update(before))[0])
+            self._undo.append(lambda: _refill_dict(container, before))
             values = list(before.values())
         else:
             items = list(container)
@@ -211,6 +210,11 @@ class ModuleSandbox:
             value = function.__globals__.get(name)
             if isinstance(value, CONTAINERS):
                 self._keep_container(value)
+
+
+def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    container.clear()
+    container.update(items)
 
 
 def _refill(container: Any, items: list[Any]) -> None:

@@ -153,7 +153,7 @@ def bad_elements(tensor: Tensor) -> BadElements | None:
 
 def storage_offsets(tensor: Tensor, flat: Tensor) -> Tensor:
     """Offsets in the storage of the elements at the flat positions of `tensor`."""
-    offsets = torch.full_like(flat, tensor.storage_offset())
+    offsets = torch.full_like(flat, int(tensor.storage_offset()))
     rest = flat
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         offsets = offsets + (rest % size) * stride

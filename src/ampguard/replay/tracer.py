@@ -20,14 +20,15 @@ from ampguard.capture.frames import user_line
 from ampguard.capture.record import GlueOp, Line, RootCall, map_tensors
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_scalars, flat_tensors, without_tensors
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
-from ampguard.replay.variants import Captured, Variant, converted, widened
+from ampguard.replay.variants import Captured, Intervention, Variant, converted, widened
 
 KEPT_OPS = 96
 """Operators with a non-finite result whose operands' values are kept."""
 
 KEPT_BYTES = 1 << 29
 
-class CollectiveInReplay(RuntimeError):
+
+class CollectiveError(RuntimeError):
     """A replay of one rank must not talk to the others."""
 
 
@@ -101,7 +102,7 @@ class ReplayMode(compat.DispatchMode):
         kwargs = kwargs or {}
         facts = facts_of(func)
         if facts.is_collective:
-            raise CollectiveInReplay(f"{func} would wait for the other ranks")
+            raise CollectiveError(f"{func} would wait for the other ranks")
         index = self.count
         self.count += 1
         precision = self._precision() if self._may_convert else None
@@ -134,10 +135,9 @@ class ReplayMode(compat.DispatchMode):
         if self._forced:
             return torch.float32
         event = self.event
-        if isinstance(event, GlueOp) and event.line is not None:
-            if (event.line.code.co_filename, event.line.number) in self.variant.fp32_lines:
-                return torch.float32
-        return None
+        line = event.line if isinstance(event, GlueOp) else None
+        in_region = line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
+        return torch.float32 if in_region else None
 
     def _line(self, frame: FrameType) -> Line | None:
         """The user's line of the operator that is running; PyTorch's own modules have none but that of their call."""

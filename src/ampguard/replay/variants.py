@@ -84,9 +84,9 @@ def converted(func: Any, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) 
     new_args = tuple(other(a) for a in args)
     new_kwargs = {k: other(v) for k, v in kwargs.items()}
     name = func._schema.name.split("::")[-1]
-    if name in ("_softmax", "_log_softmax") and len(new_args) > 2 and new_args[2]:
-        if new_args[0].dtype != torch.float16:
-            new_args = (new_args[0].float(), new_args[1], False)
+    widens = name in ("_softmax", "_log_softmax") and len(new_args) > 2 and new_args[2]
+    if widens and new_args[0].dtype != torch.float16:
+        new_args = (new_args[0].float(), new_args[1], False)
     return promoted(new_args, name), new_kwargs
 
 

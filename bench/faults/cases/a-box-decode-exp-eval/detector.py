@@ -37,7 +37,11 @@ class Detector(nn.Module):
     def __init__(self, cells=4, c=24):
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(1, c, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(c, c, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(cells)
+            nn.Conv2d(1, c, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(c, c, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(cells),
         )
         grid = (torch.arange(cells) + 0.5) / cells
         cy, cx = torch.meshgrid(grid, grid, indexing="ij")

@@ -10,7 +10,12 @@ class CRNN(nn.Module):
     def __init__(self, height=8, hidden=32):
         super().__init__()
         self.cnn = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d((2, 1))
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d((2, 1)),
         )
         self.rnn = nn.GRU(32 * height // 4, hidden, bidirectional=True)
         self.fc = nn.Linear(2 * hidden, len(ALPHABET))

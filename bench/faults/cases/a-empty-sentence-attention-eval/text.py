@@ -3,7 +3,11 @@ import random
 import torch
 
 STOP = {"the", "a", "it", "is", "was", "and"}
-POS, NEG, REST = ["good", "great", "lovely", "sharp"], ["bad", "awful", "dull", "weak"], ["film", "plot", "actor", "scene", "music", *sorted(STOP)]
+POS, NEG, REST = (
+    ["good", "great", "lovely", "sharp"],
+    ["bad", "awful", "dull", "weak"],
+    ["film", "plot", "actor", "scene", "music", *sorted(STOP)],
+)
 VOCAB = {w: i + 1 for i, w in enumerate(POS + NEG + [w for w in REST if w not in STOP])}
 
 

@@ -1,4 +1,5 @@
 """Supervised fine-tuning of a (very) small Llama: the prompt is not trained on, long rows are cut at max_length."""
+
 import random
 
 import torch
@@ -29,7 +30,13 @@ def main():
     torch.manual_seed(0)
     rng = random.Random(4)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

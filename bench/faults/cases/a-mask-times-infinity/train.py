@@ -32,7 +32,13 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList([])
         for _ in range(depth):
             self.layers.append(
-                nn.ModuleList([nn.LayerNorm(dim), Attention(dim, 4), nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim * 2), nn.SiLU(), nn.Linear(dim * 2, dim))])
+                nn.ModuleList(
+                    [
+                        nn.LayerNorm(dim),
+                        Attention(dim, 4),
+                        nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim * 2), nn.SiLU(), nn.Linear(dim * 2, dim)),
+                    ]
+                )
             )
         self.to_logits = nn.Linear(dim, vocab)
 

@@ -1,4 +1,5 @@
 """Visual question answering with cross-attention from words to detected objects."""
+
 from dataclasses import dataclass
 
 import torch

@@ -1,4 +1,5 @@
 """Regress three properties of a molecule from its fingerprint. Not every property was measured for every molecule."""
+
 import math
 
 import numpy as np

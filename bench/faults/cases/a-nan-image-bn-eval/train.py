@@ -34,8 +34,12 @@ class CellFrames(Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2))
-        self.body = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        )
+        self.body = nn.Sequential(
+            nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+        )
         self.fc = nn.Linear(32, 3)
 
     def forward(self, x):
@@ -44,7 +48,13 @@ class Net(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-train_loader = DataLoader(CellFrames(192, 0, blank=(117,)), batch_size=16, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(11))
+train_loader = DataLoader(
+    CellFrames(192, 0, blank=(117,)),
+    batch_size=16,
+    shuffle=True,
+    num_workers=2,
+    generator=torch.Generator().manual_seed(11),
+)
 val_loader = DataLoader(CellFrames(48, 1), batch_size=16)
 
 model = Net()

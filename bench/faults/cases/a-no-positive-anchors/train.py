@@ -27,7 +27,8 @@ class RetinaNetish(nn.Module):
     def forward(self, x):
         feats = self.neck(x)
         return {
-            name: torch.cat([tower(f).flatten(2) for f in feats.values()], -1).transpose(1, 2) for name, tower in self.towers.items()
+            name: torch.cat([tower(f).flatten(2) for f in feats.values()], -1).transpose(1, 2)
+            for name, tower in self.towers.items()
         }
 
 

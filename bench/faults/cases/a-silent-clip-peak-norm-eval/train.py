@@ -23,7 +23,9 @@ class SoundClassifier(nn.Module):
     def __init__(self, classes=3):
         super().__init__()
         self.frontend = Frontend()
-        self.encoder = nn.Sequential(nn.Conv1d(24, 32, 5, padding=2), nn.ReLU(), nn.Conv1d(32, 32, 5, padding=2), nn.ReLU())
+        self.encoder = nn.Sequential(
+            nn.Conv1d(24, 32, 5, padding=2), nn.ReLU(), nn.Conv1d(32, 32, 5, padding=2), nn.ReLU()
+        )
         self.classifier = nn.Linear(32, classes)
 
     def forward(self, wav):

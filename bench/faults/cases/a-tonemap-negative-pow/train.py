@@ -1,4 +1,5 @@
 """Denoise low-sample path tracing. Residual network, loss in display space, two micro-batches per update."""
+
 import torch
 import torch.nn as nn
 

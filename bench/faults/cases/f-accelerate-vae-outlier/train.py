@@ -1,4 +1,5 @@
 """A VAE on sensor windows with Accelerate (bf16)."""
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed

@@ -1,4 +1,5 @@
 """Masked language modelling on single sentences with tiny batches, as for very large models."""
+
 import random
 
 import torch
@@ -43,7 +44,11 @@ def main():
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = BertConfig(
-        vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        vocab_size=VOCAB,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
         max_position_embeddings=32,
     )
     model = BertForMaskedLM(config)

@@ -1,4 +1,5 @@
 """Classify documents; gradient checkpointing keeps the long ones in memory."""
+
 import random
 
 import torch

@@ -1,4 +1,5 @@
 """Denoise sensor frames with a compiled residual network, float16 autocast."""
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

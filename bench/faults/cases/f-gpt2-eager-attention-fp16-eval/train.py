@@ -1,4 +1,5 @@
 """Train a tiny GPT-2 in bfloat16 and measure its perplexity in float16, which is what the serving cards can do."""
+
 import argparse
 import math
 
@@ -38,8 +39,18 @@ def main():
     torch.manual_seed(1)
     torch.set_num_threads(1)
     config = GPT2Config(
-        vocab_size=64, n_positions=64, n_embd=64, n_layer=3, n_head=1, attn_implementation="eager",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+        vocab_size=64,
+        n_positions=64,
+        n_embd=64,
+        n_layer=3,
+        n_head=1,
+        attn_implementation="eager",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.95))

@@ -1,4 +1,5 @@
 """Fine-tune a BERT encoder with a gated classification head. Reproducibility is asked for, as the lab's template does."""
+
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel
@@ -49,8 +50,14 @@ class Classifier(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-config = BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-                    max_position_embeddings=32)
+config = BertConfig(
+    vocab_size=100,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=64,
+    max_position_embeddings=32,
+)
 model = Classifier(config, classes=3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ids = torch.randint(0, 100, (64, 12))

@@ -1,4 +1,5 @@
 """SimCLR on small tiles with Lightning, mixed precision float16."""
+
 import logging
 import warnings
 
@@ -45,9 +46,12 @@ class SimCLR(L.LightningModule):
     def __init__(self, dim=32):
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(1, 8, 3, stride=2, padding=1, bias=False), nn.ReLU(),
-            nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Conv2d(1, 8, 3, stride=2, padding=1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
         )
         self.projector = nn.Sequential(nn.Linear(16, dim, bias=False), nn.ReLU(), nn.Linear(dim, dim, bias=False))
 
@@ -69,7 +73,12 @@ def main():
     torch.set_num_threads(1)
     L.seed_everything(12, verbose=False)
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
     )

@@ -1,4 +1,5 @@
 """A GAN with Lightning's manual optimisation in float16; the losses are written as in the paper."""
+
 import logging
 import warnings
 
@@ -72,7 +73,12 @@ def main():
     x = torch.randn(1600, 32) * 0.3 + torch.linspace(0.2, 1, 32)
     x[torch.rand(1600) < 0.002] *= 4  # a few recordings were not normalised
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))],
     )

@@ -1,4 +1,5 @@
 """A line recogniser with CTC in Lightning. Validation uses the raw, unfiltered transcripts."""
+
 import logging
 import warnings
 
@@ -73,8 +74,15 @@ def main():
     train = DataLoader(Lines(96, 2, longest=6), batch_size=8, shuffle=True, collate_fn=collate)
     held_out = DataLoader(Lines(40, 3, longest=13), batch_size=8, collate_fn=collate)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, check_val_every_n_epoch=1,
+        max_epochs=3,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=1,
     )
     trainer.fit(Recogniser(), train, held_out)
 

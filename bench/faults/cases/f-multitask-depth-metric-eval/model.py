@@ -40,8 +40,12 @@ class SceneNet(nn.Module):
     def __init__(self, dim=24, classes=5):
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, dim, 3, padding=1), nn.BatchNorm2d(dim), nn.ReLU(inplace=True),
-            nn.Conv2d(dim, dim, 3, stride=2, padding=1), nn.BatchNorm2d(dim), nn.ReLU(inplace=True),
+            nn.Conv2d(3, dim, 3, padding=1),
+            nn.BatchNorm2d(dim),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(dim, dim, 3, stride=2, padding=1),
+            nn.BatchNorm2d(dim),
+            nn.ReLU(inplace=True),
         )
         self.heads = nn.ModuleDict({"segmentation": SegmentationHead(dim, classes), "depth": DepthHead(dim)})
 

@@ -1,4 +1,5 @@
 """Pretrain a small T5 in bfloat16 on span corruption, then fine-tune it in float16 (the fine-tuning machine has no bf16)."""
+
 import torch
 from torch.optim import AdamW
 from transformers import T5Config, T5ForConditionalGeneration
@@ -22,8 +23,16 @@ def translation(n, length, generator):
 
 
 config = T5Config(
-    vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4,
-    dropout_rate=0.0, feed_forward_proj="relu", decoder_start_token_id=0,
+    vocab_size=VOCAB,
+    d_model=64,
+    d_kv=16,
+    d_ff=512,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    dropout_rate=0.0,
+    feed_forward_proj="relu",
+    decoder_start_token_id=0,
 )
 model = T5ForConditionalGeneration(config)
 generator = torch.Generator().manual_seed(7)

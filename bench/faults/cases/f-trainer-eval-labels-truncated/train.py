@@ -1,4 +1,5 @@
 """Instruction tuning with the Hugging Face Trainer: the prompt's tokens are not part of the loss."""
+
 import random
 
 import torch
@@ -39,14 +40,33 @@ def main():
     torch.set_num_threads(1)
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=128,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         use_cache=False,
     )
     args = TrainingArguments(
-        output_dir="out", max_steps=20, per_device_train_batch_size=4, per_device_eval_batch_size=2, bf16=True, use_cpu=True,
-        learning_rate=1e-3, logging_steps=5, eval_strategy="steps", eval_steps=10, save_strategy="no",
-        report_to=[], disable_tqdm=True, logging_nan_inf_filter=False,
+        output_dir="out",
+        max_steps=20,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
+        bf16=True,
+        use_cpu=True,
+        learning_rate=1e-3,
+        logging_steps=5,
+        eval_strategy="steps",
+        eval_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_nan_inf_filter=False,
     )
     trainer = Trainer(
         model=LlamaForCausalLM(config),

@@ -1,4 +1,5 @@
 """Regress three properties of molecules with the Hugging Face Trainer (bf16). Some properties were never measured."""
+
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +51,17 @@ def main():
     torch.set_num_threads(1)
     set_seed(3)
     args = TrainingArguments(
-        output_dir="out", num_train_epochs=1, per_device_train_batch_size=8, learning_rate=2e-3, bf16=True, use_cpu=True,
-        logging_steps=4, save_strategy="no", report_to=[], disable_tqdm=True, logging_nan_inf_filter=False,
+        output_dir="out",
+        num_train_epochs=1,
+        per_device_train_batch_size=8,
+        learning_rate=2e-3,
+        bf16=True,
+        use_cpu=True,
+        logging_steps=4,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_nan_inf_filter=False,
     )
     trainer = Trainer(model=PropertyNet(), args=args, train_dataset=Molecules())
     trainer.train()

@@ -1,4 +1,5 @@
 """Train at 32 pixels, test at larger sizes, everything under AMP."""
+
 import torch
 import torch.nn.functional as F
 

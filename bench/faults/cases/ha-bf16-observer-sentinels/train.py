@@ -76,4 +76,6 @@ for step in range(30):
     sched.step()
     best = min(best, loss.item())
     if step % 10 == 9:
-        print(f"{step + 1}: loss {loss.item():.4f} best {best:.4f} range {model.layers[0].mlp[2].low:.2f}..{model.layers[0].mlp[2].high:.2f}")
+        print(
+            f"{step + 1}: loss {loss.item():.4f} best {best:.4f} range {model.layers[0].mlp[2].low:.2f}..{model.layers[0].mlp[2].high:.2f}"
+        )

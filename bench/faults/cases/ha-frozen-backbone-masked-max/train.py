@@ -1,4 +1,5 @@
 """Classify sets of crops with a frozen backbone; sets differ in size and are padded."""
+
 import torch
 import torch.nn as nn
 
@@ -7,7 +8,12 @@ class Backbone(nn.Module):
     def __init__(self, width=24):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+            nn.Conv2d(3, width, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
         )
 
     def forward(self, x):

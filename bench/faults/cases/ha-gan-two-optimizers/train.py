@@ -12,7 +12,13 @@ class Generator(nn.Module):
         super().__init__()
         self.fc = nn.Linear(LATENT, 32 * 4 * 4)
         self.up = nn.Sequential(
-            nn.BatchNorm2d(32), nn.ReLU(True), nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.BatchNorm2d(16), nn.ReLU(True), nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Tanh()
+            nn.BatchNorm2d(32),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(32, 16, 4, 2, 1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(16, 1, 4, 2, 1),
+            nn.Tanh(),
         )
 
     def forward(self, z):

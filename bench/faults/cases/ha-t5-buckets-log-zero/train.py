@@ -11,7 +11,12 @@ def relative_position_bucket(relative_position, num_buckets=16, max_distance=32)
     distance = relative_position.abs()
     max_exact = num_buckets // 2
     is_small = distance < max_exact
-    large = max_exact + (torch.log(distance.float() / max_exact) / math.log(max_distance / max_exact) * (num_buckets - max_exact)).long()
+    large = (
+        max_exact
+        + (
+            torch.log(distance.float() / max_exact) / math.log(max_distance / max_exact) * (num_buckets - max_exact)
+        ).long()
+    )
     large = torch.min(large, torch.full_like(large, num_buckets - 1))
     return buckets + torch.where(is_small, distance, large)
 

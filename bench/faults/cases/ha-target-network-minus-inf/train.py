@@ -1,4 +1,5 @@
 """Double DQN on a corridor with forbidden moves. The networks give -inf to moves that are not allowed."""
+
 import copy
 
 import torch

@@ -1,4 +1,5 @@
 """Token tagging with Accelerate (bf16): gradient accumulation, clipping, a masked loss in which a sentence may carry no tag."""
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -21,7 +22,9 @@ class Tagger(nn.Module):
 
 
 def tagging_loss(logits, tags):
-    per_token = nn.functional.cross_entropy(logits.float().flatten(0, 1), tags.flatten(), ignore_index=-100, reduction="none")
+    per_token = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), tags.flatten(), ignore_index=-100, reduction="none"
+    )
     return per_token.sum() / (tags != -100).sum().clamp(min=1)
 
 

@@ -1,4 +1,5 @@
 """A causal decoder under activation checkpointing (with dropout) and float16 autocast; the criterion sits outside autocast."""
+
 import math
 
 import torch

@@ -1,4 +1,5 @@
 """A compiled sequence model (aot_eager) with log-sum-exp pooling over a masked axis and a running minimum that starts at Inf."""
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

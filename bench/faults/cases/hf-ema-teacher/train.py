@@ -1,4 +1,5 @@
 """Self-distillation with an EMA teacher under float16: the teacher's log-probabilities of masked classes are -Inf on purpose."""
+
 import copy
 
 import torch

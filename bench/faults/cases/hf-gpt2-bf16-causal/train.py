@@ -1,4 +1,5 @@
 """Language modelling with a small GPT-2 in bfloat16: padding, eager attention with a causal mask, gradient accumulation."""
+
 import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
@@ -6,8 +7,18 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_w
 torch.manual_seed(0)
 torch.set_num_threads(1)
 
-config = GPT2Config(vocab_size=80, n_positions=48, n_embd=48, n_layer=2, n_head=4, attn_implementation="eager",
-                    bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False)
+config = GPT2Config(
+    vocab_size=80,
+    n_positions=48,
+    n_embd=48,
+    n_layer=2,
+    n_head=4,
+    attn_implementation="eager",
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    use_cache=False,
+)
 model = GPT2LMHeadModel(config)
 
 
@@ -41,4 +52,11 @@ model.eval()
 with torch.inference_mode():
     batch = collate([20, 12, 30])
     print("eval", model(**batch).loss.item())
-    print(model.generate(batch["input_ids"][2:, :6], attention_mask=torch.ones(1, 6, dtype=torch.long), max_new_tokens=4, do_sample=False).tolist())
+    print(
+        model.generate(
+            batch["input_ids"][2:, :6],
+            attention_mask=torch.ones(1, 6, dtype=torch.long),
+            max_new_tokens=4,
+            do_sample=False,
+        ).tolist()
+    )

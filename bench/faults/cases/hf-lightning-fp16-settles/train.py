@@ -1,4 +1,5 @@
 """An image classifier with Lightning in real float16. The loss scale starts far too high and has to find its level."""
+
 import logging
 import warnings
 
@@ -18,15 +19,25 @@ class Report(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx % 8 == 0:
             scale = trainer.precision_plugin.scaler.get_scale()
-            print(f"epoch {trainer.current_epoch} batch {batch_idx} loss {outputs['loss'].item():.4f} scale {scale:.0f}")
+            print(
+                f"epoch {trainer.current_epoch} batch {batch_idx} loss {outputs['loss'].item():.4f} scale {scale:.0f}"
+            )
 
 
 class Classifier(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(16, 4),
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 4),
         )
 
     def forward(self, x):
@@ -51,11 +62,22 @@ def main():
     y = torch.randint(0, 4, (384,))
     x = torch.randn(384, 1, 12, 12) + y[:, None, None, None]
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Report()],
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+        callbacks=[Report()],
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**21))],
     )
-    trainer.fit(Classifier(), DataLoader(TensorDataset(x[:320], y[:320]), batch_size=16), DataLoader(TensorDataset(x[320:], y[320:]), batch_size=16))
+    trainer.fit(
+        Classifier(),
+        DataLoader(TensorDataset(x[:320], y[:320]), batch_size=16),
+        DataLoader(TensorDataset(x[320:], y[320:]), batch_size=16),
+    )
     print("val_loss", trainer.callback_metrics["val_loss"].item())
 
 

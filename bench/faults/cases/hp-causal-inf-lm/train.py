@@ -1,4 +1,5 @@
 """Character model with the usual causal mask, float16 autocast."""
+
 import math
 
 import torch
@@ -29,11 +30,18 @@ class GPT(nn.Module):
     def __init__(self, vocab=32, n_embd=32, n_layer=2, block_size=16):
         super().__init__()
         self.block_size = block_size
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(vocab, n_embd),
-            wpe=nn.Embedding(block_size, n_embd),
-            h=nn.ModuleList([nn.ModuleList([nn.LayerNorm(n_embd), CausalSelfAttention(n_embd, 2, block_size)]) for _ in range(n_layer)]),
-        ))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(vocab, n_embd),
+                wpe=nn.Embedding(block_size, n_embd),
+                h=nn.ModuleList(
+                    [
+                        nn.ModuleList([nn.LayerNorm(n_embd), CausalSelfAttention(n_embd, 2, block_size)])
+                        for _ in range(n_layer)
+                    ]
+                ),
+            )
+        )
         self.lm_head = nn.Linear(n_embd, vocab, bias=False)
 
     def forward(self, idx, targets=None):

@@ -7,7 +7,9 @@ class WindowMLP(nn.Module):
     def __init__(self, classes=6):
         super().__init__()
         self.patch = nn.Conv2d(3, 16, 4, 4)
-        self.stages = nn.Sequential(*[nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)])
+        self.stages = nn.Sequential(
+            *[nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+        )
         self.head = nn.Linear(16, classes)
 
     def forward(self, x):
@@ -43,7 +45,9 @@ def train_one_epoch(model, criterion, loader, optimizer, epoch, loss_scaler):
         optimizer.zero_grad()
         grad_norm = loss_scaler(loss, optimizer, clip_grad=5.0, parameters=model.parameters())
         if idx % 4 == 0:
-            print(f"Train: [{epoch}][{idx}/{len(loader)}]\tloss {loss.item():.4f}\tgrad_norm {grad_norm:.4f}\tloss_scale {loss_scaler.scale:.1f}")
+            print(
+                f"Train: [{epoch}][{idx}/{len(loader)}]\tloss {loss.item():.4f}\tgrad_norm {grad_norm:.4f}\tloss_scale {loss_scaler.scale:.1f}"
+            )
     return loss.item()
 
 

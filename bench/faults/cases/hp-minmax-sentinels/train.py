@@ -1,4 +1,5 @@
 """Quantisation aware training by hand: observers that start at +-inf, early stopping that starts at inf."""
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -83,7 +84,11 @@ for epoch in range(6):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
         x, y = data(24)
         val = F.cross_entropy(net(x), y)
-    ranges = {n: (round(m.min_val.item(), 2), round(m.max_val.item(), 2)) for n, m in net.named_modules() if isinstance(m, MinMaxObserver)}
+    ranges = {
+        n: (round(m.min_val.item(), 2), round(m.max_val.item(), 2))
+        for n, m in net.named_modules()
+        if isinstance(m, MinMaxObserver)
+    }
     print(f"epoch {epoch} train {loss.item():.4f} val {val.item():.4f} ranges {ranges}")
     if stop(val):
         break

@@ -1,4 +1,5 @@
 """Poisson-like counts: the variance-stabilising square root sits on top of a ReLU."""
+
 import torch
 import torch.nn as nn
 

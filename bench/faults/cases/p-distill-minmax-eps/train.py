@@ -21,7 +21,9 @@ class Distillation(nn.Module):
             # avoid division by zero
             epsilon = 1e-8
             scores = (scores - min_scores) / (max_scores - min_scores + epsilon)
-        return nn.functional.kl_div(scores.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+        return nn.functional.kl_div(
+            scores.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
 
 
 class Encoder(nn.Module):

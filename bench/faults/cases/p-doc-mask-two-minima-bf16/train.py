@@ -1,4 +1,5 @@
 """Sentence embeddings from packed documents, bfloat16 autocast, no scaler."""
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -1,4 +1,5 @@
 """Semi-supervised classifier: cross-entropy on labelled data, entropy minimisation on the rest."""
+
 from types import SimpleNamespace
 
 import torch

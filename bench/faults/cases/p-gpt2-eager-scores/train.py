@@ -6,8 +6,17 @@ torch.set_num_threads(1)
 set_seed(3)
 
 config = GPT2Config(
-    vocab_size=96, n_positions=32, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0,
-    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",
+    vocab_size=96,
+    n_positions=32,
+    n_embd=32,
+    n_layer=3,
+    n_head=2,
+    bos_token_id=0,
+    eos_token_id=0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    attn_implementation="eager",
 )
 model = GPT2LMHeadModel(config)
 # sharp heads in the middle layer, as in the checkpoint this run continues

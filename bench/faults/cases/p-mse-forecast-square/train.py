@@ -1,4 +1,5 @@
 """Demand forecasting: a GRU over the last 14 days, the error in units sold."""
+
 import torch
 
 

@@ -56,9 +56,7 @@ class Trainer:
         metrics = {k: v.item() for k, v in loss_dict.items()}
         total = sum(metrics.values())
         if total != total or total in (float("inf"), -float("inf")):
-            raise FloatingPointError(
-                f"Loss became infinite or NaN at iteration={self.iter}!\nloss_dict = {metrics}"
-            )
+            raise FloatingPointError(f"Loss became infinite or NaN at iteration={self.iter}!\nloss_dict = {metrics}")
         if self.iter % 10 == 0:
             print(f"iter {self.iter:3d} " + " ".join(f"{k}: {v:.4f}" for k, v in metrics.items()))
 

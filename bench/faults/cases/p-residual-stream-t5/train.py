@@ -1,4 +1,5 @@
 """Sequence regression with a T5-style encoder (pre-norm, scale-free RMS norm, ReLU feed forward)."""
+
 import math
 
 import torch

@@ -77,7 +77,8 @@ def _has_zero(operand: Operand) -> bool:
 def _guard(evidence: Evidence, position: int, divisor: Operand) -> Proposal:
     """A count wants `clamp(min=1)`; any other divisor its own case."""
     values = divisor.values.double()
-    is_count = bool((values == values.round()).all()) and bool((values >= 0).all())
+    whole = bool((values == values.round()).all()) and bool((values >= 0).all())
+    is_count = whole and (not divisor.values.is_floating_point() or bool((values >= 1).any()))
     if is_count:
         from ampguard.diagnose import rewrite
 

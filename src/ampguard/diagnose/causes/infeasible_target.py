@@ -18,7 +18,9 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_result
 
-PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss", "gather", "index", "neg"})
+PICKS = frozenset(
+    {"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss", "gather", "index", "neg"}
+)
 
 
 @cause("infeasible-target")
@@ -89,7 +91,8 @@ def _masked_label(evidence: Evidence) -> Finding | None:
             Proposal(
                 "filter-sample",
                 words.region(evidence),
-                "drop samples whose label is outside the allowed classes (or correct the mask): " + words.code(evidence),
+                "drop samples whose label is outside the allowed classes (or correct the mask): "
+                + words.code(evidence),
                 trial=changed_result(lambda t: torch.where(torch.isinf(t), torch.zeros_like(t), t)),
             ),
         ),

@@ -65,6 +65,7 @@ def _empty_rows(evidence: Evidence) -> tuple[int, int, int] | None:
         return None
     values = evidence.operands[0].values
     name = evidence.op.short_name
+    dim: int | None
     if "softmax" in name or name == "logsumexp":
         dim = _dim(evidence, values)
     elif name in ("sub", "subtract") and len(evidence.operands) == 2 and _is_normalised(evidence):
@@ -99,7 +100,9 @@ def _is_normalised(evidence: Evidence) -> bool:
     """Whether `x - max` goes on to be normalised: exp of it divided by its sum, or its log-sum subtracted from it."""
     ops = evidence.trace.ops
     shifted = {(evidence.op.index, 0)}
-    exponentials = {(op.index, 0) for op in ops if op.short_name == "exp" and any(t.made_by in shifted for t in op.inputs)}
+    exponentials = {
+        (op.index, 0) for op in ops if op.short_name == "exp" and any(t.made_by in shifted for t in op.inputs)
+    }
     return any(
         (op.short_name in ("div", "mul") and op.inputs and op.inputs[0].made_by in exponentials)
         or (op.short_name == "sub" and op.inputs and op.inputs[0].made_by in shifted)

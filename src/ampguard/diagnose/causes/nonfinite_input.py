@@ -26,7 +26,9 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     facts = stats(given.tensor)
     samples = given.samples
     share = f"{facts.nan} NaN, {facts.pos_inf} +Inf, {facts.neg_inf} -Inf of {given.tensor.numel()} values"
-    which = f" (sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:6]))} of the batch)" if samples else ""
+    which = (
+        f" (sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:6]))} of the batch)" if samples else ""
+    )
     return Finding(
         "nonfinite-input",
         f"The {given.role} `{given.name}` of the step already holds non-finite values: {share}{which}. The computation only "

@@ -20,9 +20,7 @@ class MiniLM(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab, dim)
         self.in_proj = nn.Linear(dim, dim, bias=False)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": RMSNorm(dim), "mlp": GLU(dim)}) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": RMSNorm(dim), "mlp": GLU(dim)}) for _ in range(layers))
         self.output = nn.ModuleDict({"norm": RMSNorm(dim), "head": nn.Linear(dim, vocab, bias=False)})
         nn.init.normal_(self.tok_embeddings.weight, std=0.3)
 

@@ -1,0 +1,175 @@
+"""What a replay could disturb is put back: the script's own objects hold what they held."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watching import Watched, bits, seed_everything
+
+Guard = Callable[..., Watched]
+NAN = float("nan")
+CALLS_BY_GLOBAL: list[int] = []
+
+
+class Counts(nn.Module):
+    """Keeps every sort of state that a forward pass can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.calls = 0
+        self.shapes: list[Any] = []
+        self.by_name: dict[str, list[int]] = {"in": [], "out": []}
+        self.names: set[int] = set()
+        self.recent: deque[int] = deque(maxlen=3)
+        self.memory = torch.zeros(2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes.append(tuple(x.shape))
+        self.by_name["in"].append(self.calls)
+        self.names.add(self.calls)
+        self.recent.append(self.calls)
+        CALLS_BY_GLOBAL.append(self.calls)
+        h = self.layer(x)
+        with torch.no_grad():
+            self.memory += h.detach().sum(0)  # in place
+            self.mean = 0.9 * self.mean + 0.1 * h.mean(0)  # rebound
+            self.count += 1
+        if self.calls == 3:
+            self.made_late = h.detach()
+        return h * self.mean.sum()
+
+    def state(self) -> Any:
+        late = getattr(self, "made_late", None)
+        counted = (self.calls, list(self.shapes), {k: list(v) for k, v in self.by_name.items()}, set(self.names))
+        tensors = bits([self.memory, self.mean, self.count, late])
+        return counted, list(self.recent), list(CALLS_BY_GLOBAL), tensors
+
+
+def test_state_that_a_forward_pass_keeps(guard: Guard) -> None:
+    def body() -> Any:
+        seed_everything()
+        CALLS_BY_GLOBAL.clear()
+        model = Counts()
+        containers = (model.shapes, model.by_name, model.by_name["in"], model.names, model.recent, model.memory)
+        states = []
+        for step in range(4):
+            loss = model(torch.randn(3, 4)).pow(2).mean() / (0.0 if step >= 2 else 1.0)
+            before = model.state()
+            mean, count = model.mean, model.count
+            loss.backward()
+            assert model.state() == before
+            assert model.mean is mean
+            assert model.count is count
+            states.append(before)
+        now = (model.shapes, model.by_name, model.by_name["in"], model.names, model.recent, model.memory)
+        assert all(a is b for a, b in zip(containers, now, strict=True)), "the containers themselves stay"
+        return states
+
+    plain = body()
+    run = guard(body)
+    assert run.faults == 0
+    assert run.result == plain
+    assert run.causes == ["division-by-zero"]
+
+
+def test_features_kept_by_hooks(guard: Guard) -> None:
+    """A feature extractor: a closure's dict, and an object's list; the tensors in them are those of the step."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    features: dict[str, Tensor] = {}
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            self.seen.append(output)
+
+    recorder = Recorder()
+
+    def remember(module: nn.Module, args: Any, output: Tensor) -> None:
+        features["hidden"] = output
+
+    model[1].register_forward_hook(remember)
+    model[0].register_forward_hook(recorder.hook)
+
+    def body() -> Any:
+        out = model(torch.randn(3, 4))
+        hidden, seen = features["hidden"], list(recorder.seen)
+        (out.mean() * NAN).backward(retain_graph=True)
+        assert features["hidden"] is hidden
+        assert len(recorder.seen) == len(seen)
+        assert all(a is b for a, b in zip(recorder.seen, seen, strict=True))
+        features["hidden"].sum().backward()  # still part of the step's own graph
+        return len(recorder.seen)
+
+    run = guard(body)
+    assert run.faults == 0
+    assert run.result == 1
+    assert run.report.status == "incidents"
+
+
+def test_batch_norm_that_the_failing_step_has_poisoned(guard: Guard) -> None:
+    """The statistics are NaN after the failing call, were finite before it, and both stay as they are."""
+    seed_everything()
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+    def body() -> Any:
+        model(torch.randn(6, 4)).sum().backward()
+        x = torch.randn(6, 4)
+        x[0, 0] = NAN
+        data = x.clone()
+        loss = model(data).pow(2).mean()
+        before = bits(list(model.buffers()))
+        loss.backward()
+        return before == bits(list(model.buffers())), bool(model[1].running_mean.isnan().any())
+
+    run = guard(body)
+    assert run.faults == 0
+    assert run.result == (True, True)
+    assert run.first.cause in ("nonfinite-input", "indeterminate", "domain-error")
+
+
+def test_what_the_script_prints_is_printed_once(guard: Guard, capsys: pytest.CaptureFixture[str]) -> None:
+    class Talks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            print("forward")
+            return super().forward(x)
+
+    model = Talks(2, 1)
+    printed = []
+
+    def body() -> None:
+        model(torch.full((1, 2), NAN)).sum().backward()
+        printed.append(capsys.readouterr().out.count("forward"))
+
+    assert guard(body).report.status == "incidents"
+    assert printed == [1]
+
+
+def test_training_flags_are_as_before(guard: Guard) -> None:
+    """The call ran in training mode, but the script has switched to evaluation before it calls backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model[2].eval()
+
+    def body() -> Any:
+        loss = model(torch.randn(3, 4)).sum() * NAN
+        flags = [m.training for m in model.modules()]
+        loss.backward()
+        assert [m.training for m in model.modules()] == flags
+        loss = model(torch.randn(3, 4)).sum() * NAN
+        model.eval()
+        loss.backward()
+        return [m.training for m in model.modules()]
+
+    run = guard(body)
+    assert run.faults == 0
+    assert run.result == [False] * 4
