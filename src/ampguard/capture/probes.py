@@ -181,7 +181,7 @@ class Probes:
                 if not recorder.active:
                     return original(self, optimizer, *args, **kwargs)
                 before = recorder.attempts
-                guarded(recorder.before_update)
+                guarded(recorder.before_update, True)
                 scaling.append(True)
                 try:
                     result = original(self, optimizer, *args, **kwargs)
@@ -204,7 +204,7 @@ class Probes:
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active:
-                guarded(recorder.before_update)
+                guarded(recorder.before_update, bool(scaling))
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.buffers import BufferWatch
+from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import (
     PLAIN_TYPES,
@@ -110,6 +111,8 @@ class FlightRecorder:
         self._writers: dict[int, list[int]] = {}
         self._closed_until = 0
         self._judged: set[int] = set()
+        self._unread: list[tuple[FiniteFlag, BadResult]] = []
+        self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
         self._updates = 0
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
@@ -128,7 +131,7 @@ class FlightRecorder:
         if self.counting:
             self.listener.on_forward()
             return None
-        if compat.in_backward() or compat.in_functorch():
+        if compat.in_backward() or compat.in_functorch() or is_capturing():
             return None
         thread = threading.get_ident()
         if self.thread is None:
@@ -186,11 +189,28 @@ class FlightRecorder:
                 )
             )
         if not root.modes.grad and root.module not in self._innocent:
-            bad = [i for i, t in enumerate(outputs) if t.is_floating_point() and not is_finite(t)]
-            if bad:
-                refs = tuple(Ref(root.index, i) for i in bad)
-                self.suspects.append(BadResult("output", "eval", self.steps.count, self._slice(), refs))
+            self._look_at_outputs(root, outputs)
         self.tape.enter(self._glue_limit)
+
+    def _look_at_outputs(self, root: RootCall, outputs: list[Tensor]) -> None:
+        floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
+        flag = FiniteFlag([t for _, t in floats])
+        refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
+        bad = BadResult("output", "eval", self.steps.count, self._slice(), refs)
+        if not flag.is_known:
+            self._unread_outputs.append((flag, bad))
+        elif not flag.is_set():
+            self.suspects.append(bad)
+
+    def _read_outputs(self, wait: bool) -> None:
+        """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""
+        while self._unread_outputs:
+            flag, bad = self._unread_outputs[0]
+            if not (wait or len(self._unread_outputs) > 2 or flag.is_known):
+                return
+            del self._unread_outputs[0]
+            if not flag.is_set():
+                self.suspects.append(bad)
 
     def count_output(self, output: Any) -> None:
         """A module returned, in evaluation, after the last investigation."""
@@ -307,20 +327,34 @@ class FlightRecorder:
         if self.counting:
             self._count_loss(tensors)
             return
-        bad: list[Ref | Held] = []
-        for tensor in [tensors] if isinstance(tensors, Tensor) else list(tensors):
-            loss = self._unscaled(tensor)
+        losses = [self._unscaled(t) for t in ([tensors] if isinstance(tensors, Tensor) else list(tensors))]
+        targets: list[Ref | Held] = []
+        for loss in losses:
             made_by = self.lookup(loss)
             if made_by is not None:
                 self._judged.add(made_by.event)
-            if loss.is_floating_point() and not is_finite(loss):
-                bad.append(made_by or Held(loss, version_of(loss)))
+            targets.append(made_by or Held(loss, version_of(loss)))
+        self._read_outputs(wait=False)
         self._drop_teachers()
-        if bad:
-            self._report(BadResult("loss", "train", self.steps.count, self._slice(), tuple(bad)))
+        flag = FiniteFlag(losses)
+        bad = BadResult("loss", "train", self.steps.count, self._slice(), tuple(targets))
+        if flag.is_known:
+            self._judge(flag, bad)
         else:
-            self.last_good_step = self.steps.count
+            self._unread.append((flag, bad))
         self.settle_all()
+
+    def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
+        if flag.is_set():
+            self.last_good_step = bad.step
+        else:
+            self._report(bad)
+
+    def read_flags(self, wait: bool) -> None:
+        """Judge the losses of a GPU, before anything that they were made from changes."""
+        while self._unread and (wait or self._unread[0][0].is_known):
+            flag, bad = self._unread.pop(0)
+            self._judge(flag, bad)
 
     def _count_loss(self, tensors: Any) -> None:
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -346,12 +380,15 @@ class FlightRecorder:
         """Optimizer steps attempted so far."""
         return self._updates
 
-    def before_update(self) -> None:
-        """An optimizer is about to change its parameters."""
+    def before_update(self, by_scaler: bool) -> None:
+        """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        if not by_scaler:
+            self.read_flags(wait=True)
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""
+        self.read_flags(wait=True)
         self._updates += 1
         self._stepped.append((self._updates, weakref.ref(optimizer)))
         del self._stepped[:-64]
@@ -407,6 +444,7 @@ class FlightRecorder:
 
     def _settle(self, module: nn.Module) -> None:
         """A new root call begins: what was bad before it and was never differentiated stays bad."""
+        self._read_outputs(wait=False)
         self._suspect_discarded_losses(module)
         if not self.suspects:
             return
@@ -426,6 +464,8 @@ class FlightRecorder:
     def flush(self) -> None:
         """The script ends (or switches between training and evaluation): judge what is left."""
         self.tape.leave()
+        self.read_flags(wait=True)
+        self._read_outputs(wait=True)
         self._suspect_discarded_losses(None)
         self.settle_all()
 

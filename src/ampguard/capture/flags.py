@@ -1,0 +1,60 @@
+"""Is it finite? asked without waiting for a GPU.
+
+On the CPU the answer is there at once. On another device a flag is computed behind the work that is queued already and
+copied to pinned memory; it is read when the script itself has waited for the device, or at the latest just before an
+optimizer changes the parameters. The flag of a loss lies ahead of its backward pass in the queue, so waiting for it
+leaves the device busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampguard.numerics import is_finite
+
+
+class FiniteFlag:
+    """Whether some tensors are all finite, as far as it is known."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host: Tensor | None = None
+        floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        if all(is_immediate(t) for t in floats):
+            self._answer: bool | None = all(is_finite(t) for t in floats)
+            return
+        self._answer = None
+        with torch.no_grad():
+            finite = torch.stack([torch.isfinite(t.detach()).all() for t in floats]).all()
+        self._host = torch.empty((), dtype=torch.bool, pin_memory=finite.is_cuda)
+        self._host.copy_(finite, non_blocking=True)
+        if finite.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `is_set` would not wait."""
+        return self._answer is not None or self._event is None or self._event.query()
+
+    def is_set(self) -> bool:
+        """Whether all were finite. Waits until the device has come to the flag."""
+        if self._answer is None:
+            if self._event is not None:
+                self._event.synchronize()
+            assert self._host is not None
+            self._answer = bool(self._host)
+        return self._answer
+
+
+def is_immediate(tensor: Tensor) -> bool:
+    """Whether looking at the values costs no waiting."""
+    return tensor.device.type == "cpu"
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may be queued that the script did not ask for."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
