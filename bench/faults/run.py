@@ -2,7 +2,8 @@
 
 python -m bench.faults.run                         # ampguard on every case
 python -m bench.faults.run --only 'f-*' -j 2       # some cases
-python -m bench.faults.run --tool all              # the other tools as well; writes results.md
+python -m bench.faults.run --tool all              # the other tools as well; keeps the rows and writes results.md
+python -m bench.faults.run --write                 # ampguard again; results.md keeps the other tools' rows
 python -m bench.faults.run --check                 # only: can the truths be true?
 """
 
@@ -17,6 +18,8 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+
 if not __package__:  # started as a file: make `bench` and a not installed ampguard importable
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root), str(root / "src")]
@@ -27,7 +30,9 @@ from bench.faults.scoring import Score
 from bench.faults.tools import BASELINES, Status, run_bare, run_tool
 from bench.faults.truth import CASES, Case, load_cases, problems
 
-RESULTS = Path(__file__).resolve().parent / "results.md"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results.md"
+ROWS = HERE / "results"
 
 
 def arguments() -> argparse.Namespace:
@@ -68,7 +73,7 @@ def main() -> int:
         results = run_all(cases, chosen, room, args.jobs, args.timeout)
     print(tables.totals_text(results))
     if args.write or (args.tool == "all" and args.only == "*"):
-        RESULTS.write_text(tables.markdown(results, version("torch")), encoding="utf-8")
+        RESULTS.write_text(tables.markdown(kept_rows(results), version("torch")), encoding="utf-8")
         print(f"\nwritten: {RESULTS}")
     return 0
 
@@ -91,6 +96,15 @@ def run_all(cases: list[Case], chosen: list[str], room: Path, jobs: int, timeout
                 results[tool].append(row)
                 print(tables.line(row), flush=True)
     return results
+
+
+def kept_rows(results: dict[str, list[Score]]) -> dict[str, list[Score]]:
+    """Keep each tool's rows in a file, and return those of every tool that was ever run here."""
+    ROWS.mkdir(exist_ok=True)
+    for tool, rows in results.items():
+        (ROWS / f"{tool}.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    kept = {tool: ROWS / f"{tool}.json" for tool in ("ampguard", *BASELINES)}
+    return {tool: msgspec.json.decode(file.read_bytes(), type=list[Score]) for tool, file in kept.items() if file.exists()}
 
 
 def fresh(folder: Path) -> Path:

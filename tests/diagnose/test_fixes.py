@@ -1,0 +1,236 @@
+"""A fix is called verified only where the failing step was replayed with it; the float32 region is the smallest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watching import Watched, seed_everything
+
+from ampguard.diagnose import casebook, rewrite
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, find_cause
+from ampguard.diagnose.investigate import Budget, locate, tried, verified_fixes
+from ampguard.incident import Fix
+from ampguard.replay.rebuild import Replayer
+from ampguard.replay.variants import Variant
+
+Guard = Callable[..., Watched]
+PLENTY = Budget(time.perf_counter() + 1e6)
+
+
+class Squares(nn.Module):
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        nn.init.constant_(self.layer.weight, gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).pow(2)
+
+
+class Tower(nn.Module):
+    """Independent branches; those with a large gain leave float16 when they square."""
+
+    def __init__(self, gains: list[float]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Squares(gain) for gain in gains)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.tanh(self.head(branch(x) * 1e-5)) for branch in self.branches]).sum()
+
+
+def failing(gains: list[float]) -> Callable[[], None]:
+    seed_everything()
+    model = Tower(gains)
+
+    def body() -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.ones(2, 4))
+        (loss * 0 + loss).backward()
+
+    return body
+
+
+def at_failure(guard: Guard, monkeypatch: pytest.MonkeyPatch, body: Callable[[], None], look: Callable[..., Any]) -> Any:
+    """`look(evidence)` at the moment of the failure, in place of an explanation."""
+    seen: list[Any] = []
+    original = casebook.explain
+
+    def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Any:
+        seen.append(look(evidence))
+        return original(evidence, budget, rank)
+
+    monkeypatch.setattr(casebook, "explain", explain)
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("gains", "named"),
+    [
+        ([1.0, 100.0, 1.0], ["branches.1"]),
+        ([100.0, 1.0, 100.0], ["branches.0", "branches.2"]),
+        ([100.0, 100.0, 100.0], ["branches.0", "branches.1", "branches.2"]),
+    ],
+    ids=["one", "two independent", "all"],
+)
+def test_smallest_float32_region_is_named_and_nothing_more(gains: list[float], named: list[str], guard: Guard) -> None:
+    first = guard(failing(gains)).first
+    assert first.cause == "fp16-overflow"
+    (fix,) = [fix for fix in first.fixes if fix.action == "force-fp32"]
+    assert fix.verified is True
+    assert sorted(str(fix.target).split(", ")) == named
+    assert all(name.rpartition(".")[2] in fix.how for name in named)
+
+
+def test_region_is_widened_where_the_module_alone_does_not_do(guard: Guard) -> None:
+    """The operator is in the inner module, but the value that does not fit is cast to float16 again by the outer one."""
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 300.0
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.inner = Inner()
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(self.layer(x) * 0 + 300.0) / 3e4)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(x)
+
+    seed_everything()
+    model = Net()
+
+    def body() -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.ones(2, 4)).float().mean()
+        loss.backward()
+
+    first = guard(body).first
+    assert (first.cause, first.module) == ("fp16-overflow", "outer.inner")
+    (fix,) = [fix for fix in first.fixes if fix.action == "force-fp32"]
+    assert fix.verified is True
+    assert fix.target in ("outer.inner", "outer")
+
+
+def test_trial_decides_what_is_verified(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(evidence: Evidence) -> Variant:
+        raise ValueError("no such thing")
+
+    proposals = {
+        "cures": Proposal("disable-amp", None, "", trial=lambda e: Variant(convert=torch.float32)),
+        "cures not": Proposal("clamp", None, "", trial=lambda e: Variant()),
+        "cannot be tried": Proposal("load-weights", None, ""),
+        "raises": Proposal("clamp", None, "", trial=raises),
+    }
+
+    def look(evidence: Evidence) -> dict[str, Fix | None]:
+        return {name: tried(evidence, proposal, PLENTY) for name, proposal in proposals.items()}
+
+    fixes = at_failure(guard, monkeypatch, failing([100.0]), look)
+    assert {name: fix.verified for name, fix in fixes.items()} == {
+        "cures": True, "cures not": False, "cannot be tried": None, "raises": None,
+    }  # fmt: skip
+    assert fixes["cures"].outcome.startswith("the replayed step is finite; the loss is ")
+    assert fixes["cures not"].outcome == "the replayed step is still bad"
+    assert "no such thing" in fixes["raises"].outcome
+
+
+def test_spent_budget_leaves_fixes_untried(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[int] = []
+
+    def look(evidence: Evidence) -> Any:
+        finding = find_cause(evidence)
+        assert isinstance(finding, Finding)
+        run = Replayer.run
+        monkeypatch.setattr(Replayer, "run", lambda *a, **k: replays.append(1) or run(*a, **k))
+        fixes = verified_fixes(evidence, finding, Budget(0.0))
+        count = len(replays)
+        monkeypatch.setattr(Replayer, "run", run)
+        return fixes, count
+
+    fixes, count = at_failure(guard, monkeypatch, failing([100.0]), look)
+    assert count == 0
+    assert fixes
+    assert all(fix.verified is None for fix in fixes)
+    assert all(fix.how for fix in fixes), "what to change is said all the same"
+
+
+def test_budget() -> None:
+    now = time.perf_counter()
+    assert not Budget.for_step(0.001, now).is_spent
+    assert Budget.for_step(0.001, now - 3.0).is_spent, "a small step may take three seconds in all"
+    assert not Budget.for_step(1.0, now - 3.0).is_spent
+    assert Budget.for_step(1.0, now - 30.0).is_spent
+
+
+def test_fix_is_what_plain_pytorch_confirms(guard: Guard) -> None:
+    """The loss that a verified fix promises is the loss that the changed model gives."""
+    seed_everything()
+    fix = next(f for f in guard(failing([1.0, 100.0])).first.fixes if f.action == "disable-amp")
+    seed_everything()
+    expected = Tower([1.0, 100.0])(torch.ones(2, 4))
+    assert fix.outcome == f"the replayed step is finite; the loss is {expected.item():.4g}"
+
+
+def test_step_is_located_once_more_without_side_effects(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(evidence: Evidence) -> Any:
+        assert evidence.replayer is not None
+        again = [locate(evidence.bad, evidence.replayer) for _ in range(2)]
+        return [(e.op.index, e.op.name, e.flat, e.kind) for e in (evidence, *again) if e is not None]
+
+    found = at_failure(guard, monkeypatch, failing([1.0, 100.0]), look)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("loss = -(t * torch.log(p)).mean()", "loss = -(t * torch.log(p.clamp(min=1e-08))).mean()"),
+        ("return p.log()", "return p.clamp(min=1e-08).log()"),
+        ("x = (a + b).log().sum()", "x = (a + b).clamp(min=1e-08).log().sum()"),
+        ("y = log(p)", "y = log(p.clamp(min=1e-08))"),
+        ("y = p.log_()", "y = p.clamp(min=1e-08).log_()"),
+        ("y = exp(p)", None),
+        ("if x:", None),
+        ("y = torch.log(", None),
+    ],
+)
+def test_line_with_a_fix_in_it(code: str, expected: str | None) -> None:
+    assert rewrite.with_operand(code, frozenset({"log"}), "{}.clamp(min=1e-8)") == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("x = a / b.sum()", "x = a / (b.sum() + 1e-06)"),
+        ("x = a / (b + c)", "x = a / (b + c + 1e-06)"),
+        ("x = a * b", None),
+    ],
+)
+def test_line_with_another_divisor(code: str, expected: str | None) -> None:
+    found = rewrite.with_divisor(code, "({} + 1e-6)")
+    assert found == expected or (found is not None and eval_same(found, expected))
+
+
+def eval_same(one: str, other: str | None) -> bool:
+    names: dict[str, Any] = {"a": 3.0, "b": 5.0, "c": 7.0}
+    return other is not None and eval(one.partition("=")[2], names) == eval(other.partition("=")[2], names)

@@ -1,0 +1,214 @@
+"""The way back from a bad result to the operator where the chain of non-finite values begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampguard.diagnose.slicing import Chain, chain_from
+from ampguard.replay.trace import Trace, bad_elements, traced
+from ampguard.replay.tracer import ReplayMode
+from ampguard.replay.variants import AS_IT_RAN
+
+INF, NAN = math.inf, math.nan
+
+
+def chain_behind(compute: Callable[[], Tensor]) -> Chain:
+    """Run `compute` under the tracer and slice back from what it returns."""
+    trace = Trace()
+    with torch.no_grad(), ReplayMode(AS_IT_RAN, trace, {}):
+        result = compute()
+    bad = bad_elements(result)
+    assert bad is not None, "the computation must fail"
+    chain = chain_from(trace, traced(result), bad)
+    assert chain is not None
+    return chain
+
+
+def accused(chain: Chain) -> str:
+    """The operator that a diagnosis would name."""
+    converted = chain.conversion() if chain.intended else None
+    return (converted or chain.head).op.short_name
+
+
+def test_causal_mask_is_innocent_of_a_later_log() -> None:
+    def compute() -> Tensor:
+        scores = torch.randn(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -INF)
+        weights = scores.softmax(-1)
+        return torch.log(weights @ torch.zeros(4, 2)).sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "log"
+    assert not chain.intended
+
+
+def test_infinity_made_early_that_turns_nan_late_is_the_culprit() -> None:
+    def compute() -> Tensor:
+        grown = torch.full((3,), 1e30) * 1e30
+        centred = grown - grown.mean()
+        return torch.tanh(centred).sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "mul"
+    assert [link.op.short_name for link in chain.links][0] == "sum"
+    kinds = [link.kind for link in chain.links]
+    assert (kinds[0], kinds[-1]) == (1, 2)
+
+
+def test_row_that_is_masked_everywhere_begins_at_the_softmax() -> None:
+    def compute() -> Tensor:
+        mask = torch.tensor([[True, False, True], [True, True, True]])
+        return torch.zeros(2, 3).masked_fill(mask, -INF).softmax(-1).sum()
+
+    chain = chain_behind(compute)
+    assert chain.intended
+    assert accused(chain) == "_softmax"
+
+
+def test_sign_of_an_intended_infinity_is_no_conversion() -> None:
+    def compute() -> Tensor:
+        far = -torch.full((3,), -INF)
+        return far - far
+
+    chain = chain_behind(compute)
+    assert chain.intended
+    assert accused(chain) == "sub"
+
+
+def test_sentinel_for_a_maximum_is_innocent() -> None:
+    def compute() -> Tensor:
+        best = torch.full((3,), -INF)
+        best = torch.maximum(best, torch.zeros(3))
+        return (best / best).sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "div"
+    assert not chain.intended
+
+
+def test_values_written_in_place_through_views() -> None:
+    def compute() -> Tensor:
+        h = torch.ones(4, 3)
+        flat = h.view(-1)
+        flat[3:6].div_(0.0)
+        return h.t()[0].sum()
+
+    assert accused(chain_behind(compute)) == "div"
+
+
+def test_bad_element_that_is_overwritten_is_innocent() -> None:
+    def compute() -> Tensor:
+        h = torch.zeros(4)
+        h[1] = INF
+        h[1] = 2.0
+        h[2:].log_()
+        return h.sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "log"
+    assert not chain.intended
+
+
+def test_memory_that_was_freed_and_is_used_again() -> None:
+    """The storage's identity comes back; what lay in it belonged to another tensor."""
+
+    def compute() -> Tensor:
+        total = torch.zeros(8)
+        for _ in range(20):
+            mask = torch.full((8,), -INF)
+            total = total + mask.exp()
+            del mask
+        return (total / torch.zeros(8)).sum()
+
+    assert accused(chain_behind(compute)) == "div"
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack], ids=["cat", "stack"])
+def test_joined_tensors_are_told_apart(join: Callable[[list[Tensor]], Tensor]) -> None:
+    """The element that is summed comes from the logarithm; the -Inf beside it was intended."""
+
+    def compute() -> Tensor:
+        parts = join([torch.full((2,), -INF), torch.log(torch.tensor([-1.0, 1.0])), torch.zeros(2)])
+        return parts.reshape(-1)[2:3].sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "log"
+
+
+def test_product_of_matrices_follows_row_and_column() -> None:
+    """Row 1 is NaN because of its own operand, although the mask's infinity lies in row 0 of the same matrix."""
+
+    def compute() -> Tensor:
+        left = torch.stack([torch.full((3,), -INF), torch.sqrt(torch.tensor([-1.0, 1.0, 1.0]))])
+        return (left @ torch.ones(3, 2))[1].sum()
+
+    assert accused(chain_behind(compute)) == "sqrt"
+
+
+def test_earliest_of_two_beginnings_is_kept() -> None:
+    def compute() -> Tensor:
+        x = torch.zeros(2)
+        first, second = torch.log(x), x / x
+        return (first + second).sum()
+
+    assert accused(chain_behind(compute)) == "log"
+
+
+def test_what_where_has_cut_off_is_innocent() -> None:
+    def compute() -> Tensor:
+        x = torch.tensor([-1.0, 1.0])
+        safe = torch.where(x > 0, x.log(), torch.zeros(2))
+        return safe.sum() + torch.sqrt(x.min())
+
+    assert accused(chain_behind(compute)) == "sqrt"
+
+
+def test_chain_ends_at_a_parameter() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, NAN]))
+
+    def compute() -> Tensor:
+        return (torch.ones(2) * weight).sum()
+
+    chain = chain_behind(compute)
+    assert chain.given is not None
+    assert chain.given.flat == 1
+    assert chain.head.op.short_name == "mul"
+    assert not chain.intended
+
+
+def test_infinite_given_that_is_no_parameter_may_be_intended() -> None:
+    mask = torch.tensor([[0.0, -INF], [-INF, -INF]])
+
+    def compute() -> Tensor:
+        return (torch.zeros(2, 2) + mask).softmax(-1).sum()
+
+    chain = chain_behind(compute)
+    assert chain.given is not None
+    assert chain.intended
+    assert accused(chain) == "_softmax"
+
+
+def test_long_chain_is_followed_to_its_beginning() -> None:
+    def compute() -> Tensor:
+        h = torch.rsqrt(torch.zeros(5))
+        for _ in range(150):
+            h = torch.tanh(h * 0.0) + h
+        return h.mean()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "rsqrt"
+    assert len(chain.links) > 100
+
+
+def test_no_chain_where_no_operator_made_the_bad_value() -> None:
+    trace = Trace()
+    given = torch.tensor([NAN])
+    with ReplayMode(AS_IT_RAN, trace, {}):
+        torch.ones(1) + 1
+    bad = bad_elements(given)
+    assert bad is not None
+    assert chain_from(trace, traced(given), bad) is None
