@@ -50,7 +50,7 @@ def markdown(results: Mapping[str, Sequence[Score]], torch_version: str) -> str:
     parts = [
         "# Fault cases: what each tool answers",
         "",
-        f"Written by `python -m bench.faults.run --tool all` (or `--write`), torch {torch_version}, CPU, one thread. README.md says"
+        f"Written by `python -m bench.faults.run --tool all`, torch {torch_version}, CPU, one thread. README.md says"
         " what the columns mean and how each tool was run.",
         "",
         "| tool | " + " | ".join(columns) + " |",

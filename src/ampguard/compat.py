@@ -5,15 +5,20 @@ A name that is missing gives the harmless answer: ampguard then sees less, the t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _current_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 _dispatch_depth: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_function_depth: Callable[[], int] | None = getattr(torch._C, "_len_torch_function_stack", None)
+_tracing_state: Callable[[], object | None] | None = getattr(torch._C, "_get_tracing_state", None)
+_without_modes: Callable[[], Any] | None = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
 _functorch = getattr(torch._C, "_functorch", None)
 _peek_interpreter: Callable[[], object | None] | None = getattr(_functorch, "peek_interpreter_stack", None)
 _top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
@@ -35,6 +40,26 @@ def is_top_dispatch_mode(mode: TorchDispatchMode) -> bool:
     if depth == 0 or _top_mode is None:
         return False
     return _top_mode(depth - 1) is mode
+
+
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` is recording: it compares two runs and must see the script's operators only."""
+    return _tracing_state is not None and _tracing_state() is not None
+
+
+def unseen() -> Any:
+    """A context in which the script's own function and dispatch modes do not see our operators."""
+    stack = contextlib.ExitStack()
+    if _function_depth is not None and _function_depth():
+        stack.enter_context(torch._C.DisableTorchFunction())
+    if dispatch_depth() and _without_modes is not None:
+        stack.enter_context(_without_modes())
+    return stack
+
+
+def is_watched() -> bool:
+    """Whether a function mode or a dispatch mode is active on this thread."""
+    return bool(_function_depth is not None and _function_depth()) or bool(dispatch_depth())
 
 
 def in_functorch() -> bool:
@@ -128,7 +153,6 @@ def weak(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
 
 def force_eager() -> Any:
     """A context in which compiled callables run eagerly, so that a replay sees every operator."""
-    import contextlib
     import sys
 
     if "torch._dynamo" not in sys.modules:

@@ -73,6 +73,9 @@ def max_sum_dtype(tensor: Tensor) -> torch.dtype:
 def kinds(tensor: Tensor) -> Tensor:
     """The kind of each element as uint8, of the tensor's shape: 0 finite, NAN, POS_INF, NEG_INF."""
     values = tensor.detach()
+    if values.is_complex():
+        parts = kinds(torch.view_as_real(values.resolve_conj()))
+        return torch.where((parts == NAN).any(-1), NAN, parts.amax(-1)).to(torch.uint8)
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     if not values.is_floating_point():
         return codes

@@ -36,7 +36,7 @@ class Fragile(nn.Module):
         if how == 2:
             return torch.acos(h.detach() * 0 + 2) + h
         if how == 3:
-            return (h.detach() - h.detach()) / 0.0 + h
+            return (h.detach() - h.detach()) / 0.0 * h
         return h
 
 
@@ -154,7 +154,17 @@ def test_exit_status(policy: str, status: int, at: int, tmp_path: Path) -> None:
     """`stop` is no Exception that a training loop could swallow; `observe` leaves the script's own status."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "ampguard", "run", "--on-nonfinite", policy, "--out", str(tmp_path / "run"), str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "ampguard",
+        "run",
+        "--on-nonfinite",
+        policy,
+        "--out",
+        str(tmp_path / "run"),
+        str(script),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == status, done.stderr

@@ -44,6 +44,8 @@ class Case:
 
 half, bf16 = torch.float16, torch.bfloat16
 ROW = torch.tensor([True, False])
+FUTURE = torch.ones(3, 3).triu(1).bool()
+BUT_LAST = torch.tensor([True, True, False])
 
 CASES: dict[str, Case] = {
     # fp16-overflow
@@ -61,11 +63,12 @@ CASES: dict[str, Case] = {
     "exponential beyond bfloat16": Case("overflow", "exp", lambda x: x.exp(), [100.0, 1.0], bf16),
     # mask-overflow
     "constant subtracted": Case("mask-overflow", "sub", lambda x: x - 1e9, [1.0, 2.0], half),
+    "mask of a large number subtracted": Case("mask-overflow", "mul", lambda x: x - (x * 0 + 1) * 1e9, [1.0, 2.0], half),
     "constant times a mask": Case("mask-overflow", "mul", lambda x: (x * 0 + 1) * -1e9, [1.0, 2.0], half),
     "where with a constant": Case("mask-overflow", "scalar_tensor", lambda x: torch.where(ROW, x, -1e9), [1.0, 2.0], half),
     "float32's minimum added": Case("mask-overflow", "add", lambda x: x + F32_MIN, [1.0, 2.0], half),
     "two minima added": Case(
-        "mask-overflow", "add", lambda x: torch.full_like(x, torch.finfo(half).min) * 1 + torch.finfo(half).min, [1.0], half
+        "mask-overflow", "add", lambda x: x.masked_fill(x > 1, torch.finfo(half).min) + torch.finfo(half).min, [1.0, 2.0], half
     ),
     "mask cast down": Case("mask-overflow", "_to_copy", lambda x: x + torch.full((2,), F32_MIN).to(x.dtype), [1.0, 1.0], half),
     # fp16-underflow
@@ -73,7 +76,7 @@ CASES: dict[str, Case] = {
     "epsilon that vanishes": Case("fp16-underflow", "rsqrt", lambda x: (x * x + 1e-8).rsqrt(), [1e-4, 1.0], half),
     "log of a softmax": Case("fp16-underflow", "log", lambda x: torch.log(x.softmax(-1)), [0.0, 20.0], half),
     # division-by-zero
-    "x/0": Case("division-by-zero", "div", lambda x: 1 / (x - x) if False else (x + 1) / (x - x), [1.0, 2.0]),
+    "x/0": Case("division-by-zero", "div", lambda x: (x + 1) / (x - x), [1.0, 2.0]),
     "0/0": Case("division-by-zero", "div", lambda x: (x - x) / (x - x), [1.0, 2.0]),
     "rsqrt of 0": Case("division-by-zero", "rsqrt", lambda x: x.rsqrt(), [0.0, 2.0]),
     "reciprocal of 0": Case("division-by-zero", "reciprocal", lambda x: x.reciprocal(), [0.0, 2.0]),
@@ -95,7 +98,7 @@ CASES: dict[str, Case] = {
         "empty-reduction", "nll_loss_forward", lambda x: F.cross_entropy(x[None], torch.tensor([-100])), [1.0, 2.0]
     ),
     # masked-softmax
-    "softmax of a row without a key": Case("masked-softmax", "_softmax", lambda x: (x.masked_fill(x > 0, -INF)).softmax(-1), [1.0, 2.0]),
+    "softmax of a masked row": Case("masked-softmax", "_softmax", lambda x: x.masked_fill(x > 0, -INF).softmax(-1), [1.0, 2.0]),
     "log-softmax of a row without a key": Case(
         "masked-softmax", "_log_softmax", lambda x: x.masked_fill(x > 0, -INF).log_softmax(-1).exp(), [1.0, 2.0]
     ),
@@ -132,7 +135,23 @@ def step(function: Callable[[Tensor], Tensor], x: list[float], dtype: torch.dtyp
     return body
 
 
-@pytest.mark.parametrize("name", CASES)
+KNOWN_BUGS = {
+    "constant subtracted": "bug: a mask constant that is subtracted (scores - 1e9) is called fp16-overflow",
+    "mask of a large number subtracted": "bug: scores - (1 - mask) * 1e9 is called fp16-overflow",
+}
+UNVERIFIED = {"softmax by hand": "bug: fix-mask is tried on x of `x - x.max()` and not on the maximum as well"}
+
+
+def named(bugs: dict[str, str]) -> list[Any]:
+    """The cases by name, those with a known bug marked."""
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=bugs[name])) if name in bugs else name
+        for name in CASES
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("name", named(KNOWN_BUGS))
 def test_cause(name: str, guard: Guard) -> None:
     case = CASES[name]
 
@@ -148,7 +167,8 @@ def test_cause(name: str, guard: Guard) -> None:
     assert len(run.report.incidents) == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("name", named(UNVERIFIED))
 def test_some_fix_is_verified(name: str, guard: Guard) -> None:
     case = CASES[name]
     fixes = guard(step(case.function, case.x, case.dtype)).first.fixes
@@ -158,12 +178,12 @@ def test_some_fix_is_verified(name: str, guard: Guard) -> None:
 
 
 INNOCENT: dict[str, tuple[Callable[[Tensor], Tensor], list[float], torch.dtype | None]] = {
-    "causal mask": (lambda x: (x[:, None] * x[None]).masked_fill(torch.ones(3, 3).triu(1).bool(), -INF).softmax(-1), [1, 2, 3], half),
+    "causal mask": (lambda x: (x[:, None] * x[None]).masked_fill(FUTURE, -INF).softmax(-1), [1, 2, 3], half),
     "sentinel": (lambda x: torch.maximum(torch.full((3,), -INF), x), [1, 2, 3], None),
     "log cut off by where": (lambda x: torch.where(x > 0, x, x.detach().log()), [1, 2, 3], None),
     "infinity clamped": (lambda x: (x.detach() / 0.0).clamp(max=5.0) + x, [1, 2, 3], None),
     "exp of -inf": (lambda x: x * torch.full((3,), -INF).exp(), [1, 2, 3], None),
-    "logsumexp over one finite entry": (lambda x: x.masked_fill(torch.tensor([True, True, False]), -INF).logsumexp(-1), [1, 2, 3], None),
+    "logsumexp over one finite entry": (lambda x: x.masked_fill(BUT_LAST, -INF).logsumexp(-1), [1, 2, 3], None),
     "large and finite": (lambda x: x * 60000.0 / 60000.0, [1, 1, 1], half),
     "nan_to_num": (lambda x: x + torch.nan_to_num((x.detach() - x.detach()) / 0.0), [1, 2, 3], None),
 }  # fmt: skip

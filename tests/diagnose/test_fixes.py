@@ -42,7 +42,7 @@ class Tower(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.tanh(self.head(branch(x) * 1e-5)) for branch in self.branches]).sum()
+        return torch.stack([self.head(branch(x) * 1e-5) for branch in self.branches]).sum()
 
 
 def failing(gains: list[float]) -> Callable[[], None]:
@@ -57,7 +57,9 @@ def failing(gains: list[float]) -> Callable[[], None]:
     return body
 
 
-def at_failure(guard: Guard, monkeypatch: pytest.MonkeyPatch, body: Callable[[], None], look: Callable[..., Any]) -> Any:
+def at_failure(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch, body: Callable[[], None], look: Callable[..., Any]
+) -> Any:
     """`look(evidence)` at the moment of the failure, in place of an explanation."""
     seen: list[Any] = []
     original = casebook.explain

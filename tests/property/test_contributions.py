@@ -85,7 +85,9 @@ def broadcastable(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return full, other
 
 
-@given(broadcastable(), seeds, st.sampled_from([aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Tensor]))
+@given(
+    broadcastable(), seeds, st.sampled_from([aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Tensor])
+)
 def test_pointwise_with_broadcasting(shapes: Any, seed: int, func: Any) -> None:
     a, b = operands(seed, *shapes)
     check(func, a, b)

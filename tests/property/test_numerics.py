@@ -40,7 +40,9 @@ def test_fits(value: float, dtype: torch.dtype) -> None:
 def test_kinds_and_stats(values: list[float]) -> None:
     tensor = torch.tensor(values)
     found = kinds(tensor).tolist()
-    expected = [NAN if math.isnan(v) else POS_INF if v == math.inf else NEG_INF if v == -math.inf else 0 for v in values]
+    expected = [
+        NAN if math.isnan(v) else POS_INF if v == math.inf else NEG_INF if v == -math.inf else 0 for v in values
+    ]
     assert found == expected
     facts = stats(tensor)
     finite = [v for v in tensor.tolist() if math.isfinite(v)]

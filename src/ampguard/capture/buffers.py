@@ -44,6 +44,7 @@ class BufferWatch:
             watched.places = [
                 (owner._buffers, name, f"{path}.{name}" if path else name)
                 for path, owner in module.named_modules()
+                if isinstance(owner._buffers, dict)  # a ScriptModule's is a view of C++ state
                 for name in owner._buffers
             ]
         first = watched.calls == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.optim import Optimizer
 
 from ampguard import compat
@@ -52,6 +53,7 @@ class Probes:
         """Begin to observe."""
         self._watch_modules()
         self._watch_backward()
+        self._watch_functional_calls()
         self._watch_scaler()
         self._watch_optimizers()
         self._watch_loaders()
@@ -79,6 +81,9 @@ class Probes:
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                if compat.is_tracing():
+                    guarded(recorder.tape.leave)
+                    return original(module, *args, **kwargs)
                 root = guarded(recorder.enter_root, module, args, kwargs)
                 recorder.paused = True
                 try:
@@ -147,18 +152,42 @@ class Probes:
             def grad(*args: Any, **kwargs: Any) -> Any:
                 if recorder.paused or not recorder.active or torch.compiler.is_compiling():
                     return original(*args, **kwargs)
+                ends = not kwargs.get("create_graph", False) and len(args) < 5
+                outputs = args[0] if args else kwargs.get("outputs")
+                if ends and outputs is not None:
+                    guarded(recorder.before_backward, outputs)
                 guarded(recorder.tape.leave)
                 recorder.paused = True
                 try:
                     return original(*args, **kwargs)
                 finally:
                     recorder.paused = False
+                    if ends:
+                        guarded(recorder.after_backward)
                     guarded(recorder.resume_tape)
 
             return grad
 
         self._patches.replace(torch.autograd, "backward", watch_backward)
         self._patches.replace(torch.autograd, "grad", watch_grad)
+
+    def _watch_functional_calls(self) -> None:
+        """`torch.func.functional_call` runs a module on other parameters than its own."""
+        recorder = self._recorder
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def functional_call(module: nn.Module, parameters_and_buffers: Any, *args: Any, **kwargs: Any) -> Any:
+                before, recorder.swapped_state = recorder.swapped_state, (module, parameters_and_buffers)
+                try:
+                    return original(module, parameters_and_buffers, *args, **kwargs)
+                finally:
+                    recorder.swapped_state = before
+
+            return functional_call
+
+        if hasattr(stateless, "_functional_call"):
+            self._patches.replace(stateless, "_functional_call", watch)
 
     def _watch_scaler(self) -> None:
         recorder = self._recorder

@@ -125,6 +125,15 @@ class SavedBuffer:
     copy: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class SavedAttribute:
+    """A name (a module's attribute, a global) that calls bind anew, and what it stood for before the call."""
+
+    owner: dict[str, Any]
+    name: str
+    value: Any
+
+
 @dataclass(slots=True)
 class RootCall:
     """A call of a module while no other module was running."""
@@ -140,6 +149,8 @@ class RootCall:
     line: Line | None
     prefix: str
     updates_before: int
+    attributes: list[SavedAttribute] = field(default_factory=list)
+    swapped_state: dict[str, Any] = field(default_factory=dict)
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
     error: BaseException | None = None
@@ -204,10 +215,7 @@ class BadResult:
 
 def version_of(tensor: Tensor) -> int:
     """The tensor's version counter; -1 for inference tensors, which keep none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:

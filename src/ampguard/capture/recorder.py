@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.attributes import AttributeWatch
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.buffers import BufferWatch
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
@@ -52,7 +53,8 @@ MAX_EVENTS = 4096
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""
 
-MAX_EVALUATION_EVENTS = 64
+SWEEP_EVENTS = 48
+"""Events after which those with dead results are dropped, in a loop that does not differentiate."""
 
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""
@@ -99,17 +101,25 @@ class FlightRecorder:
         self.tape = GlueTape(self)
         self.steps = StepCounter()
         self.buffers = BufferWatch()
+        self.attributes = AttributeWatch()
+        self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.suspects: list[BadResult] = []
         self.last_batch: Any = None
         self.live: LiveTracer | None = None
         self.last_good_step: int | None = None
         self.step_seconds = 0.0
-        self.thread: int | None = None
+        self.thread = threading.get_ident()
         self._next_index = 0
         self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
         self._writers: dict[int, list[int]] = {}
         self._closed_until = 0
+        self._iteration_start = 0
+        self._sweep_at = SWEEP_EVENTS
+        self._backwards = 0
+        self._goes_on_after_backward = False
+        self._has_root = False
+        self._is_functional = False
         self._judged: set[int] = set()
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
         self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
@@ -133,17 +143,12 @@ class FlightRecorder:
             return None
         if compat.in_backward() or compat.in_functorch() or is_capturing():
             return None
-        thread = threading.get_ident()
-        if self.thread is None:
-            self.thread = thread
-        elif self.thread != thread:
+        if self.thread != threading.get_ident():
             return None
         self.tape.leave()
         if compat.dispatch_depth():
             return None  # the script watches this call with a dispatch mode of its own
-        if self.steps.forward_begins():
-            self._end_iteration()
-            self.tape.leave()
+        self._has_root = True
         self._settle(module)
         self.listener.on_forward()
         self._forget_finished()
@@ -161,7 +166,10 @@ class FlightRecorder:
             line=user_line(frame),
             prefix=self._prefix(module, frame),
             updates_before=self._updates,
+            attributes=self.attributes.before_call(module),
         )
+        if self.swapped_state is not None and self.swapped_state[0] is module:
+            root.swapped_state = map_tensors(dict(self.swapped_state[1]), self._name_argument)
         self._append(root)
         self.between_steps = False
         root.started = time.perf_counter()
@@ -176,6 +184,7 @@ class FlightRecorder:
         for position, tensor in enumerate(outputs):
             self._define(tensor, Ref(root.index, position))
         self._note_random_draws(root)
+        root.attributes = self.attributes.after_call(root.module, root.attributes)
         poisoned = self.buffers.after_call(root.module, root.buffers)
         if poisoned:
             self.suspects.append(
@@ -252,6 +261,9 @@ class FlightRecorder:
         )
         self._next_index += 1
         events.append(op)
+        if events[0].index < self._closed_until and not self._goes_on_after_backward:
+            old = self._closed_until
+            self._goes_on_after_backward = any(r.event < old for r in refs_in((op.args, op.kwargs)))
         return op
 
     def tape_finished(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -297,15 +309,19 @@ class FlightRecorder:
     def tape_exhausted(self) -> None:
         """The tape met more operators than it may follow."""
         self.record.complete = False
-        if not any(isinstance(event, RootCall) for event in self.record.events):
+        if not self._is_functional and not any(isinstance(event, RootCall) for event in self.record.events):
             self._prefix_enabled = False
 
     def read(self, tensor: Tensor, value: Any) -> None:
         """The script read a number from the device, the way a loss is looked at (`loss.item()`)."""
-        if not isinstance(value, float) or value - value == 0.0:
-            return
         ref = self.lookup(tensor)
-        if ref is None or not self._comes_from_a_root(ref):
+        if ref is None:
+            return
+        if isinstance(value, bool):
+            ref = self._asked_about(ref)
+        elif not isinstance(value, float) or value - value == 0.0:
+            return
+        if ref is None or not self._comes_from_a_root(ref) or any(ref in bad.targets for bad in self.suspects):
             return
         if self._judged and self._judged & self._ancestors(ref):
             return  # a loss that backward was called on: it has been judged
@@ -322,8 +338,7 @@ class FlightRecorder:
     def before_backward(self, tensors: Any) -> None:
         """Judge the loss before it is differentiated: everything that made it is still as it was."""
         self.tape.leave()
-        if self.thread is not None and threading.get_ident() != self.thread:
-            return
+        self._follow_thread()
         if self.counting:
             self._count_loss(tensors)
             return
@@ -343,6 +358,15 @@ class FlightRecorder:
         else:
             self._unread.append((flag, bad))
         self.settle_all()
+
+    def _follow_thread(self) -> None:
+        """Training is where backward is called: what another thread did before was something else."""
+        thread = threading.get_ident()
+        if thread != self.thread:
+            self.thread = thread
+            self.tape = GlueTape(self)
+            self.record = StepRecord()
+            self._producers.clear()
 
     def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
         if flag.is_set():
@@ -367,7 +391,13 @@ class FlightRecorder:
         self.loss_of_scaled.clear()
         if self.live is not None:
             self.live.begin_step()
-        self.steps.differentiated()
+        self._backwards += 1
+        if not self.steps.has_optimizer:  # parameters updated by hand: the backward pass stands for the step
+            self.steps.count += 1
+            self._end_iteration()
+            self.resume_tape()
+        elif self._goes_on_after_backward or self.steps.count < 2:
+            self.resume_tape()
 
     def _unscaled(self, tensor: Tensor) -> Tensor:
         known = self.loss_of_scaled.get(id(tensor))
@@ -409,6 +439,9 @@ class FlightRecorder:
         if self.steps.count > 2:
             self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
         self.between_steps = True
+        self._iteration_start = self._next_index
+        self._is_functional = not self._has_root
+        self._has_root = False
         self.listener.on_step(self.steps.count)
 
     def bookkeeping_done(self, is_last: bool) -> None:
@@ -423,8 +456,11 @@ class FlightRecorder:
 
     def tape_preprocessing(self) -> None:
         """Tape what the script computes before the first module of a step."""
-        if self._prefix_enabled and self.thread == threading.get_ident() and not self.paused:
-            self.tape.enter(PREFIX_OPS)
+        if self.thread == threading.get_ident() and not self.paused:
+            if self._is_functional:  # no module was called in the last step: everything is outside modules
+                self.tape.enter(self._glue_limit)
+            elif self._prefix_enabled:
+                self.tape.enter(PREFIX_OPS)
 
     def note_batch(self, batch: Any) -> None:
         """A batch left the DataLoader; what the script computes from it before the first module is taped."""
@@ -461,13 +497,35 @@ class FlightRecorder:
         for bad in suspects:
             self._report(bad)
 
-    def flush(self) -> None:
-        """The script ends (or switches between training and evaluation): judge what is left."""
+    def flush(self, error: BaseException | None = None) -> None:
+        """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
+        if isinstance(error, Exception):
+            self._suspect_locals(error)
         self.read_flags(wait=True)
         self._read_outputs(wait=True)
         self._suspect_discarded_losses(None)
         self.settle_all()
+
+    def _suspect_locals(self, error: Exception) -> None:
+        """The script raised: of the tensors in its frames, the first that was computed and is not finite."""
+        found: list[Ref] = []
+        entry = error.__traceback__
+        while entry is not None:
+            for value in entry.tb_frame.f_locals.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
+                    ref = self.lookup(value)
+                    if ref is not None and not is_finite(value):
+                        found.append(ref)
+            entry = entry.tb_next
+        for event in self.record.events if not found else ():
+            live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
+            found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
+        found = [ref for ref in found if ref.event >= self._iteration_start and ref.event not in self._judged]
+        if found and not self.suspects:
+            first = min(found, key=lambda ref: (ref.event, ref.output))
+            mode: Literal["train", "eval"] = "train" if self._wants_gradient(first) else "eval"
+            self.suspects.append(BadResult("loss", mode, self.steps.count, self._slice(), (first,)))
 
     def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
         """A scalar that wants a gradient, never differentiated and bad: a loop that skips or stops on a bad loss."""
@@ -550,8 +608,10 @@ class FlightRecorder:
         if known is None or known[0]() is not tensor or version_of(tensor) != known[2]:
             return None
         ref = known[1]
-        if ref.event < self._closed_until and not isinstance(self.record.event(ref.event), RootCall):
-            return None  # glue of a finished step is not kept
+        if ref.event < self._closed_until:
+            event = self.record.event(ref.event)
+            if event is None or (ref.event < self._iteration_start and not isinstance(event, RootCall)):
+                return None  # glue of a finished step is not kept
         return ref
 
     def _define(self, tensor: Tensor, ref: Ref) -> None:
@@ -618,36 +678,58 @@ class FlightRecorder:
         return StepRecord(list(self.record.events), self.record.complete, dict(self._writers))
 
     def _forget_finished(self) -> None:
-        """Drop the events before the last backward, except calls whose results are still in use (a GAN's fake image).
+        """Drop the events before the last backward, and dead ones of a loop that never differentiates.
 
-        An evaluation never differentiates: of its calls the last few are kept.
+        Kept are events whose results are still in use (a GAN's fake image, an output of which a second loss is made).
         """
         events = self.record.events
         if events and events[0].index < self._closed_until:
             closed = [e for e in events if e.index < self._closed_until]
-            kept = self._still_used(closed)
-            self.record.events = [e for e in closed if e.index in kept] + events[len(closed) :]
+            self._keep(self._still_used(closed) | {e.index for e in events[len(closed) :]})
             self.record.complete = True
             self._judged.clear()
-            self._writers = {k: v for k, v in self._writers.items() if k >= self._closed_until or k in kept}
-            if len(self._producers) > 256 or not kept:
-                live = {e.index for e in self.record.events}
-                self._producers = {k: v for k, v in self._producers.items() if v[1].event in live}
-        elif len(events) > MAX_EVALUATION_EVENTS and not self.suspects:
-            roots = [e for e in events if isinstance(e, RootCall)]
-            if len(roots) > KEPT_ROOTS and not any(root.modes.grad for root in roots):
-                first = roots[-KEPT_ROOTS].index
-                self.record.events = [e for e in events if e.index >= first]
-                self._producers = {k: v for k, v in self._producers.items() if v[1].event >= first}
+        elif not self.suspects and (len(events) > self._sweep_at or self._is_evaluating(events)):
+            self._keep(self._still_used(events))
+            self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
 
-    def _still_used(self, closed: list[Event]) -> set[int]:
-        """The last root calls whose results are alive, and what they were made from."""
-        alive = [e for e in closed if isinstance(e, RootCall) and any(r() is not None for r in e.outputs)]
-        kept = {e.index for e in alive[-KEPT_ROOTS:]}
-        for event in reversed(closed) if kept else ():
+    def _is_evaluating(self, events: list[Event]) -> bool:
+        roots = [e for e in events if isinstance(e, RootCall)]
+        return len(roots) > 1 and not any(root.modes.grad for root in roots)
+
+    def _keep(self, kept: set[int]) -> None:
+        self.record.events = [e for e in self.record.events if e.index in kept]
+        self._writers = {k: v for k, v in self._writers.items() if k in kept}
+        if len(self._producers) > 2 * len(kept) + 32:
+            self._producers = {k: v for k, v in self._producers.items() if v[1].event in kept}
+
+    def _still_used(self, events: list[Event]) -> set[int]:
+        """Events with a live result (of root calls before the last backward: the last few), and what they came from."""
+        alive = [e for e in events if any(r() is not None for r in e.outputs)]
+        roots = [e.index for e in alive if isinstance(e, RootCall)]
+        kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= self._iteration_start}
+        kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= self._iteration_start}
+        for event in reversed(events) if kept else ():
             if event.index in kept:
                 kept |= {ref.event for ref in refs_in((event.args, event.kwargs))}
         return kept
+
+    def _asked_about(self, ref: Ref) -> Ref | None:
+        """The non-finite number behind a yes or no (`torch.isnan(loss)`), if it is still there."""
+        stack, seen = [ref], set[int]()
+        while stack and len(seen) < 16:
+            current = stack.pop()
+            event = self.record.event(current.event)
+            if event is None or current.event in seen:
+                continue
+            seen.add(current.event)
+            tensor = event.outputs[current.output]() if current.output < len(event.outputs) else None
+            if tensor is not None and tensor.is_floating_point():
+                if tensor.numel() == 1 and not is_finite(tensor):
+                    return current
+                continue
+            if isinstance(event, GlueOp):
+                stack += refs_in((event.args, event.kwargs))
+        return None
 
     def _ancestors(self, ref: Ref) -> set[int]:
         """The event that made a tensor, and those that its only changes in form came from."""

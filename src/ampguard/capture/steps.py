@@ -21,7 +21,6 @@ class StepCounter:
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._provisional = 0
-        self._backward_without_optimizer = False
 
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""
@@ -50,16 +49,7 @@ class StepCounter:
         self._stepped.clear()
         return True
 
-    def differentiated(self) -> None:
-        """A backward pass ended; without any optimizer (parameters updated by hand) it stands for the step."""
-        self._backward_without_optimizer = not self._ever and not self._created
-
-    def forward_begins(self) -> bool:
-        """A module is called. True where that ends an iteration of a loop without an optimizer."""
-        if not self._backward_without_optimizer:
-            return False
-        self._backward_without_optimizer = False
-        if self._ever or self._created:
-            return False
-        self.count += 1
-        return True
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether any optimizer exists, or ever stepped."""
+        return bool(self._ever) or bool(self._created)

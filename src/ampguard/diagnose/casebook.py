@@ -14,7 +14,7 @@ from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
-from ampguard.errors import ChangedSinceError, ReplayError
+from ampguard.errors import ChangedSinceError, ReplayError, StopRun
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 from ampguard.replay.live import LiveTracing
@@ -35,6 +35,7 @@ class Case:
 
     incident: Incident
     place: Place
+    updates: int = 0
     occurrences: int = 1
     consequences: int = 0
     last_step: int = 0
@@ -51,16 +52,26 @@ class Case:
 class Casebook:
     """Examines bad results one by one, within limits that keep a run that fails at every step going."""
 
-    def __init__(self, recorder: FlightRecorder, max_incidents: int, rank: int, on_new: Callable[[Incident], None]):
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        max_incidents: int,
+        rank: int,
+        on_new: Callable[[Incident], None],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
         self.cases: list[Case] = []
         self._unreplayable: list[tuple[BadResult, str]] = []
         self._recorder = recorder
         self._max_incidents = max_incidents
         self._rank = rank
         self._on_new = on_new
+        self._on_fault = on_fault
         self._looks = 0
         self._poisoned_by: Case | None = None
         self._poisoned_buffers: dict[str, Case] = {}
+        self._unknown_since: int | None = None
+        """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
         self._armed_until: int | None = None
 
     def incidents(self) -> tuple[Incident, ...]:
@@ -98,8 +109,11 @@ class Casebook:
             return
         try:
             evidence = self._located(bad)
-        except (ReplayError, RuntimeError, MemoryError) as why:
-            self._arm(bad, f"{why}"[:300])
+        except ReplayError as why:
+            self._arm(bad, str(why))
+            return
+        except Exception as why:  # the module itself raised in its second run, or memory ran out
+            self._arm(bad, f"{type(why).__name__}: {why}"[:300])
             return
         if evidence is None:
             self._innocent(bad)
@@ -108,7 +122,14 @@ class Casebook:
             return
         forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
         budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started)
-        self._open(explain(evidence, budget, self._rank), evidence, bad)
+        try:
+            incident = explain(evidence, budget, self._rank)
+        except StopRun:
+            raise
+        except Exception as fault:
+            self._on_fault(fault)
+            incident = unexplained_incident(bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank)
+        self._open(incident, evidence, bad)
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
@@ -156,7 +177,7 @@ class Casebook:
 
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
         incident = self._with_history(incident)
-        case = Case(incident, place_of(evidence), last_step=bad.step)
+        case = Case(incident, place_of(evidence), self._recorder.attempts, last_step=bad.step)
         self.cases.append(case)
         if bad.mode == "train" and bad.kind == "loss" and self._poisoned_by is None:
             self._poisoned_by = case
@@ -193,8 +214,11 @@ class Casebook:
     def _is_consequence(self, bad: BadResult) -> bool:
         """Whether an earlier bad update has made the parameters themselves bad: everything after is its doing."""
         case = self._poisoned_by
-        if case is None or bad.step <= case.incident.step or bad.kind == "raised":
+        updates = case.updates if case is not None else self._unknown_since
+        if updates is None or self._recorder.attempts <= updates or bad.kind == "raised":
             return False
+        if case is None:
+            return any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall))
         if case.consequences % 16 == 0:  # parameters that went bad stay so, unless a checkpoint is loaded
             modules = [e.module for e in bad.record.events if isinstance(e, RootCall)]
             if not any(has_bad_parameters(module) for module in modules):
@@ -223,6 +247,8 @@ class Casebook:
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""
+        if bad.mode == "train" and self._unknown_since is None:
+            self._unknown_since = self._recorder.attempts
         if not any(earlier.mode == bad.mode for earlier, _ in self._unreplayable):
             self._unreplayable.append((bad, reason))
         self._armed_until = bad.step + ARMED_STEPS

@@ -159,7 +159,7 @@ class Evidence:
                 output = self.call.func(*args, **kwargs)
         except RuntimeError:
             return None
-        result = output[self.link.result] if isinstance(output, (tuple, list)) else output
+        result = result_of(output, self.link.result)
         return result if isinstance(result, Tensor) else None
 
     @cached_property
@@ -230,7 +230,7 @@ class Evidence:
         if call is None:
             return False
         output = call.output
-        result = output[self.link.result] if isinstance(output, (tuple, list)) else output
+        result = result_of(output, self.link.result)
         value = self.element(result) if isinstance(result, Tensor) else None
         return value is not None and math.isfinite(value)
 
@@ -351,6 +351,12 @@ class Evidence:
         if self.link.kind == NAN and self.flat is not None:
             facts["element"] = self.flat
         return facts
+
+
+def result_of(output: Any, position: int) -> Any:
+    """One of an operator's results; None for what it wrote without returning it (BatchNorm's running statistics)."""
+    results = output if isinstance(output, (tuple, list)) else (output,)
+    return results[position] if position < len(results) else None
 
 
 LOOK_THROUGH = frozenset(

@@ -79,7 +79,8 @@ class Replayer:
         if not self.events:
             raise ReplayError("nothing that led to the bad result was recorded")
         for event in self.events:
-            for held in held_in((event.args, event.kwargs)):
+            state = event.swapped_state if isinstance(event, RootCall) else {}
+            for held in held_in((event.args, event.kwargs, state)):
                 if self.is_exact and not held.is_intact:
                     raise ChangedSinceError("a tensor that the step started from was changed in place since")
             if isinstance(event, RootCall):
@@ -89,7 +90,7 @@ class Replayer:
 
     def _check_parameters(self, root: RootCall) -> None:
         stepped = self._recorder.stepped_since(root.updates_before)
-        if not stepped or not self.is_exact:
+        if not stepped or not self.is_exact or root.swapped_state:
             return
         updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
         if any(id(p) in updated for p in root.module.parameters()):
@@ -200,6 +201,7 @@ class Replayer:
         training = module.training
         try:
             self._swap_state(sandbox, module, variant)
+            self._swap_called_state(sandbox, root, mode, values, variant)
             for saved in root.buffers:
                 now = saved.owner.get(saved.name)
                 if now is not None and now is not saved.tensor:
@@ -223,6 +225,25 @@ class Replayer:
                 module.train(training)
             sandbox.leave()
 
+    def _swap_called_state(
+        self,
+        sandbox: ModuleSandbox,
+        root: RootCall,
+        mode: ReplayMode,
+        values: dict[Ref, Tensor],
+        variant: Variant,
+    ) -> None:
+        """The parameters and buffers that `torch.func.functional_call` ran the module on."""
+        state = substituted(root.swapped_state, values, variant.tensors, mode, grad=root.modes.grad)
+        for path, value in state.items():
+            owner_path, _, name = path.rpartition(".")
+            owner = root.module.get_submodule(owner_path)
+            value = low_to(value, variant.convert)
+            if name in owner._parameters:
+                sandbox.swap_parameter(owner, name, value)
+            elif name in owner._buffers:
+                sandbox.swap_buffer(owner, name, value)
+
     def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant) -> None:
         """Give the module the parameters and buffers that the variant asks for."""
         if variant.convert is None and not variant.tensors and not variant.force_fp32:
@@ -231,6 +252,8 @@ class Replayer:
             id(inner) for outer in module.modules() if id(outer) in variant.force_fp32 for inner in outer.modules()
         }
         for owner in module.modules():
+            if isinstance(owner, torch.jit.ScriptModule):
+                continue
             wide = torch.float32 if id(owner) in forced else variant.convert
             for name, parameter in list(owner._parameters.items()):
                 if parameter is None:
@@ -295,7 +318,8 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
         event = by_index.get(pending.pop())
         if event is None:
             continue
-        more = {ref.event for ref in refs_in((event.args, event.kwargs))} | set(record.writers.get(event.index, ()))
+        state = event.swapped_state if isinstance(event, RootCall) else {}
+        more = {ref.event for ref in refs_in((event.args, event.kwargs, state))} | set(record.writers.get(event.index, ()))
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard.capture.frames import is_user_code
-from ampguard.capture.record import Modes, RngStates, RootCall, torch_rng_states
+from ampguard.capture.record import Modes, RngStates, RootCall, SavedAttribute, torch_rng_states
 
 MAX_ATTRIBUTE_COPY = 1 << 24
 CONTAINERS = (list, dict, set, collections.deque)
@@ -108,24 +108,34 @@ class ModuleSandbox:
                 if now is not None:
                     self.stand_ins[id(now)] = (saved.owner, saved.name)
         for module in self._module.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its state lives in C++, and a replay of it changes none
             self._keep_attributes(module)
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for hook in list(hooks.values()):
                     self._keep_reachable(hook)
             self._keep_function(type(module).forward)
+        for attribute in self._root.attributes:
+            self._bind(attribute)
 
     def leave(self) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 
-    def swap_parameter(self, owner: nn.Module, name: str, value: nn.Parameter) -> None:
+    def swap_parameter(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another parameter until `leave()`."""
         self._swap(owner._parameters, name, value)
 
     def swap_buffer(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another buffer until `leave()`."""
         self._swap(owner._buffers, name, value)
+
+    def _bind(self, saved: SavedAttribute) -> None:
+        """Let a name stand for what it stood for before the call."""
+        now = saved.owner.get(saved.name)
+        saved.owner[saved.name] = saved.value
+        self._undo.append(lambda: saved.owner.__setitem__(saved.name, now))
 
     def _swap(self, place: dict[str, Any], name: str, value: Any) -> None:
         original = place.get(name)

@@ -140,7 +140,7 @@ class Trace:
 
 def bad_elements(tensor: Tensor) -> BadElements | None:
     """Where `tensor` is not finite, or None. Waits for the device."""
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.layout != torch.strided:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.layout != torch.strided:
         return None
     if numerics.is_finite(tensor):
         return None

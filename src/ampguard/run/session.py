@@ -46,9 +46,12 @@ class Session:
         self._recorder = FlightRecorder(self, self._barrier)
         self._probes = Probes(self._recorder)
         self._rank = int(os.environ.get("RANK", "0")) if os.environ.get("RANK", "0").isdigit() else 0
-        self._casebook = Casebook(self._recorder, options.max_incidents, self._rank, self._on_new_incident)
+        self._casebook = Casebook(
+            self._recorder, options.max_incidents, self._rank, self._on_new_incident, self._on_small_fault
+        )
         self._stop_at_next_forward: str | None = None
         self._finished = False
+        self._told_fault = False
         self.report: Report | None = None
 
     def start(self) -> None:
@@ -63,7 +66,7 @@ class Session:
         self._finished = True
         try:
             if not isinstance(error, StopRun):
-                self._barrier.call(self._recorder.flush)
+                self._barrier.call(self._recorder.flush, error)
                 self._barrier.call(self._casebook.close)
         except StopRun:
             pass  # it is ending already
@@ -109,14 +112,23 @@ class Session:
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
             raise StopRun(f"{incident.cause} in step {incident.step}", 3)
 
+    def _on_small_fault(self, fault: Exception) -> None:
+        """One investigation went wrong: say it once, keep watching."""
+        if not self._told_fault:
+            self._told_fault = True
+            self._tell(fault, "this failure stays unexplained, the guard goes on watching")
+
     def _on_fault(self, fault: Exception) -> None:
         """Something in ampguard itself went wrong: say it once, step aside."""
         self._recorder.active = False
         self._recorder.paused = False
+        self._tell(fault, "the guard is off from here on, your training goes on")
+
+    def _tell(self, fault: Exception, what_now: str) -> None:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         print(
             f"ampguard: a fault of its own ({type(fault).__name__}: {fault}, {Path(last.filename).name}:{last.lineno}); "
-            f"the guard is off from here on, your training goes on. Please report it: {ISSUES}",
+            f"{what_now}. Please report it: {ISSUES}",
             file=sys.stderr,
         )
         if os.environ.get("AMPGUARD_DEBUG"):
