@@ -57,9 +57,9 @@ def unseen() -> Any:
     return stack
 
 
-def is_watched() -> bool:
-    """Whether a function mode or a dispatch mode is active on this thread."""
-    return bool(_function_depth is not None and _function_depth()) or bool(dispatch_depth())
+def is_watched(own_modes: int) -> bool:
+    """Whether a function mode is active on this thread, or more dispatch modes than `own_modes`."""
+    return bool(_function_depth is not None and _function_depth()) or dispatch_depth() > own_modes
 
 
 def in_functorch() -> bool:

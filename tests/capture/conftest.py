@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from watching import Watched, watched
 
 torch.set_num_threads(1)
@@ -20,3 +22,16 @@ def guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., W
         return watched(body, tmp_path / "run", capsys, **options)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on_the_stack() -> Iterator[None]:
+    """The tape is a dispatch mode: one that a run leaves behind slows down everything after it."""
+    flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    yield
+    vars(_python_dispatch).update(flags)  # what one test has left wrong is that test's failure, not the next one's
+    left = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        left.append(mode)
+        mode.__exit__(None, None, None)
+    assert left == []

@@ -73,7 +73,7 @@ def bits(value: Any) -> Any:
 
 
 def fingerprint(*things: Any) -> dict[str, Any]:
-    """Parameters, buffers and gradients with their version counters, optimizer and scaler states, random streams."""
+    """Parameters and buffers with their version counters, gradients, optimizer and scaler states, random streams."""
     state: dict[str, Any] = {
         "torch": bits(torch.get_rng_state()),
         "python": random.getstate(),
@@ -83,8 +83,8 @@ def fingerprint(*things: Any) -> dict[str, Any]:
         if isinstance(thing, nn.Module):
             for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
                 state[f"{position}.{name}"] = (bits(tensor), tensor._version)
-                if tensor.grad is not None:
-                    state[f"{position}.{name}.grad"] = (bits(tensor.grad), tensor.grad._version)
+                if tensor.grad is not None:  # (PyTorch counts no versions of foreach operators under a dispatch mode)
+                    state[f"{position}.{name}.grad"] = bits(tensor.grad)
             state[f"{position}.training"] = [module.training for module in thing.modules()]
         elif hasattr(thing, "state_dict"):
             state[f"{position}.state"] = bits(thing.state_dict())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, seed_everything
 
-from ampguard.diagnose import casebook, rewrite
+from ampguard.diagnose import casebook
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.investigate import Budget, locate, tried, verified_fixes
@@ -201,38 +201,3 @@ def test_step_is_located_once_more_without_side_effects(guard: Guard, monkeypatc
     found = at_failure(guard, monkeypatch, failing([1.0, 100.0]), look)
     assert len(found) == 3
     assert len(set(found)) == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("loss = -(t * torch.log(p)).mean()", "loss = -(t * torch.log(p.clamp(min=1e-08))).mean()"),
-        ("return p.log()", "return p.clamp(min=1e-08).log()"),
-        ("x = (a + b).log().sum()", "x = (a + b).clamp(min=1e-08).log().sum()"),
-        ("y = log(p)", "y = log(p.clamp(min=1e-08))"),
-        ("y = p.log_()", "y = p.clamp(min=1e-08).log_()"),
-        ("y = exp(p)", None),
-        ("if x:", None),
-        ("y = torch.log(", None),
-    ],
-)
-def test_line_with_a_fix_in_it(code: str, expected: str | None) -> None:
-    assert rewrite.with_operand(code, frozenset({"log"}), "{}.clamp(min=1e-8)") == expected
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("x = a / b.sum()", "x = a / (b.sum() + 1e-06)"),
-        ("x = a / (b + c)", "x = a / (b + c + 1e-06)"),
-        ("x = a * b", None),
-    ],
-)
-def test_line_with_another_divisor(code: str, expected: str | None) -> None:
-    found = rewrite.with_divisor(code, "({} + 1e-6)")
-    assert found == expected or (found is not None and eval_same(found, expected))
-
-
-def eval_same(one: str, other: str | None) -> bool:
-    names: dict[str, Any] = {"a": 3.0, "b": 5.0, "c": 7.0}
-    return other is not None and eval(one.partition("=")[2], names) == eval(other.partition("=")[2], names)

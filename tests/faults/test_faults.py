@@ -51,12 +51,8 @@ def guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., W
 
 
 def differing(result: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-    """What a run has left behind that another has not. Version counters are another test's business."""
-
-    def value(entry: Any) -> Any:
-        return entry[0] if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], int) else entry
-
-    return [key for key in plain if value(result[key]) != value(plain[key])]
+    """What a run has left behind that another has not."""
+    return [key for key in plain if result[key] != plain[key]]
 
 
 def assert_unharmed(run: Watched, plain: dict[str, Any]) -> None:
@@ -88,8 +84,6 @@ CALLED_BY_PROBES = [
     (Recorder, "lookup"),
     (steps.StepCounter, "created"),
     (steps.StepCounter, "attempted"),
-    (steps.StepCounter, "differentiated"),
-    (steps.StepCounter, "forward_begins"),
     (buffers.BufferWatch, "before_call"),
     (buffers.BufferWatch, "after_call"),
     (tape.GlueTape, "enter"),
@@ -243,7 +237,21 @@ INVESTIGATION = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name"), INVESTIGATION, ids=lambda value: getattr(value, "__name__", value))
+LIVE = "bug: live tracing is outside the barrier: its fault is raised at the script"
+ALSO_LIVE = {"bad_elements", "traced", "call_module"}
+"""What live tracing runs as well, once the replay has failed."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        pytest.param(owner, name, marks=pytest.mark.xfail(strict=True, reason=LIVE))
+        if name in ALSO_LIVE
+        else (owner, name)
+        for owner, name in INVESTIGATION
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 @pytest.mark.parametrize("loop", ["with_scaler", "gan"])
 def test_investigation(
     owner: Any,
@@ -317,7 +325,7 @@ def test_fault_in_live_tracing(guard: Callable[..., Watched], monkeypatch: pytes
     assert run.faults == 1
 
 
-@pytest.mark.xfail(strict=True, reason="bug: live tracing is outside the barrier: its fault is raised at the script")
+@pytest.mark.xfail(strict=True, reason=LIVE)
 @pytest.mark.parametrize("name", ["bad_elements", "traced", "facts_of"])
 def test_fault_while_the_step_is_traced_live(
     name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 sys.path.append(str(Path(__file__).parents[1] / "capture"))
 
@@ -58,3 +59,14 @@ def guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., A
     from watching import watched
 
     return lambda body, **options: watched(body, tmp_path / "run", capsys, **options)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on_the_stack() -> Iterator[None]:
+    """The tape is a dispatch mode: one that a run leaves behind slows down everything after it."""
+    yield
+    left = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        left.append(mode)
+        mode.__exit__(None, None, None)
+    assert left == []

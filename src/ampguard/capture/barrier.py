@@ -21,16 +21,24 @@ class FaultBarrier:
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
         self._on_fault = on_fault
         self.tripped = False
+        self.own_modes = 0
+        """Dispatch modes of ours on the stack (the tape): they need no hiding from."""
+        self.is_hiding = False
+        """True while the script's own modes are switched off, so that they do not see our operators."""
 
     def call(self, function: Callable[..., T], *args: Any) -> T | None:
         """`function(*args)`, or None where the guard is off or has just failed."""
         if self.tripped:
             return None
         try:
-            if compat.is_watched():
+            if self.is_hiding or not compat.is_watched(self.own_modes):
+                return function(*args)
+            self.is_hiding = True
+            try:
                 with compat.unseen():
                     return function(*args)
-            return function(*args)
+            finally:
+                self.is_hiding = False
         except Exception as fault:
             self.tripped = True
             with contextlib.suppress(Exception):  # the report of a fault must not become a second fault

@@ -80,9 +80,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RngStates:
-    """Where each random stream stood. `python` and `numpy` are None where the call does not draw from them."""
+    """Where each random stream stood. A stream that the call does not draw from is None."""
 
-    torch_cpu: Tensor
+    torch_cpu: Tensor | None
     torch_cuda: tuple[tuple[int, Tensor], ...] = ()
     python: Any = None
     numpy: Any = None

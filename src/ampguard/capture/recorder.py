@@ -7,12 +7,14 @@ catches whatever goes wrong here (see `probes`), so an error never reaches the t
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
 import time
 import weakref
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -50,8 +52,14 @@ from ampguard.numerics import is_finite
 MAX_EVENTS = 4096
 """Events kept of one step; beyond it the record is incomplete."""
 
+RECHECK_DRAWS = 16
+"""Calls of a module after which it is looked again from which random streams they draw."""
+
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""
+
+KEPT_BYTES = 1 << 25
+"""Memory that the inputs of older root calls may take up while nothing is differentiated."""
 
 SWEEP_EVENTS = 48
 """Events after which those with dead results are dropped, in a loop that does not differentiate."""
@@ -69,6 +77,15 @@ SMALL_ARGUMENT = 1 << 14
 
 PREFIX_OPS = 48
 """Operators before the first module of a step (preprocessing) that are taped."""
+
+
+@dataclass(slots=True)
+class _Draws:
+    """From which random streams a module's calls draw."""
+
+    torch: bool = True
+    others: bool = True
+    calls: int = 0
 
 
 class Listener(Protocol):
@@ -95,6 +112,8 @@ class FlightRecorder:
         self.active = False
         self.paused = False
         """True inside a root call, a backward, a batch fetch or an investigation: nested calls are nobody's business."""
+        self.copies_floats = False
+        """True once an input was seen to be changed in place before backward."""
         self.counting = False
         """True once every investigation has been made: failures are counted, and nothing is recorded any more."""
         self.record = StepRecord()
@@ -130,7 +149,9 @@ class FlightRecorder:
         self._prefix_enabled = True
         self.between_steps = False
         self._clears_between_steps = False
-        self._draws: dict[int, tuple[bool, int]] = {}
+        self._empty_prefixes = 0
+        """Steps so far in which nothing was computed before the first module."""
+        self._draws: dict[tuple[int, bool], _Draws] = {}
         self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -171,6 +192,9 @@ class FlightRecorder:
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), self._name_argument)
         self._append(root)
+        if self.between_steps:
+            started = self.record.events[0].index >= self._iteration_start if len(self.record.events) > 1 else False
+            self._empty_prefixes = 0 if started else self._empty_prefixes + 1
         self.between_steps = False
         root.started = time.perf_counter()
         return root
@@ -268,6 +292,8 @@ class FlightRecorder:
 
     def tape_finished(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep one operator that has run and that changed none of its operands."""
+        if args and output is args[0]:
+            return  # `lift_fresh`, `contiguous` of what is contiguous: nothing happened
         op = self.tape_op(func, args, kwargs, None)
         if op is None:
             return
@@ -343,6 +369,8 @@ class FlightRecorder:
             self._count_loss(tensors)
             return
         losses = [self._unscaled(t) for t in ([tensors] if isinstance(tensors, Tensor) else list(tensors))]
+        if self._is_healthy(losses):
+            return
         targets: list[Ref | Held] = []
         for loss in losses:
             made_by = self.lookup(loss)
@@ -367,6 +395,19 @@ class FlightRecorder:
             self.tape = GlueTape(self)
             self.record = StepRecord()
             self._producers.clear()
+
+    def _is_healthy(self, losses: list[Tensor]) -> bool:
+        """The common case, quickly: one finite number on the CPU and nothing else to settle."""
+        if len(losses) != 1 or self.suspects or self._unread_outputs:
+            return False
+        loss = losses[0]
+        if loss.numel() != 1 or not is_immediate(loss) or loss.is_complex() or not math.isfinite(loss.item()):
+            return False
+        made_by = self.lookup(loss)
+        if made_by is not None:
+            self._judged.add(made_by.event)
+        self.last_good_step = self.steps.count
+        return True
 
     def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
         if flag.is_set():
@@ -450,7 +491,8 @@ class FlightRecorder:
         What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
         gradients in between, from there on (`is_last`).
         """
-        self._clears_between_steps = self._clears_between_steps or is_last
+        if not self._is_functional:
+            self._clears_between_steps = self._clears_between_steps or is_last
         if is_last or not self._clears_between_steps:
             self.tape_preprocessing()
 
@@ -459,7 +501,7 @@ class FlightRecorder:
         if self.thread == threading.get_ident() and not self.paused:
             if self._is_functional:  # no module was called in the last step: everything is outside modules
                 self.tape.enter(self._glue_limit)
-            elif self._prefix_enabled:
+            elif self._prefix_enabled and self._empty_prefixes < 4:
                 self.tape.enter(PREFIX_OPS)
 
     def note_batch(self, batch: Any) -> None:
@@ -635,11 +677,12 @@ class FlightRecorder:
         self._producers[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
 
     def _name_argument(self, tensor: Tensor) -> Ref | Held:
-        """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
+        """An argument of a module. Small masks and indices are copied: they are changed in place before backward."""
         known = self.lookup(tensor)
         if known is not None:
             return known
-        if tensor.numel() <= SMALL_ARGUMENT and not tensor.requires_grad and tensor.layout == torch.strided:
+        small = tensor.numel() <= SMALL_ARGUMENT and not tensor.requires_grad and tensor.layout == torch.strided
+        if small and (self.copies_floats or not tensor.is_floating_point()):
             return Held(tensor, version_of(tensor), tensor.clone())
         return Held(tensor, version_of(tensor))
 
@@ -704,13 +747,16 @@ class FlightRecorder:
 
     def _still_used(self, events: list[Event]) -> set[int]:
         """Events with a live result (of root calls before the last backward: the last few), and what they came from."""
-        alive = [e for e in events if any(r() is not None for r in e.outputs)]
+        alive = [e for e in events if has_live_result(e)]
         roots = [e.index for e in alive if isinstance(e, RootCall)]
         kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= self._iteration_start}
         kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= self._iteration_start}
+        beyond = self._beyond_memory(alive, kept)
+        kept -= beyond
+        present = {e.index for e in events} - beyond
         for event in reversed(events) if kept else ():
             if event.index in kept:
-                kept |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+                kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
         return kept
 
     def _asked_about(self, ref: Ref) -> Ref | None:
@@ -730,6 +776,20 @@ class FlightRecorder:
             if isinstance(event, GlueOp):
                 stack += refs_in((event.args, event.kwargs))
         return None
+
+    def _beyond_memory(self, alive: list[Event], kept: set[int]) -> set[int]:
+        """Older root calls whose inputs would take up too much; without gradient, all but the last few."""
+        roots = [e for e in alive if isinstance(e, RootCall) and e.index in kept]
+        beyond: set[int] = set()
+        size = 0
+        for root in reversed(roots[:-KEPT_ROOTS]):
+            size += sum(h.tensor.numel() * h.tensor.element_size() for h in held_in((root.args, root.kwargs)))
+            if size > KEPT_BYTES or not root.modes.grad:
+                beyond.add(root.index)
+        for event in alive if beyond else ():  # what was made from them cannot be replayed either
+            if event.index in kept and any(ref.event in beyond for ref in refs_in((event.args, event.kwargs))):
+                beyond.add(event.index)
+        return beyond
 
     def _ancestors(self, ref: Ref) -> set[int]:
         """The event that made a tensor, and those that its only changes in form came from."""
@@ -779,26 +839,31 @@ class FlightRecorder:
     # --- surroundings -----------------------------------------------------------------------------------------------
 
     def _rng_states(self, module: nn.Module) -> RngStates:
-        draws, calls = self._draws.get(id(module), (True, 0))
-        if not draws and calls % 64:
-            return RngStates(torch.default_generator.get_state(), cuda_rng_states())
-        numpy = sys.modules.get("numpy")
+        """Where the random streams stand; without those that calls of this module have been seen not to draw from."""
+        draws = self._draws.setdefault((id(module), module.training), _Draws())
+        draws.calls += 1
+        if draws.calls % RECHECK_DRAWS == 1:
+            draws.torch = draws.others = True
+        numpy = sys.modules.get("numpy") if draws.others else None
         return RngStates(
-            torch.default_generator.get_state(),
+            torch.default_generator.get_state() if draws.torch else None,
             cuda_rng_states(),
-            random.getstate(),
+            random.getstate() if draws.others else None,
             numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None,
         )
 
     def _note_random_draws(self, root: RootCall) -> None:
-        """Python's and numpy's streams are costly to save: stop where the module does not draw from them."""
-        draws, calls = self._draws.get(id(root.module), (True, 0))
+        """Saving a stream costs: stop where the module does not draw from it."""
+        draws = self._draws.get((id(root.module), root.training))
+        if draws is None:
+            return
         if root.rng.python is not None:
             numpy = sys.modules.get("numpy")
-            draws = random.getstate() != root.rng.python or (
+            draws.others = random.getstate() != root.rng.python or (
                 numpy is not None and root.rng.numpy is not None and not _same_numpy(numpy, root.rng.numpy)
             )
-        self._draws[id(root.module)] = (draws, calls + 1)
+        if draws.calls % RECHECK_DRAWS == 1 and root.rng.torch_cpu is not None:
+            draws.torch = not torch.equal(root.rng.torch_cpu, torch.default_generator.get_state())
 
     def _prefix(self, module: nn.Module, frame: Any) -> str:
         """Where `module` hangs in the module whose method called it (`self.encoder(x)` in a LightningModule)."""
@@ -806,6 +871,15 @@ class FlightRecorder:
         if known is None:
             known = self._prefixes[module] = find_prefix(module, frame)
         return known
+
+
+def has_live_result(event: Event) -> bool:
+    """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
+    live = [tensor for ref in event.outputs if (tensor := ref()) is not None]
+    if not live:
+        return False
+    own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
+    return any(id(tensor) not in own for tensor in live)
 
 
 def is_conversion_refusal(error: BaseException) -> bool:

@@ -21,13 +21,18 @@ class StepCounter:
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._provisional = 0
+        self._only: weakref.ref[Optimizer] | None = None
 
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""
         self._created.add(optimizer)
+        self._only = None
 
     def attempted(self, optimizer: Optimizer) -> bool:
         """An optimizer's step was attempted. True where that ends an iteration."""
+        if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
+            self.count += 1
+            return True
         if optimizer in self._idle:  # it steps after all: what was counted without it was one longer iteration
             self._idle.discard(optimizer)
             self.count -= self._provisional
@@ -47,6 +52,8 @@ class StepCounter:
         if self._idle and any(o not in self._ever for o in self._idle):
             self._provisional += 1
         self._stepped.clear()
+        if len(self._created | self._ever) == 1:
+            self._only = weakref.ref(optimizer)
         return True
 
     @property

@@ -47,10 +47,17 @@ class GlueTape(compat.DispatchMode):
         """Start taping, at most `limit` operators."""
         if self._on_stack:
             self._left = limit
-        elif limit > 0 and not self._recorder.counting and compat.dispatch_depth() == 0 and not compat.in_functorch():
+        elif (
+            limit > 0
+            and not self._recorder.counting
+            and not self._recorder.barrier.is_hiding
+            and compat.dispatch_depth() == 0
+            and not compat.in_functorch()
+        ):
             self._left = limit
             self.begin()
             self._on_stack = True
+            self._recorder.barrier.own_modes = 1
             self._thread = threading.get_ident()
 
     def leave(self) -> None:
@@ -61,6 +68,7 @@ class GlueTape(compat.DispatchMode):
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
             self.end()
             self._on_stack = False
+            self._recorder.barrier.own_modes = 0
 
     def abandon(self) -> None:
         """In a forked child: pass operators through until the process ends."""

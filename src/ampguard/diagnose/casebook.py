@@ -128,7 +128,9 @@ class Casebook:
             raise
         except Exception as fault:
             self._on_fault(fault)
-            incident = unexplained_incident(bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank)
+            incident = unexplained_incident(
+                bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
+            )
         self._open(incident, evidence, bad)
 
     def _located(self, bad: BadResult) -> Evidence | None:
@@ -136,6 +138,7 @@ class Casebook:
         try:
             return locate(bad, Replayer(bad, self._recorder))
         except ChangedSinceError as changed:
+            self._recorder.copies_floats = True
             try:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard import numerics
-from ampguard.capture.record import BadResult, GlueOp, Held, RootCall
+from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.slicing import Chain, Given, Link
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
@@ -35,7 +35,10 @@ class Operand:
     @property
     def value(self) -> float | None:
         """The single number that went in, for operators that work element by element."""
-        return float(self.contributing[0]) if self.contributing.numel() == 1 else None
+        if self.contributing.numel() != 1:
+            return None
+        number = self.contributing[0]
+        return float(number.abs()) if number.is_complex() else float(number)
 
     @property
     def is_all(self) -> bool:
@@ -176,7 +179,8 @@ class Evidence:
         """The followed element in another computation of the result."""
         if result is None or self.flat is None or self.flat >= result.numel():
             return None
-        return float(result.reshape(-1)[self.flat])
+        number = result.reshape(-1)[self.flat]
+        return float(number.abs()) if number.is_complex() else float(number)
 
     @property
     def is_finite_in_float32(self) -> bool:
@@ -331,6 +335,11 @@ class Evidence:
 
     def events(self) -> list[RootCall | GlueOp]:
         return list(self.replayer.events) if self.replayer is not None else list(self.bad.record.events)
+
+    def made(self, ref: Ref) -> Tensor | None:
+        """What a recorded event returned, where it is still there."""
+        event = next((e for e in self.events() if e.index == ref.event), None)
+        return event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
 
     def held(self) -> list[tuple[RootCall | GlueOp, str, Held]]:
         """Every tensor that the step was given, by the argument that holds it."""

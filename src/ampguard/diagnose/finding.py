@@ -14,6 +14,7 @@ import torch
 
 from ampguard.capture.record import Line
 from ampguard.diagnose.evidence import Evidence
+from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
 Trial = Callable[[Evidence], Variant]
@@ -32,7 +33,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why the step failed. `weight` says how much the rule explains: a special case outweighs a general one."""
+    """Why the step failed. `weight` says how much the rule explains: a special case outweighs a general one.
+
+    `op` is set where another operator than the evidence's own is to blame.
+    """
 
     cause: str
     explanation: str
@@ -42,6 +46,7 @@ class Finding:
     phase: str | None = None
     line: Line | None = None
     dtype: torch.dtype | None = None
+    op: TracedOp | None = None
 
 
 Rule = Callable[[Evidence], "Finding | None"]

@@ -7,20 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ampguard.capture.record import RootCall
-from ampguard.diagnose.evidence import Evidence
+from ampguard.capture.record import Ref, RootCall
+from ampguard.diagnose.evidence import Evidence, named_leaves
 from ampguard.numerics import is_finite
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor of the step's givens. `held` is the script's own object, `tensor` its value at the time."""
+    """A tensor of the step's givens. `held` is the script's own object, `tensor` its value at the time.
+
+    `made_by` is set where the script made it in the same step, from a constant.
+    """
 
     name: str
     role: str
     held: Tensor
     tensor: Tensor
     samples: list[int]
+    made_by: Ref | None = None
+
+    @property
+    def key(self) -> int | Ref:
+        """Under which a replay puts another value in its place."""
+        return self.made_by if self.made_by is not None else id(self.held)
 
     @property
     def short_name(self) -> str:
@@ -32,6 +41,9 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
     if evidence.given is None:
         return None
     element = evidence.given_tensor
+    if element is not None and element.is_leaf and (element.requires_grad or isinstance(element, nn.Parameter)):
+        named = _state_by_identity(evidence, element)
+        return named or NamedTensor(f"a parameter read in: {_code(evidence)}", "parameter", element, element, [])
     for root in evidence.events():
         if not isinstance(root, RootCall):
             continue
@@ -43,9 +55,28 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
     return None
 
 
-def repaired_state(evidence: Evidence) -> dict[int, Tensor]:
+def _code(evidence: Evidence) -> str:
+    line = evidence.op.line
+    return line.location().code if line is not None else "the step"
+
+
+def _state_by_identity(evidence: Evidence, element: Tensor) -> NamedTensor | None:
+    names = evidence.replayer.names if evidence.replayer is not None else {}
+    for root in evidence.events():
+        for module in root.module.modules() if isinstance(root, RootCall) else ():
+            for name, parameter in module._parameters.items():
+                if parameter is element:
+                    path = names.get(id(module), "")
+                    return NamedTensor(f"{path}.{name}" if path else name, "parameter", element, element, [])
+    return None
+
+
+def repaired_state(evidence: Evidence) -> dict[int | Ref, Tensor]:
     """Every parameter and buffer of the step that is not finite, with 0 in the bad places, by identity."""
-    repaired: dict[int, Tensor] = {}
+    repaired: dict[int | Ref, Tensor] = {}
+    element = evidence.given_tensor
+    if element is not None and element.is_leaf and element.requires_grad:
+        repaired[id(element)] = torch.nan_to_num(element.detach(), nan=0.0, posinf=0.0, neginf=0.0)
     for root in evidence.events():
         if isinstance(root, RootCall):
             saved = {id(s.owner.get(s.name)): s.copy for s in root.buffers if s.copy is not None}
@@ -111,9 +142,9 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
     if evidence.given is None or describe_state(evidence) is not None:
         return None
     element = evidence.given_tensor
-    if element is None:
+    if element is None or element.grad_fn is not None:  # a computed value is no data
         return None
-    if evidence.intended and not _carries_data(evidence):
+    if evidence.intended and not evidence.chain.is_data and not _carries_data(evidence):
         return None
     for event, name, held in evidence.held():
         if held.tensor is element or _looks_like(element, held.value) or shares_memory(element, held.tensor):
@@ -125,6 +156,11 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
             )
             return NamedTensor(name, "input" if is_input else "target", held.tensor, value, bad_samples(value))
     value = element.detach()
+    for event in evidence.events():
+        for name, leaf in named_leaves(event) if isinstance(event, RootCall) else ():
+            made = evidence.made(leaf) if isinstance(leaf, Ref) else None
+            if made is not None and _looks_like(element, made):
+                return NamedTensor(name, "input", made, value, bad_samples(value), leaf)
     return NamedTensor("a tensor", "input", element, value, bad_samples(value))
 
 

@@ -12,7 +12,7 @@ from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.minimal import smallest_float32_region
-from ampguard.diagnose.slicing import Chain, chain_from
+from ampguard.diagnose.slicing import Chain, at_the_data, chain_from
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
@@ -50,6 +50,8 @@ def locate(bad: BadResult, replayer: Replayer) -> Evidence | None:
     chain = chain_of(outcome)
     if chain is None:
         raise ReplayError("no operator of the replay made the bad value")
+    models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
+    chain = at_the_data(chain, models[0].index if models else None)
     return None if is_on_purpose(bad, chain) else Evidence(bad, chain, outcome, replayer)
 
 
@@ -157,6 +159,13 @@ def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
 def unexplained(evidence: Evidence) -> Finding:
     """No rule knows this operator: say what its numbers say."""
     name = evidence.op.short_name.lstrip("_")
+    if evidence.given is not None and not evidence.intended:
+        return Finding(
+            "unexplained",
+            f"{name} read a {evidence.kind} that was made where operators cannot be followed: inside a module that did not "
+            f"return it, in compiled code or in another library.",
+            weight=0,
+        )
     code = "domain-error" if evidence.kind == "nan" else "overflow"
     if evidence.intended:
         code = "indeterminate"

@@ -1,57 +1,96 @@
-"""Fixes that several causes share, and how each is tried on the failing step."""
+"""Fixes that several causes share, and how each is tried on the failing step.
+
+A fix that is verified must be the fix that is printed. So a change of an operand is printed as a changed line only where
+the text tells which expression of the line ran the accused operator, and is tried on the runs of that expression. Where
+the text cannot tell, the fix is put in words, and tried on the runs that need it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import rewrite, words
+from ampguard import numerics
+from ampguard.capture.record import RootCall
+from ampguard.diagnose import accused, rewrite, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
 from ampguard.replay.operators import flat_tensors
-from ampguard.replay.variants import Intervention, Variant
+from ampguard.replay.variants import CodePlace, Intervention, Variant
+
+SPELLED = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "-Inf"}
+
+
+def spelled(kind: str | float | None) -> str:
+    """NaN, +Inf and -Inf as every text of ours writes them.
+
+    >>> spelled("+inf"), spelled(float("nan")), spelled(2.5)
+    ('+Inf', 'NaN', '2.5')
+    """
+    text = words.number(kind) if isinstance(kind, (int, float)) or kind is None else kind
+    return SPELLED.get(text, text)
+
+
+# --- another precision ------------------------------------------------------------------------------------------------
 
 
 def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
-    """Float32 for the smallest region that needs it, bfloat16 for the run, no mixed precision at all."""
-    target = words.region(evidence)
-    fixes = [Proposal("force-fp32", target, "", search=True)]
+    """Float32 for the smallest region that needs it, bfloat16 for the run, no low precision at all."""
+    setting = _setting(evidence)
+    device = evidence.op.device
+    is_training = evidence.bad.mode == "train"
+    bf16, fp32 = {
+        "autocast": (
+            f'torch.autocast("{device}", dtype=torch.bfloat16)' + (", without GradScaler" if is_training else ""),
+            f'torch.autocast("{device}", enabled=False)' + (" and GradScaler(enabled=False)" if is_training else ""),
+        ),
+        "weights": ("model.to(torch.bfloat16), its inputs too", "model.float(), its inputs too"),
+        "casts": (
+            ".to(torch.bfloat16) in place of the casts to float16",
+            f"leave out the casts to {words.precision(evidence)}",
+        ),
+    }[setting]
+    fixes = [] if setting == "weights" else [Proposal("force-fp32", words.region(evidence), "", search=True)]
     if evidence.precision == torch.float16:
         fixes.append(
             Proposal(
                 "use-bf16",
                 None,
-                "train in bfloat16, which has float32's range: torch.autocast(..., dtype=torch.bfloat16), without GradScaler",
+                f"use bfloat16, which has float32's range: {bf16}",
                 trial=lambda e: Variant(convert=torch.bfloat16),
             )
         )
-    fixes.append(
-        Proposal(
-            "disable-amp",
-            None,
-            "run in float32: torch.autocast(..., enabled=False) and GradScaler(enabled=False)",
-            trial=lambda e: Variant(convert=torch.float32),
-        )
-    )
+    how = f"compute in float32: {fp32}"
+    fixes.append(Proposal("disable-amp", None, how, trial=lambda e: Variant(convert=torch.float32)))
     return tuple(fixes)
 
 
+def _setting(evidence: Evidence) -> str:
+    """Where the low precision comes from: "autocast", the model's own "weights", or the script's "casts"."""
+    roots = [e for e in evidence.events() if isinstance(e, RootCall)]
+    if any(root.modes.autocast_dtype is not None for root in roots):
+        return "autocast"
+    weights = [p for root in roots for p in root.module.parameters()]
+    if any(numerics.is_low_precision(p.dtype) for p in weights):
+        return "weights"
+    givens = [held.value for _, _, held in evidence.held()]
+    if roots or any(numerics.is_low_precision(t.dtype) for t in givens):
+        return "casts"
+    return "autocast"
+
+
+# --- a changed operand or result --------------------------------------------------------------------------------------
+
+
 def changed_operand(position: int, change: Callable[[Tensor], Tensor]) -> Trial:
-    """Replay with one tensor operand of the accused operator changed first."""
-
-    def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = flat_tensors(args, kwargs)[position]
-        swap: Callable[[Any], Any] = lambda a: change(a) if a is target else a  # noqa: E731
-        new_args = tuple([swap(i) for i in a] if isinstance(a, list) else swap(a) for a in args)
-        output = func(*new_args, **{k: swap(v) for k, v in kwargs.items()})
-        if any(output is a for a in new_args) and isinstance(output, Tensor) and not any(output is a for a in args):
-            return args[0].copy_(output)  # an in-place operator returns the tensor that it was called on
-        return output
-
-    return at_the_head(intervention)
+    """Replay with one tensor operand of the accused operator changed, wherever the accused line runs it."""
+    return lambda evidence: Variant(
+        at_places={evidence.op.place: _changing(_argument_of(evidence, position), position, change)}
+    )
 
 
 def changed_result(change: Callable[[Tensor], Tensor]) -> Trial:
@@ -72,33 +111,171 @@ def at_the_head(intervention: Intervention) -> Trial:
     return lambda evidence: Variant(at_places={evidence.op.place: intervention})
 
 
-def clamp_fix(evidence: Evidence, position: int, low: float | None, high: float | None) -> Proposal:
+def _changing(
+    argument: int | None,
+    position: int,
+    change: Callable[[Tensor], Tensor],
+    needs: Callable[[Tensor], bool] = lambda tensor: True,
+) -> Intervention:
+    """An operator with one argument changed: that of number `argument`, or its tensor operand number `position`.
+
+    Runs whose argument is a plain number, or does not need the change, stay as they are.
+    """
+
+    def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if argument is None:
+            tensors = flat_tensors(args, kwargs)
+            target = tensors[position] if position < len(tensors) and needs(tensors[position]) else None
+            new_args = tuple([_swap(i, target, change) for i in a] if isinstance(a, list) else _swap(a, target, change)
+                             for a in args)  # fmt: skip
+            return func(*new_args, **{k: _swap(v, target, change) for k, v in kwargs.items()})
+        old = args[argument] if argument < len(args) else None
+        if not isinstance(old, Tensor) or not needs(old):
+            return func(*args, **kwargs)
+        new = change(old)
+        output = func(*args[:argument], new, *args[argument + 1 :], **kwargs)
+        return old.copy_(output) if output is new else output  # an in-place operator writes to what it was called on
+
+    return intervention
+
+
+def _swap(value: Any, target: Tensor | None, change: Callable[[Tensor], Tensor]) -> Any:
+    return change(value) if value is target and isinstance(value, Tensor) else value
+
+
+def _argument_of(evidence: Evidence, position: int) -> int | None:
+    """The argument that is the tensor operand number `position`; None where it stands in a list or by keyword."""
+    call = evidence.call
+    if call is None:
+        return position
+    tensors = [i for i, a in enumerate(call.args) if isinstance(a, Tensor)]
+    if any(isinstance(a, (list, tuple)) and any(isinstance(t, Tensor) for t in a) for a in call.args):
+        return None
+    return tensors[position] if position < len(tensors) else None
+
+
+# --- a changed line ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OperandFix:
+    """A change of one operand of the accused operator: as text, as it is tried, and which operands need it."""
+
+    action: str
+    position: int
+    written: rewrite.Change
+    tried: Callable[[Tensor], Tensor]
+    needs: Callable[[Tensor], bool]
+    in_words: str
+    every_use: bool = False
+    """Whether the words mean every argument that is the same tensor (`x * x`)."""
+
+    def proposal(self, evidence: Evidence) -> Proposal:
+        """Printed as a line of code where the text tells which expression failed, else in words."""
+        found = _changed_line(evidence, self)
+        if found is not None:
+            return Proposal(self.action, words.region(evidence), found[0], trial=found[1])
+        argument = None if self.every_use else _argument_of(evidence, self.position)
+        where = _places(evidence, _changing(argument, self.position, self.tried, self.needs))
+        code = accused.statement(evidence)
+        return Proposal(
+            self.action, words.region(evidence), f"{self.in_words} in: {code}" if code else self.in_words, trial=where
+        )
+
+
+def clamp_fix(
+    evidence: Evidence, position: int, low: float | None, high: float | None, every_use: bool = False
+) -> Proposal:
     """Keep an operand inside the function's domain."""
-    bounds = ", ".join(f"{n}={b:g}" for n, b in (("min", low), ("max", high)) if b is not None)
-    names = frozenset({evidence.op.short_name})
-    line = rewrite.with_operand(words.code(evidence), names, "{}.clamp(" + bounds + ")")
-    return Proposal(
+    bounds = ", ".join(f"{n}={rewrite.literal(b)}" for n, b in (("min", low), ("max", high)) if b is not None)
+
+    def outside(tensor: Tensor) -> bool:
+        below = low is not None and bool((tensor < low).any())
+        return below or (high is not None and bool((tensor > high).any()))
+
+    return OperandFix(
         "clamp",
-        words.region(evidence),
-        line or f"clamp({bounds}) the operand of {words.operator(evidence)} in: {words.code(evidence)}",
-        trial=changed_operand(position, lambda t: t.clamp(min=low, max=high)),
-    )
+        position,
+        rewrite.clamped(low, high),
+        lambda t: t.clamp(min=low, max=high),
+        outside,
+        f"clamp({bounds}) the operand of {words.operator(evidence)}",
+        every_use,
+    ).proposal(evidence)
 
 
 def epsilon_fix(evidence: Evidence, position: int, epsilon: float) -> Proposal:
-    """Keep a divisor away from zero."""
-    line = rewrite.with_divisor(words.code(evidence), "({} + " + f"{epsilon:g})")
-    if line is None:
-        names = frozenset({evidence.op.short_name})
-        line = rewrite.with_operand(words.code(evidence), names, "({} + " + f"{epsilon:g})")
-    return Proposal(
+    """Keep a divisor, or what is put under a root, away from zero."""
+    dtype = evidence.operands[position].values.dtype if position < len(evidence.operands) else torch.float32
+
+    def is_lost(value: float) -> bool:
+        return 0 < value < epsilon and float(torch.tensor(value, dtype=torch.float64).to(dtype)) == 0
+
+    return OperandFix(
         "add-epsilon",
-        words.region(evidence),
-        line or f"add {epsilon:g} to what is divided by (or put under the root) in: {words.code(evidence)}",
-        trial=changed_operand(position, lambda t: t + torch.where(t < 0, -epsilon, epsilon).to(t.dtype)),
-    )
+        position,
+        rewrite.plus(epsilon, is_lost),
+        lambda t: t + epsilon,
+        lambda t: bool((t == 0).any()),
+        f"add {rewrite.literal(epsilon)} to the operand of {words.operator(evidence)} that is 0",
+    ).proposal(evidence)
 
 
 def smallest_epsilon(evidence: Evidence) -> float:
     """An epsilon that survives in the precision in use, with room for a reciprocal of it."""
     return 1e-3 if evidence.precision == torch.float16 else 1e-6
+
+
+def _changed_line(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:
+    """(the changed line, its trial) where the text tells which expressions ran the accused operator."""
+    line = accused.line_of(evidence)
+    argument = _argument_of(evidence, fix.position)
+    if line is None or argument is None:
+        return None
+    op = evidence.op
+    expressions = line.expressions(op.short_name, accused.is_in_place(op))
+    alone = accused.accused_alone(evidence, expressions)
+    if alone is not None:
+        operand = alone.operand(op.short_name, argument, accused.argument_name(op, argument))
+        if operand is None or rewrite.plain_number(operand) is not None:
+            return None
+        trial = _runs(evidence, expressions, alone, _changing(argument, fix.position, fix.tried))
+        return line.with_changes([(alone, operand)], fix.written), trial
+    return _all_changed(evidence, line, expressions, fix, argument)
+
+
+def _all_changed(
+    evidence: Evidence, line: rewrite.LineOfCode, expressions: list[rewrite.Expression], fix: OperandFix, argument: int
+) -> tuple[str, Trial] | None:
+    """Every expression of the line that runs the operator, where each run of it has a tensor to change."""
+    op = evidence.op
+    changes = [
+        (e, operand)
+        for e in expressions
+        if (operand := e.operand(op.short_name, argument, accused.argument_name(op, argument))) is not None
+        and rewrite.plain_number(operand) is None
+    ]
+    runs = [run for group in accused.runs_of_the_line(evidence) for run in group]
+    one_operator = {r.name for r in runs} == {op.name}
+    if len(changes) < 2 or not one_operator or any(r.tensors != len(op.inputs) for r in runs):
+        return None
+    if len(changes) < len(expressions) or len(runs) % len(expressions):
+        return None
+    return line.with_changes(changes, fix.written), _places(evidence, _changing(argument, fix.position, fix.tried))
+
+
+def _runs(
+    evidence: Evidence, expressions: list[rewrite.Expression], chosen: rewrite.Expression, change: Intervention
+) -> Trial:
+    """Try a change wherever the chosen expression runs."""
+    if accused.turn_of(evidence, expressions) is None or len(expressions) == 1:
+        return _places(evidence, change)
+    turn = expressions.index(chosen)
+    runs = [group[turn] for group in accused.runs_of_the_line(evidence) if len(group) == len(expressions)]
+    indices = [run.index for run in runs if run.index is not None and run.name == evidence.op.name]
+    return lambda e: Variant(interventions=dict.fromkeys([e.op.index, *indices], change))
+
+
+def _places(evidence: Evidence, change: Intervention) -> Trial:
+    place: CodePlace = evidence.op.place
+    return lambda e: Variant(at_places={place: change})

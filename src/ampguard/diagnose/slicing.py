@@ -81,12 +81,14 @@ class Chain:
     """The way back from the bad result: `links[0]` made the result, `links[-1]` is where the chain begins.
 
     `given` is set where the last link only read a non-finite value that was there before. `intended` is set where the
-    chain begins at an infinity that the code meant to have (a literal, a mask that was handed in).
+    chain begins at an infinity that the code meant to have (a literal, a mask that was handed in). `is_data` is set
+    where a constant was written into a batch before the model saw it: the batch is what was given.
     """
 
     links: list[Link] = field(default_factory=list)
     given: Given | None = None
     intended: bool = False
+    is_data: bool = False
 
     @property
     def head(self) -> Link:
@@ -119,6 +121,26 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | 
         if best is None or (best.conversion() is None and chain.conversion() is not None):
             best = chain
     return best
+
+
+def at_the_data(chain: Chain, first_model_call: int | None) -> Chain:
+    """The same chain, ended at the model's input where it begins at a NaN or Inf literal written before the model ran."""
+    if first_model_call is None or chain.head.op.event >= first_model_call:
+        return chain
+    begins_with_constant = (
+        any(not math.isfinite(s) for s in chain.head.op.scalars)
+        if chain.given is None
+        else math.prod(chain.given.tensor.shape) == 1
+    )
+    inside = [link for link in chain.links if link.op.event >= first_model_call]
+    if not begins_with_constant or not inside:
+        return chain
+    last = inside[-1]
+    for operand, tensor in enumerate(last.op.inputs):
+        if tensor.bad is not None:
+            given = Given(tensor, int(tensor.bad.flat[0]), int(tensor.bad.kinds[0]), last.op, operand)
+            return Chain(inside, given, intended=False, is_data=True)
+    return chain
 
 
 def _starts(bad: BadElements) -> list[int]:

@@ -7,57 +7,75 @@ log(sum(exp(x))) is logsumexp(x); exp(x) / sum(exp(x)) is softmax(x).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ampguard.diagnose import words
+from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Proposal
+from ampguard.diagnose.finding import Proposal, Trial
+from ampguard.numerics import is_low_precision
 from ampguard.replay.trace import TracedOp
-from ampguard.replay.variants import Variant
+from ampguard.replay.variants import Intervention, Variant
 
 EPSILONS = 1e-2
+Compute: TypeAlias = Callable[[Tensor, tuple[Any, ...]], Tensor]
+"""The stable form, from the source's operand and arguments."""
 
 
 def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
     """The stable form of the accused operator's line, if it has one."""
-    found = _log_form(evidence) if evidence.op.short_name == "log" else None
+    found = _logs_of_the_line(evidence) if evidence.op.short_name == "log" else None
     if found is None and evidence.op.short_name == "exp":
         found = _softmax_by_hand(evidence)
     if found is None:
         return ()
     how, trial = found
-    return (Proposal("stable-form", words.region(evidence), f"{how} in place of: {words.code(evidence)}", trial=trial),)
+    old = accused.accused_expression(evidence) or accused.statement(evidence)
+    return (Proposal("stable-form", words.region(evidence), f"{how} in place of: {old}", trial=trial),)
 
 
-def _log_form(evidence: Evidence) -> tuple[str, Callable[[Evidence], Variant]] | None:
-    maker = _past_epsilon(evidence, evidence.maker(0))
+def _logs_of_the_line(evidence: Evidence) -> tuple[str, Trial] | None:
+    """The stable form of the accused logarithm, tried on every run of its line that has the same form."""
+    form = _log_form(evidence, evidence.op)
+    if form is None:
+        return None
+    how, accused_source, compute = form
+    same = [(evidence.op, accused_source, compute)]
+    for op in evidence.trace.ops:
+        if op is not evidence.op and op.place == evidence.op.place:
+            other = _log_form(evidence, op)
+            if other is not None and other[0] == how:
+                same.append((op, other[1], other[2]))
+    return how, _from_sources(same)
+
+
+def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute] | None:
+    """(how to write it, the operator whose operand is the form's own, the form of that operand) of one logarithm."""
+    maker = _past_epsilon(evidence, evidence.maker(0, log))
     if maker is None:
         return None
     if maker.short_name in ("_softmax", "softmax"):
-        return "torch.log_softmax(x, dim)", _from_source(evidence, maker, lambda x, args: F.log_softmax(x, args[1]))
+        return "torch.log_softmax(x, dim)", maker, lambda x, args: F.log_softmax(x, args[1])
     if maker.short_name == "sigmoid":
-        return "F.logsigmoid(x)", _from_source(evidence, maker, lambda x, args: F.logsigmoid(x))
+        return "F.logsigmoid(x)", maker, lambda x, args: F.logsigmoid(x)
     if maker.short_name == "rsub" or maker.short_name == "sub":
         inner = evidence.maker(0 if len(maker.inputs) == 1 else len(maker.inputs) - 1, maker)
         if inner is not None and inner.short_name == "sigmoid":
-            return "F.logsigmoid(-x)", _from_source(evidence, inner, lambda x, args: F.logsigmoid(-x))
+            return "F.logsigmoid(-x)", inner, lambda x, args: F.logsigmoid(-x)
     if maker.short_name == "sum":
         inner = evidence.maker(0, maker)
         if inner is not None and inner.short_name == "exp":
             dims = (evidence.capture(maker.index) or _Nothing).args[1:2]
             keep = len(maker.outputs[0].shape) == len(maker.inputs[0].shape)
             dim = list(dims[0]) if dims and dims[0] else list(range(len(maker.inputs[0].shape)))
-            return "torch.logsumexp(x, dim)", _from_source(
-                evidence, inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep)
-            )
+            return "torch.logsumexp(x, dim)", inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep)
     return None
 
 
-def _softmax_by_hand(evidence: Evidence) -> tuple[str, Callable[[Evidence], Variant]] | None:
+def _softmax_by_hand(evidence: Evidence) -> tuple[str, Trial] | None:
     """`exp(x)` whose every use is a quotient by its own sum: subtracting the row's maximum changes nothing else."""
     uses = [op for op in evidence.trace.ops if any(t.made_by == (evidence.op.index, 0) for t in op.inputs)]
     names = {op.short_name for op in uses}
@@ -83,26 +101,31 @@ def _past_epsilon(evidence: Evidence, maker: TracedOp | None) -> TracedOp | None
     return maker
 
 
-def _from_source(
-    evidence: Evidence, maker: TracedOp, compute: Callable[[Tensor, tuple[Any, ...]], Tensor]
-) -> Callable[[Evidence], Variant]:
-    """Replay with the stable form of `maker`'s operand in the place of the accused operator's result."""
+def _from_sources(forms: list[tuple[TracedOp, TracedOp, Compute]]) -> Trial:
+    """Replay with the stable form of each source's operand in the place of the logarithm's result."""
 
     def trial(e: Evidence) -> Variant:
-        kept: list[tuple[Tensor, tuple[Any, ...]]] = []
+        kept: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
 
-        def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            kept.append((args[0].detach(), args))
-            return func(*args, **kwargs)
+        def remembering(source: int) -> Intervention:
+            def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                kept[source] = (args[0].detach().clone(), args)
+                return func(*args, **kwargs)
 
-        def stable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            source, maker_args = kept[-1]
-            with torch.no_grad():
-                result = compute(source.float(), maker_args)
-            out = func(*args, **kwargs)
-            return result.reshape(out.shape).to(out.dtype)
+            return intervention
 
-        return Variant(interventions={maker.index: remember, e.op.index: stable})
+        def stable(source: int, compute: Compute) -> Intervention:
+            def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                operand, source_args = kept[source]
+                with torch.no_grad():
+                    result = compute(operand.float() if is_low_precision(operand.dtype) else operand, source_args)
+                out = func(*args, **kwargs)
+                return result.reshape(out.shape).to(out.dtype)
+
+            return intervention
+
+        places = {source.index: remembering(source.index) for _, source, _ in forms}
+        return Variant(interventions=places | {log.index: stable(s.index, compute) for log, s, compute in forms})
 
     return trial
 

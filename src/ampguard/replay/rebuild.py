@@ -32,9 +32,9 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.names import module_names
 from ampguard.replay.sandbox import ModuleSandbox, modes_of, neutral_thread, quiet, set_streams
-from ampguard.replay.trace import Trace
+from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode
-from ampguard.replay.variants import AS_IT_RAN, Captured, Variant
+from ampguard.replay.variants import AS_IT_RAN, Captured, CodePlace, Variant
 
 
 @dataclass(slots=True)
@@ -68,6 +68,14 @@ class Replayer:
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
         self._recorder = recorder
+        self._hidden: dict[tuple[CodePlace, int], int] = {}
+        self._sought = [
+            held.tensor
+            for event in self.events
+            if isinstance(event, GlueOp)
+            for held in held_in((event.args, event.kwargs))
+            if held.copy is None and is_computed(held.tensor)
+        ]
         for event in self.events:
             if isinstance(event, RootCall):
                 names = module_names(event.module, event.prefix)
@@ -117,6 +125,9 @@ class Replayer:
         trace = Trace()
         mode = ReplayMode(variant, trace if traced else None, self.names)
         mode.boundary = Replayer._run_root.__code__
+        mode.hidden = dict(self._hidden)
+        if traced and variant is AS_IT_RAN:
+            mode.sought = self._sought
         values: dict[Ref, Tensor] = {}
         stand_ins: dict[int, Tensor] = {}
         exact = self.is_exact
@@ -149,6 +160,7 @@ class Replayer:
                     exact = exact and self._is_same_as_before(event, outputs)
         outcome = self._outcome(values, stand_ins, trace, exact, error, time.perf_counter() - started)
         outcome.captured = mode.captured
+        self._hidden = mode.hidden
         outcome.stand_ins = mode.stand_ins
         return outcome
 
@@ -272,8 +284,9 @@ class Replayer:
                     sandbox.swap_buffer(owner, name, other)
 
     def _run_glue(self, op: GlueOp, mode: ReplayMode, values: dict[Ref, Tensor], variant: Variant) -> list[Tensor]:
-        args = glue_arguments(op.args, values, variant.tensors)
-        kwargs = glue_arguments(op.kwargs, values, variant.tensors)
+        replacements: dict[int | Ref, Tensor] = {**dict(mode.found.items()), **variant.tensors}
+        args = glue_arguments(op.args, values, replacements)
+        kwargs = glue_arguments(op.kwargs, values, replacements)
         for held in held_in((op.args, op.kwargs)):
             mode.stand_ins.setdefault(compat.storage_key(held.value), (held.value, held.tensor))
         overwritten = self._recorder.tape.overwritten(op.func)
@@ -319,10 +332,20 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
         if event is None:
             continue
         state = event.swapped_state if isinstance(event, RootCall) else {}
-        more = {ref.event for ref in refs_in((event.args, event.kwargs, state))} | set(record.writers.get(event.index, ()))
+        if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_in((event.args, event.kwargs))):
+            pending += [e.index for e in record.events if isinstance(e, RootCall) and e.index < event.index]
+            wanted |= set(pending)
+        more = {ref.event for ref in refs_in((event.args, event.kwargs, state))} | set(
+            record.writers.get(event.index, ())
+        )
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]
+
+
+def is_computed(tensor: Tensor) -> bool:
+    """Whether a tensor that no recorded event made was computed somewhere (inside a module that did not return it)."""
+    return tensor.is_floating_point() and (tensor.grad_fn is not None or not numerics.is_finite(tensor))
 
 
 def is_replayable(value: Any) -> bool:
@@ -336,12 +359,16 @@ def _is_iterator(value: Any) -> bool:
     return hasattr(value, "__next__") and hasattr(value, "__iter__") and not isinstance(value, (Tensor, nn.Module))
 
 
-def substituted(tree: Any, values: dict[Ref, Tensor], tensors: dict[int, Tensor], mode: ReplayMode, grad: bool) -> Any:
+def substituted(
+    tree: Any, values: dict[Ref, Tensor], tensors: dict[int | Ref, Tensor], mode: ReplayMode, grad: bool
+) -> Any:
     """A root call's arguments: clones of earlier events' results as replayed (traced, so that the chain of values is
     not cut) and of what was held."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
+            if leaf in tensors:
+                return tensors[leaf].clone()
             if leaf not in values:
                 raise ReplayError("a tensor that the module was given was made by an operator that was not recorded")
             with torch.no_grad(), mode:
@@ -359,7 +386,7 @@ def substituted(tree: Any, values: dict[Ref, Tensor], tensors: dict[int, Tensor]
     return map_leaves(tree, value)
 
 
-def glue_arguments(tree: Any, values: dict[Ref, Tensor], tensors: dict[int, Tensor]) -> Any:
+def glue_arguments(tree: Any, values: dict[Ref, Tensor], tensors: dict[int | Ref, Tensor]) -> Any:
     """A taped operator's arguments."""
 
     def value(leaf: Any) -> Any:
@@ -409,14 +436,6 @@ def map_leaves(tree: Any, visit: Any) -> Any:
 def fresh_copy_needed(argument: Any) -> bool:
     """An operand that the operator overwrites and that belongs to the script must not be the script's own."""
     return isinstance(argument, Held) or any(isinstance(leaf, Held) for leaf in leaves(argument))
-
-
-def identical(old: Tensor, new: Tensor) -> bool:
-    """Bitwise equal, a NaN like any other NaN. Tensors of another shape or type than before were changed on purpose."""
-    if old.shape != new.shape or old.dtype != new.dtype or old.layout != torch.strided:
-        return True
-    old, new = old.detach(), new.detach()
-    return bool(((old == new) | ((old != old) & (new != new))).all())
 
 
 def low_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

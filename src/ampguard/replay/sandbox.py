@@ -61,7 +61,8 @@ def neutral_thread() -> Iterator[None]:
 
 
 def set_torch_streams(states: RngStates) -> None:
-    torch.default_generator.set_state(states.torch_cpu)
+    if states.torch_cpu is not None:
+        torch.default_generator.set_state(states.torch_cpu)
     for index, state in states.torch_cuda:
         torch.cuda.default_generators[index].set_state(state)
 

@@ -151,6 +151,14 @@ def bad_elements(tensor: Tensor) -> BadElements | None:
     return BadElements(flat.cpu(), storage_offsets(tensor, flat).cpu(), codes[flat].cpu(), count)
 
 
+def identical(old: Tensor, new: Tensor) -> bool:
+    """Bitwise equal, a NaN like any other NaN. Tensors of another shape or type than before were changed on purpose."""
+    if old.shape != new.shape or old.dtype != new.dtype or old.layout != torch.strided:
+        return True
+    old, new = old.detach(), new.detach()
+    return bool(((old == new) | ((old != old) & (new != new))).all())
+
+
 def storage_offsets(tensor: Tensor, flat: Tensor) -> Tensor:
     """Offsets in the storage of the elements at the flat positions of `tensor`."""
     offsets = torch.full_like(flat, int(tensor.storage_offset()))

@@ -19,8 +19,8 @@ from ampguard import compat, numerics
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import GlueOp, Line, RootCall, map_tensors
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_scalars, flat_tensors, without_tensors
-from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
-from ampguard.replay.variants import Captured, Intervention, Variant, converted, widened
+from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, identical, traced
+from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
 
 KEPT_OPS = 96
 """Operators with a non-finite result whose operands' values are kept."""
@@ -43,6 +43,12 @@ class ReplayMode(compat.DispatchMode):
         self.count = 0
         self.captured: dict[int, Captured] = {}
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sought: list[Tensor] = []
+        """Values that the step read outside modules and that no recorded event made: which operator makes them?"""
+        self.hidden: dict[tuple[CodePlace, int], int] = {}
+        """Where such values were found to be made: the n-th run of an operator at a line, and whose value it is."""
+        self.found: dict[int, Tensor] = {}
+        self._runs_of: dict[CodePlace, int] = {}
         self.boundary: CodeType | None = None
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
         self.stack: list[nn.Module] = []
@@ -124,9 +130,26 @@ class ReplayMode(compat.DispatchMode):
             raise
         if wanted:
             self.captured[index] = Captured(func, args if before is None else before, kwargs, output)
+        if self.sought or self.hidden:
+            self._seek(func, output)
         if op is not None:
             self._end(op, facts, args if before is None else before, args, kwargs, output)
         return output
+
+    def _seek(self, func: Any, output: Any) -> None:
+        """Is this result one that the step later read without a module having returned it?"""
+        line = self._line(sys._getframe(2))
+        place = (str(func), line.code.co_filename, line.number) if line is not None else (str(func), None, None)
+        run = self._runs_of[place] = self._runs_of.get(place, 0) + 1
+        known = self.hidden.get((place, run))
+        if known is not None and isinstance(output, Tensor):
+            self.found[known] = output
+        in_module = isinstance(self.event, RootCall) and isinstance(output, Tensor)
+        for value in self.sought if in_module else ():
+            alike = output.shape == value.shape and output.dtype == value.dtype and may_have_made(func, value)
+            if alike and identical(value, output):
+                self.found[id(value)] = output
+                self.hidden = {k: v for k, v in self.hidden.items() if v != id(value)} | {(place, run): id(value)}
 
     def _precision(self) -> torch.dtype | None:
         """The type to compute this operator in, or None for the type it has."""
@@ -229,6 +252,13 @@ class ReplayMode(compat.DispatchMode):
     def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
         known = self._made_by.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
+
+
+def may_have_made(func: Any, value: Tensor) -> bool:
+    """Whether the autograd node of `value` is that of `func` (`MeanBackward1` for `aten.mean`), as far as it has one."""
+    node = value.grad_fn
+    name = facts_of(func).name.replace("_", "").lower()
+    return node is None or node.name().lower().startswith(name)
 
 
 def values_before(args: Any, positions: tuple[int, ...]) -> tuple[Any, ...]:

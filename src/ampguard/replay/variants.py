@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampguard import numerics
+from ampguard.capture.record import Ref
 from ampguard.replay.operators import flat_tensors
 
 Intervention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -25,7 +26,7 @@ class Variant:
 
     `convert` computes everything that ran in low precision in another type. `force_fp32` names modules (by object)
     that leave autocast, `fp32_lines` lines outside every module. `interventions` replace single operators.
-    `tensors` replaces held tensors (a batch, a parameter, a buffer), by identity. The operands and results of the
+    `tensors` replaces held tensors (a batch, a parameter, a buffer) by identity, made ones by their reference. The operands and results of the
     operators in `capture` are kept.
     """
 
@@ -34,7 +35,7 @@ class Variant:
     fp32_lines: frozenset[tuple[str, int]] = frozenset()
     interventions: dict[int, Intervention] = field(default_factory=dict)
     at_places: dict[CodePlace, Intervention] = field(default_factory=dict)
-    tensors: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[int | Ref, Tensor] = field(default_factory=dict)
     capture: frozenset[int] = frozenset()
 
     def __hash__(self) -> int:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from ampguard.diagnose import words
-from ampguard.diagnose.evidence import Evidence, Operand
+from ampguard.diagnose import accused, rewrite, words
+from ampguard.diagnose.evidence import LOOK_THROUGH, Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import changed_operand, epsilon_fix, precision_fixes, smallest_epsilon
+from ampguard.diagnose.proposals import OperandFix, clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon
+from ampguard.replay.trace import TracedOp
 
 DIVISOR: dict[str, int] = {
     "div": 1, "true_divide": 1, "divide": 1, "remainder": 1, "fmod": 1, "reciprocal": 0, "rsqrt": 0,
     "addcdiv": 2, "floor_divide": 1,
 }  # fmt: skip
+INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 @cause("division-by-zero")
@@ -37,14 +39,14 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
             f"{name} {words.place(evidence)} divides by the plain number 0.",
             weight=50,
             evidence={"divisor": 0.0},
-            proposals=(Proposal("guard-empty", words.region(evidence), f"check for 0 before: {words.code(evidence)}"),),
+            proposals=(
+                Proposal("guard-empty", words.region(evidence), f"check for 0 before: {accused.statement(evidence)}"),
+            ),
         )
     divisor = evidence.operands[position]
     numerator = None if position == 0 else evidence.operands[0].value
     count = (divisor.values == 0).sum().item()
-    proposals = [_guard(evidence, position, divisor)]
-    if divisor.values.is_floating_point():
-        proposals.append(epsilon_fix(evidence, position, smallest_epsilon(evidence)))
+    proposals = _guards(evidence, position, divisor)
     if evidence.is_cured_by_float32:
         proposals += precision_fixes(evidence)
     what = "0/0" if numerator == 0 else "x/0"
@@ -62,6 +64,8 @@ def divisor_position(evidence: Evidence) -> int | None:
     """Which operand is 0 at the bad element and is divided by; None where none is."""
     name = evidence.op.short_name
     if name == "pow" and evidence.operands:
+        if evidence.op.name == "aten.pow.Scalar":
+            return None  # the base is a plain number
         exponent = evidence.scalars[0] if evidence.scalars else (evidence.operands[-1].value or 0.0)
         return 0 if exponent < 0 and _has_zero(evidence.operands[0]) else None
     position = DIVISOR.get(name)
@@ -74,25 +78,61 @@ def _has_zero(operand: Operand) -> bool:
     return bool((operand.contributing == 0).any())
 
 
-def _guard(evidence: Evidence, position: int, divisor: Operand) -> Proposal:
-    """A count wants `clamp(min=1)`; any other divisor its own case."""
-    values = divisor.values.double()
-    whole = bool((values == values.round()).all()) and bool((values >= 0).all())
-    is_count = whole and (not divisor.values.is_floating_point() or bool((values >= 1).any()))
-    if is_count:
-        from ampguard.diagnose import rewrite
-
-        line = rewrite.with_divisor(words.code(evidence), "{}.clamp(min=1)")
-        return Proposal(
-            "guard-empty",
-            words.region(evidence),
-            line or f"use a divisor of at least 1 (.clamp(min=1)) in: {words.code(evidence)}",
-            trial=changed_operand(position, lambda t: t.clamp(min=1)),
+def _guards(evidence: Evidence, position: int, divisor: Operand) -> list[Proposal]:
+    """A count wants a divisor of at least 1; a divisor that is never negative, at least an epsilon; any, one added."""
+    proposals = []
+    epsilon = smallest_epsilon(evidence)
+    if _is_count(evidence, position, divisor):
+        proposals.append(
+            OperandFix(
+                "guard-empty",
+                position,
+                rewrite.clamped(1, None),
+                lambda t: t.clamp(min=1),
+                lambda t: bool((t == 0).any()),
+                "use a divisor of at least 1 (.clamp(min=1))",
+            ).proposal(evidence)
         )
-    low = smallest_epsilon(evidence)
-    return Proposal(
-        "clamp",
-        words.region(evidence),
-        f"keep the divisor away from 0 (.clamp(min={low:g})) in: {words.code(evidence)}",
-        trial=changed_operand(position, lambda t: torch.where(t == 0, torch.full_like(t, low), t)),
-    )
+    if not divisor.values.is_floating_point() and not divisor.values.is_complex():
+        return proposals
+    proposals.append(epsilon_fix(evidence, position, epsilon))
+    if not divisor.values.is_complex() and bool((divisor.values >= 0).all()):
+        proposals.append(clamp_fix(evidence, position, epsilon, None))
+    return proposals
+
+
+def _is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
+    """Whether the divisor counts something: an integer, or a sum over values that can only be 0 and 1."""
+    if not divisor.values.is_floating_point():
+        return not divisor.values.is_complex()
+    maker = evidence.maker(position)
+    if maker is None:
+        return False
+    if any(not t.dtype.is_floating_point and not t.dtype.is_complex for t in maker.outputs[:1]):
+        return True
+    if maker.short_name not in ("sum", "count_nonzero"):
+        return False
+    if _is_mask(evidence, maker, 0):
+        return True
+    call = evidence.capture(maker.index)
+    if call is None or not call.tensors:
+        return False
+    values = call.tensors[0]
+    return bool(((values == 0) | (values == 1)).all()) and bool((values == 1).any())
+
+
+def _is_mask(evidence: Evidence, op: TracedOp, position: int, depth: int = 0) -> bool:
+    """Whether an operand is made of booleans or integers: cast, or a product of such."""
+    made = op.inputs[position].made_by if position < len(op.inputs) else None
+    if position < len(op.inputs) and not op.inputs[position].dtype.is_floating_point:
+        return True
+    while made is not None:
+        maker = evidence.trace.ops[made[0]]
+        if not maker.inputs or maker.outputs[0].dtype in INTEGERS or maker.inputs[0].dtype in INTEGERS:
+            return bool(maker.inputs)
+        if maker.short_name == "mul" and depth < 4:
+            return all(_is_mask(evidence, maker, i, depth + 1) for i in range(len(maker.inputs)))
+        if maker.short_name not in LOOK_THROUGH:
+            return False
+        made = maker.inputs[0].made_by
+    return False

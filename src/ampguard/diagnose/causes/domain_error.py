@@ -16,7 +16,7 @@ from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_position
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import clamp_fix, precision_fixes
+from ampguard.diagnose.proposals import clamp_fix, precision_fixes, spelled
 
 EDGE = 1e-6
 DOMAINS: dict[str, tuple[float | None, float | None, bool]] = {
@@ -40,7 +40,7 @@ def domain_error(evidence: Evidence) -> Finding | None:
         return None
     position, value, low, high = found
     name = words.operator(evidence)
-    span = f"{'-Inf' if low is None else f'{low:g}'} to {'Inf' if high is None else f'{high:g}'}"
+    span = f"{'-Inf' if low is None else f'{low:g}'} to {'+Inf' if high is None else f'{high:g}'}"
     proposals: list[Proposal] = list(stable.proposals(evidence))
     if low is not None or high is not None:
         edge = EDGE if evidence.precision is None else 1e-3
@@ -52,7 +52,7 @@ def domain_error(evidence: Evidence) -> Finding | None:
     return Finding(
         "domain-error",
         f"{name} {words.place(evidence)} was given {words.number(value)}, outside its domain ({span}), and gives "
-        f"{evidence.kind} in any precision.",
+        f"{spelled(evidence.kind)} in any precision.",
         weight=50,
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
         proposals=tuple(proposals),
@@ -62,7 +62,9 @@ def domain_error(evidence: Evidence) -> Finding | None:
 def outside_domain(evidence: Evidence) -> tuple[int, float, float | None, float | None] | None:
     """(operand, its value at the bad element, lower end, upper end) where a finite operand has no finite image."""
     name = evidence.op.short_name
-    position = 1 if name == "xlogy" else 0
+    if name == "pow" and not _has_fractional_exponent(evidence):
+        return None
+    position = 1 if name == "xlogy" and len(evidence.operands) > 1 else 0
     if position >= len(evidence.operands):
         return None
     value = evidence.operands[position].value
@@ -79,3 +81,11 @@ def outside_domain(evidence: Evidence) -> tuple[int, float, float | None, float 
     if wide is not None and math.isnan(wide) and len(evidence.float_operands) == 1:
         return position, value, None, None
     return None
+
+
+def _has_fractional_exponent(evidence: Evidence) -> bool:
+    """A negative base is outside the domain of a fractional power only, whose result is then NaN."""
+    if evidence.kind != "nan" or evidence.op.name == "aten.pow.Scalar":
+        return evidence.kind == "nan"
+    exponent = evidence.scalars[0] if evidence.scalars else evidence.operands[-1].value if evidence.operands else None
+    return exponent is not None and math.isfinite(exponent) and exponent != int(exponent)

@@ -9,18 +9,19 @@ Instead        filter such samples (or CTCLoss(zero_infinity=True)); check label
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import words
+from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_result
+from ampguard.replay.trace import TracedOp
+from ampguard.replay.variants import Variant
 
-PICKS = frozenset(
-    {"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss", "gather", "index", "neg"}
-)
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss", "gather", "index"})
 
 
 @cause("infeasible-target")
@@ -29,7 +30,7 @@ def infeasible_target(evidence: Evidence) -> Finding | None:
         return None
     if "ctc_loss" in evidence.op.short_name:
         return _ctc(evidence)
-    if evidence.intended and evidence.converts and evidence.op.short_name in PICKS:
+    if evidence.intended and (evidence.converts or evidence.bad.kind == "loss"):
         return _masked_label(evidence)
     return None
 
@@ -78,13 +79,16 @@ def _lengths(args: tuple[object, ...]) -> tuple[list[int], list[int]] | None:
 
 
 def _masked_label(evidence: Evidence) -> Finding | None:
-    name = words.operator(evidence)
-    integers = [o for o in evidence.operands if not o.values.is_floating_point()]
-    labels = sorted(set(integers[0].values.reshape(-1).tolist()))[:8] if integers else []
+    pick = _pick(evidence)
+    if pick is None:
+        return None
+    call = evidence.call if pick is evidence.op else evidence.capture(pick.index)
+    integers = [t for t in (call.tensors if call is not None else []) if not t.is_floating_point()]
+    labels = sorted(set(integers[0].reshape(-1).tolist()))[:8] if integers else []
     return Finding(
         "infeasible-target",
-        f"{name} {words.place(evidence)} picks a class whose logit was masked to -Inf: the target has probability 0, its "
-        f"loss is infinite in any precision.",
+        f"{pick.short_name} {_place(pick)} picks a class whose logit was masked to -Inf: the target has "
+        f"probability 0, its loss is infinite in any precision.",
         weight=85,
         evidence={"labels": labels},
         proposals=(
@@ -92,9 +96,38 @@ def _masked_label(evidence: Evidence) -> Finding | None:
                 "filter-sample",
                 words.region(evidence),
                 "drop samples whose label is outside the allowed classes (or correct the mask): "
-                + words.code(evidence),
-                trial=changed_result(lambda t: torch.where(torch.isinf(t), torch.zeros_like(t), t)),
+                + accused.statement(evidence),
+                trial=lambda e: Variant(at_places={pick.place: _without_infinities}),
             ),
         ),
         phase="loss",
+        op=None if pick is evidence.op else pick,
     )
+
+
+def _pick(evidence: Evidence) -> TracedOp | None:
+    """The operator that read the label's entry: where only the sign was changed since, it lies further back."""
+    if evidence.op.short_name in PICKS:
+        return evidence.op
+    if evidence.converts and evidence.op.short_name != "neg":
+        return None
+    links = evidence.chain.links
+    behind = links[links.index(evidence.link) + 1 :] if evidence.converts else links
+    picks = (link.op for link in behind if link.op.short_name in PICKS and _reads_labels(link.op))
+    return next(picks, evidence.op if evidence.converts else None)
+
+
+def _reads_labels(op: TracedOp) -> bool:
+    return any(t.dtype in (torch.int32, torch.int64) for t in op.inputs)
+
+
+def _without_infinities(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The samples in question count with a loss of 0."""
+    entries = args[0]
+    return func(torch.where(torch.isinf(entries), torch.zeros_like(entries), entries), *args[1:], **kwargs)
+
+
+def _place(op: TracedOp) -> str:
+    if op.root is None:
+        return "outside every module"
+    return f"in {op.module}" if op.module else "in the root module's forward"

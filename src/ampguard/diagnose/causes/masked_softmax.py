@@ -8,16 +8,17 @@ Not this       a finite mask constant that low precision turned into -Inf: see m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import words
+from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import changed_operand
+from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
+from ampguard.diagnose.proposals import at_the_head, changed_operand
 from ampguard.replay.operators import flat_tensors
 from ampguard.replay.variants import Variant
 
@@ -26,34 +27,97 @@ MAXIMA = frozenset({"amax", "max", "_softmax"})
 
 @cause("masked-softmax")
 def masked_softmax(evidence: Evidence) -> Finding | None:
-    if evidence.op.refused or not evidence.intended or not evidence.converts:
-        return _by_hand_with_exp(evidence) if not evidence.intended and not evidence.op.refused else None
-    rows = _empty_rows(evidence)
+    if evidence.op.refused:
+        return None
+    if evidence.kind == "nan" and (found := _by_mask_operand(evidence)) is not None:
+        return found
+    if not evidence.intended:
+        return _by_hand_with_exp(evidence)
+    rows = _empty_rows(evidence) if evidence.converts else None
     if rows is None:
         return None
     count, total, dim = rows
-    return _finding(evidence, count, total, changed_operand(0, lambda t: _with_a_key(t, dim)))
+    if evidence.op.short_name in ("sub", "subtract"):
+        return _finding(evidence, count, total, at_the_head(_shifted_with_a_key(dim)), at_the_head(_finite))
+    return _finding(evidence, count, total, changed_operand(0, lambda t: _with_a_key(t, dim)), at_the_head(_finite))
 
 
-def _finding(evidence: Evidence, count: int, total: int, trial: Any) -> Finding:
+def _by_mask_operand(evidence: Evidence) -> Finding | None:
+    """An attention that was handed its mask whole (fused layers, scaled_dot_product_attention) and gives NaN."""
+    call = evidence.call
+    if call is None:
+        return None
+    names = [a.name for a in call.func._schema.arguments]
+    for name, mask in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
+        is_mask = "mask" in name or name == "attn_bias"
+        if isinstance(mask, Tensor) and mask.dim() and is_mask and (rows := _rows_of_mask(evidence, mask)) is not None:
+            return rows
+    return None
+
+
+def _rows_of_mask(evidence: Evidence, mask: Tensor) -> Finding | None:
+    """The finding where rows of the mask leave no key and the operator is finite once they have one."""
+    call = evidence.call
+    is_kept = "scaled_dot_product" in evidence.op.short_name  # elsewhere True of a boolean mask means "masked"
+    empty = _keyless(mask, is_kept)
+    if call is None or not bool(empty.any()):
+        return None
+    freed = _mask_with_a_key(mask, is_kept)
+    args = [freed if a is mask else a for a in call.args]
+    kwargs = {name: freed if a is mask else a for name, a in call.kwargs.items()}
+    with torch.no_grad():
+        output = call.func(*args, **kwargs)
+    value = evidence.element(output[evidence.link.result] if isinstance(output, (tuple, list)) else output)
+    if value is None or not math.isfinite(value):
+        return None
+    position = next(i for i, t in enumerate(call.tensors) if t is mask)
+    trial = changed_operand(position, lambda t: _mask_with_a_key(t, is_kept))
+    is_float = mask.is_floating_point()
+    found = _finding(
+        evidence,
+        int(empty.sum()),
+        empty.numel(),
+        trial,
+        changed_operand(position, _finite_mask),
+        "-Inf" if is_float else str(not is_kept),
+    )
+    return found if is_float else dataclasses.replace(found, proposals=found.proposals[:1])
+
+
+def _keyless(mask: Tensor, is_kept: bool) -> Tensor:
+    """Which rows of a mask leave no key. `is_kept`: True of a boolean mask means that a key may be looked at."""
+    if mask.dtype == torch.bool:
+        return ~mask.any(-1) if is_kept else mask.all(-1)
+    return (mask == -math.inf).all(-1) if mask.is_floating_point() else torch.zeros(mask.shape[:-1], dtype=torch.bool)
+
+
+def _mask_with_a_key(mask: Tensor, is_kept: bool) -> Tensor:
+    """The same mask, key 0 given back to rows that have none."""
+    first = torch.arange(mask.shape[-1], device=mask.device) == 0
+    free = torch.tensor(is_kept if mask.dtype == torch.bool else 0.0, dtype=mask.dtype, device=mask.device)
+    return torch.where(_keyless(mask, is_kept).unsqueeze(-1) & first, free, mask)
+
+
+def _finding(evidence: Evidence, count: int, total: int, trial: Trial, finite: Trial, entry: str = "-Inf") -> Finding:
     return Finding(
         "masked-softmax",
         f"{words.operator(evidence)} {words.place(evidence)} was given {count} of {total} rows in which every entry is "
-        f"-Inf: the mask leaves them no key, and their softmax is NaN in any precision.",
+        f"{entry}: the mask leaves them no key, and their softmax is NaN in any precision.",
         weight=84,
         evidence={"empty_rows": count, "rows": total},
         proposals=(
             Proposal(
                 "fix-mask",
                 words.region(evidence),
-                "give every row at least one key, e.g. mask[..., 0] &= ~mask.all(-1), before: " + words.code(evidence),
+                "give every row at least one key, e.g. mask[..., 0] &= ~mask.all(-1), before: "
+                + accused.statement(evidence),
                 trial=trial,
             ),
             Proposal(
                 "mask-value",
                 words.region(evidence),
-                "mask with torch.finfo(scores.dtype).min instead of -inf: the row becomes uniform",
-                trial=changed_operand(0, lambda t: t.clamp(min=torch.finfo(t.dtype).min)) if trial else None,
+                "mask with torch.finfo(scores.dtype).min in place of -Inf: the row becomes uniform",
+                trial=finite,
             ),
         ),
     )
@@ -127,12 +191,41 @@ def _by_hand_with_exp(evidence: Evidence) -> Finding | None:
         return None
 
     def with_a_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(_with_a_key(flat_tensors(args, kwargs)[0], -1), **kwargs)
+        return func(_with_a_key(flat_tensors(args, kwargs)[0], -1), *args[1:], **kwargs)
 
-    return _finding(evidence, count, empty.numel(), lambda e: Variant(at_places={top.place: with_a_key}))
+    place = top.place
+    return _finding(
+        evidence,
+        count,
+        empty.numel(),
+        lambda e: Variant(at_places={place: with_a_key}),
+        lambda e: Variant(at_places={place: _finite}),
+    )
 
 
 def _with_a_key(scores: Tensor, dim: int) -> Tensor:
-    """The same scores, with rows that are all -Inf set to 0."""
+    """The same scores, key 0 of rows that are all -Inf set to 0. Any other score of it gives the same softmax."""
     empty = (scores == -math.inf).all(dim=dim, keepdim=True)
-    return torch.where(empty, torch.zeros_like(scores), scores)
+    shape = [scores.shape[dim] if d == dim % scores.dim() else 1 for d in range(scores.dim())]
+    first = (torch.arange(scores.shape[dim], device=scores.device) == 0).reshape(shape)
+    return torch.where(empty & first, torch.zeros_like(scores), scores)
+
+
+def _shifted_with_a_key(dim: int) -> Any:
+    """`x - x.max(dim)`: the maximum of a row that has been given key 0 is 0."""
+
+    def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scores, maxima = args[0], args[1]
+        finite = torch.where(maxima == -math.inf, torch.zeros_like(maxima), maxima)
+        return func(_with_a_key(scores, dim), finite, *args[2:], **kwargs)
+
+    return intervention
+
+
+def _finite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator with its type's lowest number in place of -Inf."""
+    return func(*(_finite_mask(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+
+def _finite_mask(mask: Tensor) -> Tensor:
+    return mask.clamp(min=torch.finfo(mask.dtype).min) if mask.is_floating_point() else mask

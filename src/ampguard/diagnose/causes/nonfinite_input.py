@@ -40,14 +40,14 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
                 "filter-sample",
                 given.name,
                 f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1)",
-                trial=lambda e: Variant(tensors={id(given.held): _without_bad_samples(given.tensor)}),
+                trial=lambda e: Variant(tensors={given.key: _without_bad_samples(given.tensor)}),
             ),
             Proposal(
                 "fix-data",
                 given.name,
                 f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made",
                 trial=lambda e: Variant(
-                    tensors={id(given.held): torch.nan_to_num(given.tensor, nan=0.0, posinf=0.0, neginf=0.0)}
+                    tensors={given.key: torch.nan_to_num(given.tensor, nan=0.0, posinf=0.0, neginf=0.0)}
                 ),
             ),
         ),

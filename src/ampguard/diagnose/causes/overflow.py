@@ -1,6 +1,7 @@
 """overflow: a result is beyond float32 too.
 
-What happens   exp(89) is beyond float32's 3.4e38, and so are powers and products of large numbers.
+What happens   exp(89) is beyond float32's 3.4e38 (exp(710) beyond float64's 1.8e308), and so are powers and products of
+               large numbers.
 Why it hurts   no precision of the training cures it: the values themselves have run away.
 Instead        the stable form (logsumexp, softplus, log_softmax), a clamp of the exponent, or a smaller learning rate where
                the values grew from step to step.
@@ -18,9 +19,15 @@ from ampguard.diagnose.causes.division_by_zero import divisor_position
 from ampguard.diagnose.causes.domain_error import outside_domain
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import changed_operand, clamp_fix
+from ampguard.diagnose.proposals import clamp_fix, spelled
+from ampguard.numerics import dtype_name
 
-EXPONENTIALS = frozenset({"exp", "expm1", "exp2", "sinh", "cosh"})
+LARGEST_EXPONENT = {
+    torch.float16: {"exp": 10.0, "expm1": 10.0, "exp2": 14.0, "sinh": 10.0, "cosh": 10.0},
+    torch.float32: {"exp": 80.0, "expm1": 80.0, "exp2": 120.0, "sinh": 80.0, "cosh": 80.0},
+    torch.float64: {"exp": 700.0, "expm1": 700.0, "exp2": 1000.0, "sinh": 700.0, "cosh": 700.0},
+}
+"""A round number below the exponent at which the result leaves the type; bfloat16 has float32's range."""
 
 
 @cause("overflow")
@@ -36,17 +43,19 @@ def overflow(evidence: Evidence) -> Finding | None:
     wide = evidence.element(evidence.in_float64)
     peak = max((o.stats.max_abs or 0.0) for o in evidence.float_operands)
     name = words.operator(evidence)
-    shown = "beyond float64 as well" if wide is None or not math.isfinite(wide) else f"{words.number(wide)} in float64"
+    dtype = torch.float64 if evidence.result_dtype == torch.float64 else torch.float32
+    result = f"its result is {words.number(wide)} in float64"
+    if wide is None or not math.isfinite(wide):
+        result = f"its result is {spelled(evidence.kind)}" + (" in float64 as well" if dtype == torch.float32 else "")
     proposals: list[Proposal] = list(stable.proposals(evidence))
-    if evidence.op.short_name in EXPONENTIALS:
-        high = 10.0 if evidence.precision == torch.float16 else 80.0
-        proposals.append(clamp_fix(evidence, 0, None, high))
+    if evidence.op.short_name in LARGEST_EXPONENT[torch.float32]:
+        proposals.append(clamp_fix(evidence, 0, None, _largest_exponent(evidence)))
     else:
         proposals.append(_bounded_operand(evidence, peak))
     return Finding(
         "overflow",
-        f"{name} {words.place(evidence)} leaves float32's range (3.4e38): its operands reach {words.number(peak)}, its result "
-        f"is {shown}.",
+        f"{name} {words.place(evidence)} leaves {dtype_name(dtype)}'s range ({torch.finfo(dtype).max:.2g}): its operands reach "
+        f"{words.number(peak)}, {result}.",
         weight=45,
         evidence={"max_abs_operand": peak, "result_fp64": wide if wide is None or math.isfinite(wide) else str(wide)},
         proposals=tuple(proposals),
@@ -59,18 +68,20 @@ def _grew_on_the_way(evidence: Evidence) -> bool:
     return wide is not None and math.isfinite(wide)
 
 
+def _largest_exponent(evidence: Evidence) -> float:
+    dtype = evidence.precision if evidence.precision == torch.float16 else evidence.result_dtype
+    return LARGEST_EXPONENT.get(dtype, LARGEST_EXPONENT[torch.float32])[evidence.op.short_name]
+
+
 def _bounded_operand(evidence: Evidence, peak: float) -> Proposal:
-    """The largest power of ten to which the operand can be clamped so that the result keeps well inside float32."""
-    position = max(range(len(evidence.operands)), key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
+    """The largest power of ten to which the operand can be clamped so that the result keeps well inside its type."""
+    floats = [i for i, o in enumerate(evidence.operands) if o.values.is_floating_point()]
+    position = max(floats, key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
     bound = 10.0 ** math.floor(math.log10(max(peak, 10.0)))
     while bound > 1e-3 and not _fits_with(evidence, position, bound):
         bound /= 10
-    return Proposal(
-        "clamp",
-        words.region(evidence),
-        f"bound the operand of {words.operator(evidence)} (.clamp(-{bound:g}, {bound:g})) in: {words.code(evidence)}",
-        trial=changed_operand(position, lambda t: t.clamp(-bound, bound)),
-    )
+    bound = float(f"{bound:.6g}")
+    return clamp_fix(evidence, position, -bound, bound, every_use=True)
 
 
 def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
@@ -85,4 +96,4 @@ def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
     except RuntimeError:
         return True
     result = result[0] if isinstance(result, (tuple, list)) else result
-    return bool((result.abs() < 1e30).all())
+    return bool((result.abs() < math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10).all())

@@ -1,0 +1,151 @@
+"""Which expression of the user's line ran the accused operator.
+
+The text of the line is compared with the operators that the line ran. Where each of its expressions ran once, the
+order tells; else only a single expression is sure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampguard.capture.record import GlueOp, Held, Ref, RootCall
+from ampguard.diagnose import rewrite
+from ampguard.diagnose.evidence import Evidence
+from ampguard.replay.trace import TracedOp
+
+HIDING = frozenset(
+    ["normalize", "cosine_similarity", "cosine_embedding_loss", "triplet_margin_loss", "corrcoef", "cov", "Categorical",
+     "Normal", "kl_divergence", "log_prob", "instance_norm", "gumbel_softmax", "poisson_nll_loss", "gaussian_nll_loss"]
+)  # fmt: skip
+"""Calls into PyTorch that divide, take roots or logarithms themselves, on the line of whoever called them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of an operator on the accused line. `index` is its place in the trace, None where it was not replayed."""
+
+    name: str
+    tensors: int
+    event: int
+    index: int | None
+
+
+def accused_expression(evidence: Evidence) -> str | None:
+    """The one expression of the user's line that ran the accused operator, as it is written; None where none is sure."""
+    line = line_of(evidence)
+    if line is None:
+        return None
+    chosen = accused_alone(evidence, line.expressions(evidence.op.short_name, is_in_place(evidence.op)))
+    return line.source.written(chosen.node) if chosen is not None else None
+
+
+def statement(evidence: Evidence) -> str:
+    """The statement of the accused line for a text: without comments, without the `def` or `if` that it hangs on."""
+    code = evidence.op.line
+    line = rewrite.line_of_code(code) if code is not None else None
+    simple = [s for _, s in line.parts if s is not None and s.lineno == s.end_lineno] if line is not None else []
+    if line is not None and simple:
+        return "; ".join(dict.fromkeys(line.source.written(s) for s in simple))
+    return rewrite.without_comment(code.location().code) if code is not None else ""
+
+
+def line_of(evidence: Evidence) -> rewrite.LineOfCode | None:
+    """The accused line, if its own text runs the operator: not where PyTorch's code did that it called."""
+    op = evidence.op
+    if op.line is None or _ran_inside_pytorch(evidence):
+        return None
+    line = rewrite.line_of_code(op.line)
+    if line is None or any(name in HIDING for part, _ in line.parts for name in rewrite.called(part)):
+        return None
+    return line
+
+
+def _ran_inside_pytorch(evidence: Evidence) -> bool:
+    """Whether the operator ran in a module of PyTorch's own (`nn.LayerNorm`), so that the line only called it."""
+    op = evidence.op
+    root = next((e for e in evidence.events() if e.index == op.event and isinstance(e, RootCall)), None)
+    if root is None:
+        return False
+    if root.line is not None and op.line is not None and root.line.code is op.line.code:
+        return True
+    owner = next((m for m in root.module.modules() if id(m) == op.owner), None)
+    return isinstance(owner, nn.Module) and type(owner).__module__.startswith("torch.")
+
+
+def is_in_place(op: TracedOp) -> bool:
+    return op.name.split(".")[1].endswith("_")
+
+
+def argument_name(op: TracedOp, argument: int) -> str | None:
+    arguments = op.func._schema.arguments
+    name = arguments[argument].name if argument < len(arguments) else None
+    return "input" if name == "self" else name
+
+
+def accused_alone(evidence: Evidence, expressions: list[rewrite.Expression]) -> rewrite.Expression | None:
+    """The expression that ran the accused operator: the only one, or the one whose turn it was."""
+    op = evidence.op
+    turn = turn_of(evidence, expressions)
+    if turn is not None:
+        return expressions[turn]
+    able = [e for e in expressions if not _has_a_plain_number(e, op.short_name)]
+    return able[0] if len(able) == 1 else None
+
+
+def _has_a_plain_number(expression: rewrite.Expression, operator: str) -> bool:
+    """`x / 2`: no run of it has a tensor that could be changed."""
+    operand = expression.operand(operator, 1, "other")
+    return operator == "div" and operand is not None and rewrite.plain_number(operand) is not None
+
+
+def turn_of(evidence: Evidence, expressions: list[rewrite.Expression]) -> int | None:
+    """Which of the line's expressions it was, where the line ran each of them once, in the order of the text."""
+    op = evidence.op
+    if not all(e.in_order for e in expressions):
+        return None
+    for group in runs_of_the_line(evidence):
+        turn = next((i for i, run in enumerate(group) if _is_accused(run, op)), None)
+        if turn is None or len(group) != len(expressions):
+            continue
+        if all(_agree(run, e) for run, e in zip(group, expressions, strict=True)):
+            return turn
+    return None
+
+
+def _is_accused(run: Run, op: TracedOp) -> bool:
+    return run.index == op.index if run.index is not None else run.event == op.event
+
+
+def _agree(run: Run, expression: rewrite.Expression) -> bool:
+    """A divisor that is written as a number is no tensor."""
+    return not _has_a_plain_number(expression, run.name.split(".")[1]) or run.tensors == 1
+
+
+def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
+    """The runs of the operator (and of those that share its spelling) on its line: for each call of a root module."""
+    op = evidence.op
+    names = next((f for f in rewrite.FAMILIES if op.short_name in f), frozenset({op.short_name}))
+    in_place = is_in_place(op)
+
+    def is_such(func: Any, line: Any) -> bool:
+        name = str(func).split(".")[1]
+        here = line is not None and op.line is not None and (line.code, line.number) == (op.line.code, op.line.number)
+        return here and name.rstrip("_") in names and name.endswith("_") == in_place
+
+    if op.root is None:
+        index_of = {o.event: o.index for o in evidence.trace.ops if o.root is None}
+        glue = [e for e in evidence.bad.record.events if isinstance(e, GlueOp) and is_such(e.func, e.line)]
+        return [[Run(str(e.func), _count_operands(e), e.index, index_of.get(e.index)) for e in glue]]
+    groups: dict[int, list[Run]] = defaultdict(list)
+    for o in evidence.trace.ops:
+        if o.root is not None and is_such(o.func, o.line):
+            groups[o.event].append(Run(o.name, len(o.inputs), o.event, o.index))
+    return list(groups.values())
+
+
+def _count_operands(event: GlueOp) -> int:
+    return sum(isinstance(a, (Held, Ref, Tensor)) for a in event.args)
