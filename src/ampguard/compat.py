@@ -6,6 +6,7 @@ A name that is missing gives the harmless answer: ampguard then sees less, the t
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,14 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are numbers to look at: not so for meta and fake tensors, and for empty ones."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return False
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is None or not isinstance(tensor, fake.FakeTensor)
+
+
 def is_wrapper(module: torch.nn.Module) -> str | None:
     """The attribute behind which `module` hides the user's module, or None where it is no wrapper of PyTorch's."""
     name = type(module).__name__
@@ -153,8 +162,6 @@ def weak(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
 
 def force_eager() -> Any:
     """A context in which compiled callables run eagerly, so that a replay sees every operator."""
-    import sys
-
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")

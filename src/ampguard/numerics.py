@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ampguard import compat
+
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 NAN, POS_INF, NEG_INF = 1, 2, 3
@@ -53,7 +55,7 @@ def is_finite(tensor: Tensor) -> bool:
     >>> is_finite(torch.ones(3)), is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.tensor([1, 2]))
     (True, False, True)
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not compat.has_values(tensor):
         return True
     if tensor.is_complex():
         return is_finite(torch.view_as_real(tensor.detach().resolve_conj()))

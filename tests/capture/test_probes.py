@@ -101,7 +101,6 @@ def test_guard_within_a_guard(tmp_path: Path) -> None:
         _pop_mode()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: of two guards, one within the other, a tape stays on the stack for good")
 def test_guard_within_a_guard_leaves_nothing_on_the_stack(tmp_path: Path) -> None:
     with ampguard.watch(out=tmp_path / "a"), ampguard.watch(out=tmp_path / "b"):
         nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()

@@ -104,9 +104,6 @@ def test_dispatch_mode_of_the_script_sees_the_script_only(factor: float, guard: 
     same_with_and_without(guard, body)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: the tape is entered where the script's modes are hidden, and so under them"
-)
 def test_script_with_a_dispatch_mode_leaves_pytorch_as_it_was(guard: Guard) -> None:
     """PyTorch remembers whether any mode is active; torch.compile compiles anew in each call where that is wrong."""
 
@@ -345,7 +342,6 @@ def test_forward_of_a_module_in_backward(guard: Guard) -> None:
 # --- unusual modules and tensors ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a PackedSequence cannot be rebuilt around Held tensors (map_tensors)")
 def test_packed_sequence(guard: Guard) -> None:
     model = nn.GRU(3, 4, batch_first=True)
 
@@ -386,7 +382,6 @@ def test_tensors_without_values(guard: Guard) -> None:
     assert run.report.status == "incidents"
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the value of a fake tensor is asked for; the guard switches itself off")
 def test_fake_tensors(guard: Guard) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -96,15 +96,8 @@ CALLED_BY_PROBES = [
 ]
 
 
-UNDO = "bug: Probes.undo() calls tape.leave() unguarded: its fault is raised at the script, torch stays patched"
-MARKED = [
-    pytest.param(owner, name, marks=pytest.mark.xfail(strict=True, reason=UNDO)) if name == "leave" else (owner, name)
-    for owner, name in CALLED_BY_PROBES
-]
-
-
 @pytest.mark.parametrize("after", [0, 7], ids=["at once", "later"])
-@pytest.mark.parametrize(("owner", "name"), MARKED, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("owner", "name"), CALLED_BY_PROBES, ids=lambda value: getattr(value, "__name__", value))
 def test_capture(
     owner: Any,
     name: str,
@@ -147,9 +140,6 @@ def test_capture_once_the_investigations_are_used_up(
     assert run.faults <= 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: after a fault the tape stays on the stack: all operators go through Python"
-)
 @pytest.mark.parametrize("name", ["before_backward", "tape_finished"])
 def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
     name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
@@ -237,19 +227,9 @@ INVESTIGATION = [
 ]
 
 
-LIVE = "bug: live tracing is outside the barrier: its fault is raised at the script"
-ALSO_LIVE = {"bad_elements", "traced", "call_module"}
-"""What live tracing runs as well, once the replay has failed."""
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [
-        pytest.param(owner, name, marks=pytest.mark.xfail(strict=True, reason=LIVE))
-        if name in ALSO_LIVE
-        else (owner, name)
-        for owner, name in INVESTIGATION
-    ],
+    INVESTIGATION,
     ids=lambda value: getattr(value, "__name__", value),
 )
 @pytest.mark.parametrize("loop", ["with_scaler", "gan"])
@@ -325,7 +305,6 @@ def test_fault_in_live_tracing(guard: Callable[..., Watched], monkeypatch: pytes
     assert run.faults == 1
 
 
-@pytest.mark.xfail(strict=True, reason=LIVE)
 @pytest.mark.parametrize("name", ["bad_elements", "traced", "facts_of"])
 def test_fault_while_the_step_is_traced_live(
     name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
@@ -347,16 +326,13 @@ def test_fault_while_the_step_is_traced_live(
 # --- the report ---------------------------------------------------------------------------------------------------------
 
 
-FINISH = "bug: a fault in Session.finish() is raised at a script that uses watch()"
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         (casebook.Casebook, "close"),
         (recorder.FlightRecorder, "flush"),
         *[
-            pytest.param(owner, name, marks=pytest.mark.xfail(strict=True, reason=FINISH))
+            (owner, name)
             for owner, name in [
                 (session.Session, "_make_report"),
                 (session, "print_summary"),

@@ -312,15 +312,11 @@ def test_batch_written_through_views(change: Callable[[Tensor], None], at_failur
     same_bits(at_failure, failing_step_with(change))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: results are compared before the later in-place writes have been replayed")
 def test_batch_written_through_a_view_is_compared_after_the_write(at_failure: AtFailure) -> None:
     (outcome,) = same_bits(at_failure, failing_step_with(one_view))
     assert outcome.is_exact
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: torch.tensor(...) changed through a view: lift_fresh's operand has no copy"
-)
 def test_new_tensor_written_through_a_view(at_failure: AtFailure) -> None:
     first, model = nn.Linear(1, 1), Keeps(nn.Linear(4, 2))
 

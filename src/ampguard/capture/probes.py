@@ -6,6 +6,7 @@ somebody else has replaced it since: then theirs stays, and ours, still undernea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -64,11 +65,11 @@ class Probes:
     def undo(self) -> None:
         """Put back every patched attribute and take the tape off the stack."""
         self._recorder.active = False
-        self._recorder.tape.leave()
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._recorder.barrier.call(self._recorder.tape.leave)
 
     def _in_child(self) -> None:
         """A forked process (a DataLoader worker) is not the guarded one."""
@@ -87,8 +88,9 @@ class Probes:
                 root = guarded(recorder.enter_root, module, args, kwargs)
                 recorder.paused = True
                 try:
-                    if recorder.live is not None and root is not None:
-                        with recorder.live.watch(root):
+                    live = recorder.live if root is not None else None
+                    if live is not None and root is not None:
+                        with live.watch(root):
                             output = original(module, *args, **kwargs)
                     else:
                         output = original(module, *args, **kwargs)
@@ -136,6 +138,9 @@ class Probes:
             @functools.wraps(original)
             def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    if not recorder.active:  # a fault inside an operator could not take the tape off
+                        with contextlib.suppress(Exception):
+                            recorder.tape.leave()
                     return original(tensors, *args, **kwargs)
                 guarded(recorder.before_backward, tensors)
                 recorder.paused = True

@@ -235,7 +235,7 @@ def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:
         items = [map_tensors(value, visit) for value in tree]
         if type(tree) is tuple:
             return tuple(items)
-        return type(tree)(*items) if hasattr(tree, "_fields") else _try_rebuild(type(tree), items, tree)
+        return tree._make(items) if hasattr(tree, "_make") else _try_rebuild(type(tree), items, tree)
     if isinstance(tree, list):
         items = [map_tensors(value, visit) for value in tree]
         return items if type(tree) is list else _try_rebuild(type(tree), items, tree)

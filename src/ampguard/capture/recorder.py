@@ -372,6 +372,9 @@ class FlightRecorder:
         if self._is_healthy(losses):
             return
         targets: list[Ref | Held] = []
+        known = [self.lookup(loss) for loss in losses]
+        if known and all(ref is not None and ref.event in self._judged for ref in known):
+            return  # differentiated before, with retain_graph
         for loss in losses:
             made_by = self.lookup(loss)
             if made_by is not None:
@@ -401,7 +404,9 @@ class FlightRecorder:
         if len(losses) != 1 or self.suspects or self._unread_outputs:
             return False
         loss = losses[0]
-        if loss.numel() != 1 or not is_immediate(loss) or loss.is_complex() or not math.isfinite(loss.item()):
+        if loss.numel() != 1 or not is_immediate(loss) or loss.is_complex() or not compat.has_values(loss):
+            return False
+        if not math.isfinite(loss.item()):
             return False
         made_by = self.lookup(loss)
         if made_by is not None:
@@ -433,8 +438,7 @@ class FlightRecorder:
         if self.live is not None:
             self.live.begin_step()
         self._backwards += 1
-        if not self.steps.has_optimizer:  # parameters updated by hand: the backward pass stands for the step
-            self.steps.count += 1
+        if self.steps.differentiated():  # parameters updated by hand
             self._end_iteration()
             self.resume_tape()
         elif self._goes_on_after_backward or self.steps.count < 2:

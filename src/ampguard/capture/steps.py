@@ -21,7 +21,16 @@ class StepCounter:
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._provisional = 0
+        self._by_backward = 0
         self._only: weakref.ref[Optimizer] | None = None
+
+    def differentiated(self) -> bool:
+        """A backward pass ended. True where it stands for the step: no optimizer is known."""
+        if self._ever or self._created:
+            return False
+        self.count += 1
+        self._by_backward += 1
+        return True
 
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""
@@ -30,6 +39,9 @@ class StepCounter:
 
     def attempted(self, optimizer: Optimizer) -> bool:
         """An optimizer's step was attempted. True where that ends an iteration."""
+        if self._by_backward:  # an optimizer from before the guard: its steps were counted by their backward passes
+            self.count -= self._by_backward
+            self._by_backward = 0
         if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
             self.count += 1
             return True
@@ -55,8 +67,3 @@ class StepCounter:
         if len(self._created | self._ever) == 1:
             self._only = weakref.ref(optimizer)
         return True
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether any optimizer exists, or ever stepped."""
-        return bool(self._ever) or bool(self._created)

@@ -101,8 +101,8 @@ class GlueTape(compat.DispatchMode):
         kwargs = kwargs or {}
         if self._left <= 0 or recorder.paused or not recorder.active:
             return func(*args, **kwargs)
-        facts = self._facts.get(func) or self._learn(func)
-        if facts.is_bookkeeping:
+        facts = self._facts.get(func) or recorder.barrier.call(self._learn, func)
+        if facts is None or facts.is_bookkeeping:
             return func(*args, **kwargs)
         if facts.is_read:
             value = func(*args, **kwargs)
@@ -131,11 +131,12 @@ class GlueTape(compat.DispatchMode):
     def _with_care(self, func: Any, args: Any, kwargs: Any, facts: _Facts) -> Any:
         """An operator of which something must be kept before it runs, or that is traced live."""
         recorder = self._recorder
-        rng = torch_rng_states() if facts.is_random else None
+        rng = recorder.barrier.call(torch_rng_states) if facts.is_random else None
         op = recorder.barrier.call(recorder.tape_op, func, args, kwargs, rng)
         try:
-            if recorder.live is not None and op is not None:
-                with recorder.live.watch(op):
+            live = recorder.live
+            if live is not None and op is not None:
+                with live.watch(op):
                     output = func(*args, **kwargs)
             else:
                 output = func(*args, **kwargs)

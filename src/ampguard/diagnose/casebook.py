@@ -164,6 +164,9 @@ class Casebook:
             return
         if not self._counted(bad, evidence):
             self._open(explain_trace(evidence, self._rank, live.reason), evidence, bad)
+        caught = [b for b, _ in self._unreplayable if b.mode == bad.mode]
+        if self.cases:
+            self.cases[-1].occurrences += len(caught)  # the failure that armed the tracing was this one
         self._unreplayable = [(b, why) for b, why in self._unreplayable if b.mode != bad.mode]
         self._disarm()
 
@@ -255,7 +258,9 @@ class Casebook:
         if not any(earlier.mode == bad.mode for earlier, _ in self._unreplayable):
             self._unreplayable.append((bad, reason))
         self._armed_until = bad.step + ARMED_STEPS
-        self._recorder.live = LiveTracing(reason, [e.module for e in bad.record.events if isinstance(e, RootCall)])
+        self._recorder.live = LiveTracing(
+            reason, [e.module for e in bad.record.events if isinstance(e, RootCall)], self._recorder.barrier
+        )
 
     def _disarm(self) -> None:
         self._armed_until = None

@@ -194,12 +194,19 @@ def _reduction(
 def _reduced_dims(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...]) -> set[int] | None:
     if math.prod(target) == 1 and math.prod(source) != 1:
         return set(range(len(source)))
-    args = op.plain
-    for value in args[1:]:
-        if isinstance(value, int) and not isinstance(value, bool) and -len(source) <= value < len(source):
-            return {value % len(source)}
-        if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) for v in value):
-            return {v % len(source) for v in value}
+    value = argument(op, "dim")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {value % len(source)} if source else None
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) for v in value):
+        return {v % len(source) for v in value}
+    return None
+
+
+def argument(op: TracedOp, name: str) -> object:
+    """The value of an argument by its name in the operator's schema; None where it was not given."""
+    for position, declared in enumerate(op.func._schema.arguments):
+        if declared.name == name:
+            return op.plain[position] if position < len(op.plain) else op.plain_kwargs.get(name)
     return None
 
 

@@ -228,7 +228,7 @@ def region_advice(evidence: Evidence) -> str:
 
 
 def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str) -> Incident:
-    bad, op = evidence.bad, evidence.op
+    bad, op = evidence.bad, finding.op or evidence.op
     line = finding.line or op.line
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
     if bad.names:

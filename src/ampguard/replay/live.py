@@ -1,29 +1,62 @@
 """The second rung of the ladder: operators watched while the step itself runs.
 
 For steps that cannot be replayed (inputs changed in place, a call that uses up its argument, a computation that does
-not repeat itself). Costly, so armed only after such a failure, for a limited number of steps.
+not repeat itself). Costly, so armed only after such a failure, for a limited number of steps. The script's operators
+run as they are; only our notes about them pass through the fault barrier.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.record import Event, RootCall
 from ampguard.replay.names import module_names
-from ampguard.replay.rebuild import traced_modules
 from ampguard.replay.trace import Trace
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import AS_IT_RAN
 
 
+class LiveMode(ReplayMode):
+    """A tracer that never lets a fault of its own reach the operator that it watches."""
+
+    def __init__(self, trace: Trace, names: dict[int, str], barrier: FaultBarrier) -> None:
+        super().__init__(AS_IT_RAN, trace, names)
+        self._barrier = barrier
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.stack.append(module)
+        self._barrier.call(self._locate)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self.stack.pop()
+            self._barrier.call(self._locate)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        noted = self._barrier.call(self.note_before, func, args, kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except RuntimeError:
+            if noted is not None:
+                noted.op.refused = True
+                noted.op.args, noted.op.kwargs = args, kwargs
+            raise
+        if noted is not None:
+            self._barrier.call(self.note_after, noted, args, kwargs, output)
+        return output
+
+
 class LiveTracing:
     """Traces the operators of the running step into `trace`; begins anew after each backward pass."""
 
-    def __init__(self, reason: str, modules: list[nn.Module]) -> None:
+    def __init__(self, reason: str, modules: list[nn.Module], barrier: FaultBarrier) -> None:
         self.reason = reason
+        self._barrier = barrier
         self._names: dict[int, str] = {}
         for module in modules:
             self._names |= module_names(module)
@@ -31,18 +64,43 @@ class LiveTracing:
 
     def begin_step(self) -> None:
         self.trace = Trace()
-        self._mode = ReplayMode(AS_IT_RAN, self.trace, self._names)
+        self._mode = LiveMode(self.trace, self._names, self._barrier)
 
-    @contextlib.contextmanager
-    def watch(self, event: Event) -> Iterator[None]:
-        """Trace what runs inside."""
+    def watch(self, event: Event) -> Watching:
+        """A context in which what the event runs is traced."""
+        return Watching(self, event)
+
+    def enter(self, event: Event) -> LiveMode:
         mode = self._mode
         mode.event = event
-        if isinstance(event, RootCall):
-            if id(event.module) not in self._names:
-                self._names |= module_names(event.module, event.prefix)
-            with traced_modules(mode), mode:
-                yield
-        else:
-            with mode:
-                yield
+        if isinstance(event, RootCall) and id(event.module) not in self._names:
+            self._names |= module_names(event.module, event.prefix)
+        mode.begin()
+        return mode
+
+
+class Watching:
+    """One event watched. Where watching cannot begin, the event runs unwatched."""
+
+    def __init__(self, live: LiveTracing, event: Event) -> None:
+        self._live = live
+        self._event = event
+        self._mode: LiveMode | None = None
+        self._call: Any = None
+
+    def __enter__(self) -> None:
+        mode = self._mode = self._live._barrier.call(self._live.enter, self._event)
+        if mode is None or not isinstance(self._event, RootCall):
+            return
+        current = self._call = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            return mode.call_module(current, module, args, kwargs)
+
+        nn.Module.__call__ = __call__  # type: ignore[method-assign]
+
+    def __exit__(self, *exc: object) -> None:
+        if self._call is not None:
+            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        if self._mode is not None:
+            self._mode.end()

@@ -131,6 +131,7 @@ class Replayer:
         values: dict[Ref, Tensor] = {}
         stand_ins: dict[int, Tensor] = {}
         exact = self.is_exact
+        ran: list[tuple[RootCall | GlueOp, list[Tensor]]] = []
         error: BaseException | None = None
         grad_dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
         with (
@@ -156,8 +157,9 @@ class Replayer:
                     raise
                 for position, tensor in enumerate(outputs):
                     values[Ref(event.index, position)] = tensor
-                if traced and variant is AS_IT_RAN:
-                    exact = exact and self._is_same_as_before(event, outputs)
+                ran.append((event, outputs))
+        if traced and variant is AS_IT_RAN:  # only now: a result may have been written to later, as in the step itself
+            exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
         outcome = self._outcome(values, stand_ins, trace, exact, error, time.perf_counter() - started)
         outcome.captured = mode.captured
         self._hidden = mode.hidden
@@ -409,7 +411,7 @@ def map_leaves(tree: Any, visit: Any) -> Any:
         return [map_leaves(item, visit) for item in tree]
     if isinstance(tree, tuple):
         items = [map_leaves(item, visit) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
     if type(tree) is dict:
         return {key: map_leaves(item, visit) for key, item in tree.items()}
     if isinstance(tree, dict):

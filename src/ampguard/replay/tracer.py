@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,6 +27,22 @@ KEPT_OPS = 96
 """Operators with a non-finite result whose operands' values are kept."""
 
 KEPT_BYTES = 1 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """An operator between its start and its end."""
+
+    index: int
+    func: Any
+    facts: OperatorFacts
+    traced: TracedOp | None
+    before: tuple[Any, ...] | None
+
+    @property
+    def op(self) -> TracedOp:
+        assert self.traced is not None
+        return self.traced
 
 
 class CollectiveError(RuntimeError):
@@ -109,36 +126,45 @@ class ReplayMode(compat.DispatchMode):
         facts = facts_of(func)
         if facts.is_collective:
             raise CollectiveError(f"{func} would wait for the other ranks")
-        index = self.count
-        self.count += 1
         precision = self._precision() if self._may_convert else None
         if precision is not None:
             args, kwargs = converted(func, args, kwargs, precision)
-        op = before = None
-        if self.trace is not None:
-            op = self._begin(index, func, facts, args, kwargs)
-        wanted = index in self.variant.capture
-        if (op is not None or wanted) and (facts.writes or facts.hidden_writes):
-            before = values_before(args, facts.writes or facts.hidden_writes)
-        intervention = self._intervention(index, func) if self._intervenes else None
+        noted = self.note_before(func, args, kwargs)
+        intervention = self._intervention(noted.index, func) if self._intervenes else None
         try:
             output = func(*args, **kwargs) if intervention is None else intervention(func, args, kwargs)
         except RuntimeError:
-            if op is not None:
-                op.refused = True
-                op.args, op.kwargs = args, kwargs
+            if noted.traced is not None:
+                noted.op.refused = True
+                noted.op.args, noted.op.kwargs = args, kwargs
             raise
-        if wanted:
-            self.captured[index] = Captured(func, args if before is None else before, kwargs, output)
-        if self.sought or self.hidden:
-            self._seek(func, output)
-        if op is not None:
-            self._end(op, facts, args if before is None else before, args, kwargs, output)
+        self.note_after(noted, args, kwargs, output)
         return output
+
+    def note_before(self, func: Any, args: Any, kwargs: Any) -> Noted:
+        """What must be kept of an operator that is about to run."""
+        facts = facts_of(func)
+        index = self.count
+        self.count += 1
+        op = self._begin(index, func, facts, args, kwargs) if self.trace is not None else None
+        before = None
+        if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
+            before = values_before(args, facts.writes or facts.hidden_writes)
+        return Noted(index, func, facts, op, before)
+
+    def note_after(self, noted: Noted, args: Any, kwargs: Any, output: Any) -> None:
+        """An operator has run."""
+        operands = args if noted.before is None else noted.before
+        if noted.index in self.variant.capture:
+            self.captured[noted.index] = Captured(noted.func, operands, kwargs, output)
+        if self.sought or self.hidden:
+            self._seek(noted.func, output)
+        if noted.traced is not None:
+            self._end(noted.traced, noted.facts, operands, args, kwargs, output)
 
     def _seek(self, func: Any, output: Any) -> None:
         """Is this result one that the step later read without a module having returned it?"""
-        line = self._line(sys._getframe(2))
+        line = self._line(sys._getframe(3))
         place = (str(func), line.code.co_filename, line.number) if line is not None else (str(func), None, None)
         run = self._runs_of[place] = self._runs_of.get(place, 0) + 1
         known = self.hidden.get((place, run))
@@ -182,7 +208,7 @@ class ReplayMode(compat.DispatchMode):
         trace = self.trace
         assert trace is not None
         event = self.event
-        line = self._line(sys._getframe(2))
+        line = self._line(sys._getframe(3))
         number = event.index if event is not None else -1
         in_root = isinstance(event, RootCall)
         module, owner = self._here if in_root else (None, None)

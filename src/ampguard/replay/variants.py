@@ -26,8 +26,8 @@ class Variant:
 
     `convert` computes everything that ran in low precision in another type. `force_fp32` names modules (by object)
     that leave autocast, `fp32_lines` lines outside every module. `interventions` replace single operators.
-    `tensors` replaces held tensors (a batch, a parameter, a buffer) by identity, made ones by their reference. The operands and results of the
-    operators in `capture` are kept.
+    `tensors` replaces held tensors (a batch, a parameter, a buffer) by identity, made ones by their reference. The
+    operands and results of the operators in `capture` are kept.
     """
 
     convert: torch.dtype | None = None

@@ -36,6 +36,10 @@ class RunOptions:
     script_name: str = "script"
 
 
+_guarding: Session | None = None
+"""The guard that is on: PyTorch is patched once."""
+
+
 class Session:
     """Guards everything between `start()` and `finish()`."""
 
@@ -52,18 +56,31 @@ class Session:
         self._stop_at_next_forward: str | None = None
         self._finished = False
         self._told_fault = False
+        self._within: Session | None = None
+        """The guard that was on already, where there was one."""
         self.report: Report | None = None
 
     def start(self) -> None:
         """Make the run folder and install the probes. Raises UsageError or RunFolderError before anything is patched."""
+        global _guarding
+        if _guarding is not None:
+            print("ampguard: a guard is on already; this one stays out of its way", file=sys.stderr)
+            self._within = _guarding
+            return
         self._folder = make_run_folder(self._options.out, self._options.script_name)
+        _guarding = self
         self._probes.install()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Judge what is left, take the probes out, write the report. Only the first call counts."""
+        global _guarding
         if self._finished:
             return
         self._finished = True
+        if self._within is not None:
+            self.report = self._within.report or self._within._make_report()
+            return
+        _guarding = None
         try:
             if not isinstance(error, StopRun):
                 self._barrier.call(self._recorder.flush, error)
@@ -72,6 +89,13 @@ class Session:
             pass  # it is ending already
         finally:
             self._probes.undo()
+        try:
+            self._conclude()
+        except Exception as fault:
+            self._tell(fault, "the report could not be finished")
+
+    def _conclude(self) -> None:
+        """Write the report and say where it is."""
         self.report = self._make_report()
         problem = self._folder.write(self.report) if self._folder is not None else None
         path = self._folder.report_path if self._folder is not None and problem is None else None

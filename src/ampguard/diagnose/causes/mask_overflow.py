@@ -20,7 +20,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
-from ampguard.numerics import dtype_name, fits, largest
+from ampguard.numerics import NEG_INF, dtype_name, fits, largest
 from ampguard.replay.operators import flat_scalars
 
 MINIMA = tuple(float(torch.finfo(d).min) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -31,7 +31,7 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
     precision = evidence.precision
     if evidence.op.refused:
         return _refused(evidence)
-    if precision is None or evidence.given is not None or evidence.intended or evidence.link.kind == 1:
+    if precision is None or evidence.given is not None or evidence.intended:
         return None
     constant = mask_constant(evidence)
     if constant is None:
@@ -65,19 +65,28 @@ def mask_constant(evidence: Evidence) -> float | None:
     constant (a literal, a dtype's minimum, a round power of ten) that with the other operand leaves the range.
     """
     precision = evidence.precision
-    if precision is None or evidence.kind != "-inf":
+    if precision is None or evidence.kind == "nan" or (evidence.kind == "+inf" and not _is_subtracted(evidence)):
         return None
     limit = largest(precision)
-    for scalar in evidence.scalars:
+    sign = -1.0 if evidence.kind == "+inf" or evidence.op.short_name == "sub" else 1.0
+    for scalar in (sign * s for s in evidence.scalars):
         if math.isfinite(scalar) and scalar <= -0.9 * limit:
             others = [c for o in evidence.float_operands if (c := _constant_where_bad(evidence, o.values)) is not None]
             scales_a_mask = evidence.op.short_name != "mul" or any(c == 1.0 for c in others)
             return scalar if scales_a_mask else None
     for operand in evidence.float_operands:
         value = _constant_where_bad(evidence, operand.values)
+        value = -value if value is not None and evidence.kind == "+inf" else value
         if value is not None and value <= -0.45 * limit and looks_like_a_constant(value):
             return value
     return None
+
+
+def _is_subtracted(evidence: Evidence) -> bool:
+    """Whether a positive constant is on its way to be subtracted: `scores - (1 - mask) * 1e9`."""
+    links = evidence.chain.links
+    here = next((i for i, link in enumerate(links) if link is evidence.link), 0)
+    return any(link.op.short_name == "sub" and link.kind == NEG_INF for link in links[:here])
 
 
 def looks_like_a_constant(value: float) -> bool:
