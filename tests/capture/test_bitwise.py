@@ -69,7 +69,6 @@ def test_investigation_leaves_versions_gradients_and_graphs_alone(guard: Guard) 
     assert run.first.cause == "nonfinite-input"
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a bad loss that is differentiated twice is reported twice, unexplained")
 def test_loss_that_is_differentiated_twice_is_one_failure(guard: Guard) -> None:
     model = nn.Linear(2, 1)
 

@@ -368,7 +368,6 @@ def test_scripted_module(guard: Guard) -> None:
     assert run.report.status == "incidents"
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the value of a meta tensor is asked for; the guard switches itself off")
 def test_tensors_without_values(guard: Guard) -> None:
     """A script that sizes its model on the meta device before it trains."""
 

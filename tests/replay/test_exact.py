@@ -330,9 +330,6 @@ def test_new_tensor_written_through_a_view(at_failure: AtFailure) -> None:
     same_bits(at_failure, body)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: operators before the first of two backward passes are forgotten (_forget_finished)"
-)
 def test_result_computed_before_another_backward(at_failure: AtFailure) -> None:
     """A GAN's fake, computed outside the generator, is used again after the critic's backward."""
     seed_everything()

@@ -112,7 +112,6 @@ def test_rung_that_an_answer_stands_on(use: Callable[..., Tensor], rung: str, fa
         assert not any(fix.verified for fix in first.fixes), "what was not replayed is not called verified"
 
 
-@pytest.mark.xfail(strict=True, reason="bug: after a failure was caught live, the next of its kind is unexplained")
 def test_failure_that_was_caught_live_is_one_incident(guard: Guard) -> None:
     run = guard(train(generator_argument))
     assert run.causes == ["division-by-zero"]

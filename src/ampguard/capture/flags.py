@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.numerics import is_finite
 
 
@@ -22,7 +23,7 @@ class FiniteFlag:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._host: Tensor | None = None
-        floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        floats = [t for t in tensors if (t.is_floating_point() or t.is_complex()) and compat.has_values(t)]
         if all(is_immediate(t) for t in floats):
             self._answer: bool | None = all(is_finite(t) for t in floats)
             return

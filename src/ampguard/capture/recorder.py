@@ -140,6 +140,7 @@ class FlightRecorder:
         self._has_root = False
         self._is_functional = False
         self._judged: set[int] = set()
+        self._judged_losses: list[weakref.ref[Tensor]] = []
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
         self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
         self._updates = 0
@@ -372,9 +373,9 @@ class FlightRecorder:
         if self._is_healthy(losses):
             return
         targets: list[Ref | Held] = []
-        known = [self.lookup(loss) for loss in losses]
-        if known and all(ref is not None and ref.event in self._judged for ref in known):
+        if losses and all(any(known() is loss for known in self._judged_losses) for loss in losses):
             return  # differentiated before, with retain_graph
+        self._judged_losses = [weakref.ref(loss) for loss in losses]
         for loss in losses:
             made_by = self.lookup(loss)
             if made_by is not None:
@@ -433,13 +434,14 @@ class FlightRecorder:
 
     def after_backward(self) -> None:
         """The graph is used up: events before now are kept only while their results are."""
-        self._closed_until = self._next_index
+        before, self._closed_until = self._closed_until, self._next_index
         self.loss_of_scaled.clear()
         if self.live is not None:
             self.live.begin_step()
         self._backwards += 1
         if self.steps.differentiated():  # parameters updated by hand
             self._end_iteration()
+            self._iteration_start = before  # perhaps two backward passes make one step
             self.resume_tape()
         elif self._goes_on_after_backward or self.steps.count < 2:
             self.resume_tape()

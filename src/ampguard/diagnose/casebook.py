@@ -255,7 +255,12 @@ class Casebook:
         """The step cannot be replayed: watch the coming ones operator by operator."""
         if bad.mode == "train" and self._unknown_since is None:
             self._unknown_since = self._recorder.attempts
-        if not any(earlier.mode == bad.mode for earlier, _ in self._unreplayable):
+        caught_live = [c for c in self.cases if c.incident.evidence.get("rung") == "live-trace"]
+        known = next((c for c in reversed(caught_live) if c.incident.mode == bad.mode), None)
+        if known is not None:  # its like was caught live before
+            known.occurrences += 1
+            known.last_step = bad.step
+        elif not any(earlier.mode == bad.mode for earlier, _ in self._unreplayable):
             self._unreplayable.append((bad, reason))
         self._armed_until = bad.step + ARMED_STEPS
         self._recorder.live = LiveTracing(
