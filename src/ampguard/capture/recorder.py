@@ -112,8 +112,8 @@ class FlightRecorder:
         self.active = False
         self.paused = False
         """True inside a root call, a backward, a batch fetch or an investigation: nested calls are nobody's business."""
-        self.copies_floats = False
-        """True once an input was seen to be changed in place before backward."""
+        self.copies_inputs = False
+        """True once an input was seen to be changed in place before backward: then larger ones are copied as well."""
         self.counting = False
         """True once every investigation has been made: failures are counted, and nothing is recorded any more."""
         self.record = StepRecord()
@@ -234,7 +234,10 @@ class FlightRecorder:
         if not flag.is_known:
             self._unread_outputs.append((flag, bad))
         elif not flag.is_set():
-            self.suspects.append(bad)
+            if root.modes.inference or not self._backwards:  # nothing here can be a teacher of a training step
+                self._report(bad)
+            else:
+                self.suspects.append(bad)
 
     def _read_outputs(self, wait: bool) -> None:
         """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""
@@ -683,12 +686,12 @@ class FlightRecorder:
         self._producers[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
 
     def _name_argument(self, tensor: Tensor) -> Ref | Held:
-        """An argument of a module. Small masks and indices are copied: they are changed in place before backward."""
+        """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
         known = self.lookup(tensor)
         if known is not None:
             return known
-        small = tensor.numel() <= SMALL_ARGUMENT and not tensor.requires_grad and tensor.layout == torch.strided
-        if small and (self.copies_floats or not tensor.is_floating_point()):
+        limit = MAX_COPY if self.copies_inputs else SMALL_ARGUMENT
+        if tensor.numel() <= limit and not tensor.requires_grad and tensor.layout == torch.strided:
             return Held(tensor, version_of(tensor), tensor.clone())
         return Held(tensor, version_of(tensor))
 

@@ -138,7 +138,7 @@ class Casebook:
         try:
             return locate(bad, Replayer(bad, self._recorder))
         except ChangedSinceError as changed:
-            self._recorder.copies_floats = True
+            self._recorder.copies_inputs = True
             try:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:
