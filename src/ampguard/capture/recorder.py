@@ -135,7 +135,6 @@ class FlightRecorder:
         self._closed_until = 0
         self._iteration_start = 0
         self._sweep_at = SWEEP_EVENTS
-        self._backwards = 0
         self._goes_on_after_backward = False
         self._has_root = False
         self._is_functional = False
@@ -234,7 +233,7 @@ class FlightRecorder:
         if not flag.is_known:
             self._unread_outputs.append((flag, bad))
         elif not flag.is_set():
-            if root.modes.inference or not self._backwards:  # nothing here can be a teacher of a training step
+            if root.modes.inference:  # its results cannot be a teacher's in a training step
                 self._report(bad)
             else:
                 self.suspects.append(bad)
@@ -441,7 +440,6 @@ class FlightRecorder:
         self.loss_of_scaled.clear()
         if self.live is not None:
             self.live.begin_step()
-        self._backwards += 1
         if self.steps.differentiated():  # parameters updated by hand
             self._end_iteration()
             self._iteration_start = before  # perhaps two backward passes make one step
