@@ -104,7 +104,9 @@ def kept_rows(results: dict[str, list[Score]]) -> dict[str, list[Score]]:
     for tool, rows in results.items():
         (ROWS / f"{tool}.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     kept = {tool: ROWS / f"{tool}.json" for tool in ("ampguard", *BASELINES)}
-    return {tool: msgspec.json.decode(file.read_bytes(), type=list[Score]) for tool, file in kept.items() if file.exists()}
+    return {
+        tool: msgspec.json.decode(file.read_bytes(), type=list[Score]) for tool, file in kept.items() if file.exists()
+    }
 
 
 def fresh(folder: Path) -> Path:

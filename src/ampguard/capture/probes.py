@@ -316,3 +316,15 @@ class Probes:
             return train
 
         self._patches.replace(nn.Module, "train", watch)
+
+        def off_tape(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def cross(self: Any, *args: Any) -> Any:
+                if recorder.active and not recorder.paused:
+                    guarded(recorder.tape.leave)
+                return original(self, *args)
+
+            return cross
+
+        for edge in ("__enter__", "__exit__"):
+            self._patches.replace(torch.inference_mode, edge, off_tape)

@@ -40,6 +40,7 @@ class GlueTape(compat.DispatchMode):
         self._recorder = recorder
         self._left = 0
         self._on_stack = False
+        self._inference = False
         self._thread = 0
         self._facts: dict[Any, _Facts] = {}
 
@@ -55,6 +56,7 @@ class GlueTape(compat.DispatchMode):
             and not compat.in_functorch()
         ):
             self._left = limit
+            self._inference = torch.is_inference_mode_enabled()
             self.begin()
             self._on_stack = True
             self._recorder.barrier.own_modes = 1
@@ -65,6 +67,8 @@ class GlueTape(compat.DispatchMode):
         if not self._on_stack:
             return
         self._left = 0
+        if torch.is_inference_mode_enabled() != self._inference:
+            return  # the end of an inference-mode region puts back the dispatch state of its beginning, ours with it
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
             self.end()
             self._on_stack = False
