@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -153,11 +152,6 @@ def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-
-
-def weak(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
-    """A weak reference to a tensor object."""
-    return weakref.ref(tensor)
 
 
 def force_eager() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from ampguard.capture.record import GlueOp
 from ampguard.diagnose.evidence import Evidence
 from ampguard.numerics import dtype_name
 
@@ -54,7 +53,3 @@ def region(evidence: Evidence) -> str | None:
 def code(evidence: Evidence) -> str:
     line = evidence.op.line
     return line.location().code if line is not None else ""
-
-
-def is_glue(evidence: Evidence) -> bool:
-    return any(isinstance(e, GlueOp) and e.index == evidence.op.event for e in evidence.events())
