@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from ampguard.incident import Incident, Report
+from ampguard.incident import Incident, Report, Severity
 
 from .op_names import same_op
 from .truth import Case, Truth
@@ -23,6 +23,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     found: bool
+    severity: Severity | None = None
     step: int | None = None
     mode: Literal["train", "eval"] | None = None
     cause: str | None = None
@@ -64,6 +65,7 @@ def claim_of(report: Report) -> Claim:
     first: Incident = report.incidents[0]
     return Claim(
         found=any(incident.severity != "info" for incident in report.incidents),
+        severity=first.severity,
         step=first.step,
         mode=first.mode,
         cause=first.cause,
@@ -98,8 +100,9 @@ def _cells(truth: Truth, claim: Claim) -> dict[str, bool | None]:
         "line": named_line and claim.code in truth.lines,
         "fix": any(action in truth.fixes for action in claim.verified_fixes),
     }
-    cells: dict[str, bool | None] = {"found": claim.found}
-    cells |= {column: claim.found and value for column, value in right.items()}
+    found = claim.severity in truth.severity if claim.severity is not None else claim.found
+    cells: dict[str, bool | None] = {"found": found}
+    cells |= {column: found and value for column, value in right.items()}
     if not truth.fixes:
         cells["fix"] = None  # a replay cannot show one: not asked for
     return cells

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ampguard.incident import ACTIONS, CAUSES
+from ampguard.incident import ACTIONS, CAUSES, Severity
 
 CASES = Path(__file__).resolve().parent / "cases"
 OVERLOAD = re.compile(r"[a-z_]\w*\.\w+\.\w+")
@@ -30,6 +30,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     line: str | list[str]
     fixes: list[str]
+    severity: list[Severity] = msgspec.field(default_factory=lambda: ["warning", "error"])
 
     @property
     def steps(self) -> list[int]:
