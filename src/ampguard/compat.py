@@ -21,7 +21,14 @@ _tracing_state: Callable[[], object | None] | None = getattr(torch._C, "_get_tra
 _without_modes: Callable[[], Any] | None = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
 _functorch = getattr(torch._C, "_functorch", None)
 _peek_interpreter: Callable[[], object | None] | None = getattr(_functorch, "peek_interpreter_stack", None)
+_push: Callable[[Any], None] | None = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
+_pop: Callable[[Any], Any] | None = getattr(torch._C, "_pop_torch_dispatch_stack", None)
 _top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
+
+
+def cuda_is_in_use() -> bool:
+    """Whether this process has initialised CUDA."""
+    return bool(getattr(torch.cuda, "_initialized", False)) and torch.cuda.is_initialized()
 
 
 def in_backward() -> bool:
@@ -59,7 +66,9 @@ def unseen() -> Any:
 
 def is_watched(own_modes: int) -> bool:
     """Whether a function mode is active on this thread, or more dispatch modes than `own_modes`."""
-    return bool(_function_depth is not None and _function_depth()) or dispatch_depth() > own_modes
+    if _function_depth is not None and _function_depth():
+        return True
+    return _dispatch_depth is not None and _dispatch_depth() > own_modes
 
 
 def in_functorch() -> bool:
@@ -73,13 +82,25 @@ class DispatchMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+        self._is_plainly_pushed = False
+
     def begin(self) -> None:
-        """Make this the innermost mode of the thread."""
-        self.__enter__()  # type: ignore[no-untyped-call]
+        """Make this the innermost mode of the thread.
+
+        What `__enter__` does beside that is there for Dynamo, and can be left out before Dynamo is imported.
+        """
+        self._is_plainly_pushed = _push is not None and _pop is not None and "torch._dynamo" not in sys.modules
+        if _push is not None and self._is_plainly_pushed:
+            _push(self)
+        else:
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Take this mode off; it must be the innermost."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if _pop is not None and self._is_plainly_pushed:
+            _pop(None)
+        else:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -159,3 +180,41 @@ def force_eager() -> Any:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+def loss_scale(scaler: object) -> torch.Tensor | None:
+    """The scaler's scale where it lies, so that reading it is the caller's decision; None before its first use."""
+    scale = getattr(scaler, "_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def total_norm_function() -> tuple[Any, str] | None:
+    """Where `clip_grad_norm_` looks up the function that measures the gradients."""
+    from torch.nn.utils import clip_grad
+
+    return next(((clip_grad, name) for name in ("_get_total_norm",) if hasattr(clip_grad, name)), None)
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process: operators inside compiled code cannot be watched."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)
+    return bool(counters and counters.get("frames", {}).get("total", 0))
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The optimizer's own `step`, without the global hooks that PyTorch wraps around it."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
+def held_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The scale that a fused optimizer divides by itself, during the scaler's step."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def held_found_inf(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The flag by which a fused optimizer skips its own step, during the scaler's step."""
+    flag = getattr(optimizer, "found_inf", None)
+    return flag if isinstance(flag, torch.Tensor) else None

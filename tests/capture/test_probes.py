@@ -157,7 +157,7 @@ def test_nested_call_leaves_no_record(guard: Guard) -> None:
 
     run = guard(body)
 
-    roots = [e for e in run.session._recorder.record.events if isinstance(e, RootCall)]
+    roots = [e for e in run.session._recorder.log.record.events if isinstance(e, RootCall)]
     assert [root.module for root in roots] == [model]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from watching import Watched, bits, seed_everything, watched
 
 import ampguard
-from ampguard.capture import barrier, buffers, recorder, steps, tape
+from ampguard.capture import barrier, buffers, judge, log, recorder, steps, surroundings, tape
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal
 from ampguard.diagnose.finding import RULES
@@ -70,29 +70,34 @@ Recorder = recorder.FlightRecorder
 CALLED_BY_PROBES = [
     (Recorder, "enter_root"),
     (Recorder, "leave_root"),
-    (Recorder, "tape_op"),
-    (Recorder, "taped"),
-    (Recorder, "tape_finished"),
     (Recorder, "bookkeeping_done"),
-    (Recorder, "read"),
     (Recorder, "note_scaled"),
     (Recorder, "before_backward"),
     (Recorder, "after_backward"),
     (Recorder, "before_update"),
     (Recorder, "after_update"),
-    (Recorder, "settle_all"),
-    (Recorder, "lookup"),
+    (log.EventLog, "add_operator"),
+    (log.EventLog, "add_result"),
+    (log.EventLog, "add_results"),
+    (log.EventLog, "add_views"),
+    (log.EventLog, "lookup"),
+    (log.EventLog, "forget_finished"),
+    (judge.Judge, "read"),
+    (judge.Judge, "settle"),
+    (judge.Judge, "settle_all"),
+    (judge.Judge, "is_healthy"),
+    (judge.Judge, "judge_losses"),
     (steps.StepCounter, "created"),
     (steps.StepCounter, "attempted"),
     (buffers.BufferWatch, "before_call"),
     (buffers.BufferWatch, "after_call"),
     (tape.GlueTape, "enter"),
     (tape.GlueTape, "leave"),
-    (recorder, "user_line"),
+    (surroundings.RandomStreams, "before_call"),
+    (log, "user_line"),
     (recorder, "map_tensors"),
-    (recorder, "tensors_in"),
-    (recorder, "is_finite"),
     (recorder, "current_modes"),
+    (judge, "is_finite"),
 ]
 
 
@@ -130,19 +135,21 @@ def test_capture(
         assert calls, "the loop must come by here for this test to mean anything"
 
 
-@pytest.mark.parametrize("name", ["count_output", "before_backward", "enter_root"])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(judge.Judge, "count_output"), (Recorder, "before_backward"), (Recorder, "enter_root")]
+)
 def test_capture_once_the_investigations_are_used_up(
-    name: str, guard: Callable[..., Watched], plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, guard: Callable[..., Watched], plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Recorder, name, raises)
+    monkeypatch.setattr(owner, name, raises)
     run = guard(LOOPS["with_evaluation"], max_incidents=0)
     assert_unharmed(run, plain["with_evaluation"])
     assert run.faults <= 1
 
 
-@pytest.mark.parametrize("name", ["before_backward", "tape_finished"])
+@pytest.mark.parametrize(("owner", "name"), [(Recorder, "before_backward"), (log.EventLog, "add_operator")])
 def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
-    name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guard says that it is off: then the script must run at full speed again."""
     model = nn.Linear(2, 1)
@@ -150,7 +157,7 @@ def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
     def body() -> int:
         for step in range(4):
             if step == 2:
-                monkeypatch.setattr(Recorder, name, raises)
+                monkeypatch.setattr(owner, name, raises)
             (model(torch.ones(3, 2)) * 2.0).mean().backward()
         return torch._C._len_torch_dispatch_stack()
 
@@ -488,7 +495,8 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     from ampguard.capture import probes
 
     text = inspect.getsource(probes) + inspect.getsource(tape)
-    entries = set(re.findall(r"(?:guarded|barrier\.call)\(\s*(?:self\._)?recorder\.(?:steps\.|tape\.)?(\w+)", text))
+    called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\.(?:steps\.|tape\.|judge\.|log\.)?(\w+)"
+    entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | {
         "note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted",
     }  # fmt: skip

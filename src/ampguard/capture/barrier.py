@@ -31,7 +31,7 @@ class FaultBarrier:
         if self.tripped:
             return None
         try:
-            if self.is_hiding or not compat.is_watched(self.own_modes):
+            if not compat.is_watched(self.own_modes) or self.is_hiding:
                 return function(*args)
             self.is_hiding = True
             try:

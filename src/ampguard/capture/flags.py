@@ -58,4 +58,4 @@ def is_immediate(tensor: Tensor) -> bool:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: then nothing may be queued that the script did not ask for."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return compat.cuda_is_in_use() and torch.cuda.is_current_stream_capturing()

@@ -16,28 +16,30 @@ from ampguard.capture.record import Line
 _HIDDEN_ROOTS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
-_is_user: dict[CodeType, bool] = {}
+_is_user: dict[int, tuple[bool, CodeType]] = {}
+"""By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
 
 
 def is_user_code(code: CodeType) -> bool:
     """Whether a frame of this code may be shown as the user's line (their script or a library such as transformers)."""
-    known = _is_user.get(code)
+    known = _is_user.get(id(code))
     if known is None:
         file = code.co_filename
         hidden = file.startswith(_HIDDEN_ROOTS) or file.startswith("<frozen") or file == "<string>"
-        known = _is_user[code] = not hidden and "__torch_package__" not in file
-    return known
+        known = _is_user[id(code)] = (not hidden and "__torch_package__" not in file, code)
+    return known[0]
 
 
 def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> Line | None:
     """The user's line above `frame` (default: the caller); None where there is none, or none below a frame of `stop`."""
     current = frame if frame is not None else sys._getframe(1)
+    known_codes = _is_user
     while current is not None:
         code = current.f_code
         if code is stop:
             return None
-        known = _is_user.get(code)
-        if known or (known is None and is_user_code(code)):
+        known = known_codes.get(id(code))
+        if known[0] if known is not None else is_user_code(code):
             return Line(code, current.f_lineno)
         current = current.f_back  # type: ignore[assignment]
     return None

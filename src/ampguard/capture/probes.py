@@ -104,7 +104,7 @@ class Probes:
                 if root is not None:
                     guarded(recorder.leave_root, root, output)
                 elif recorder.counting and not torch.is_grad_enabled():
-                    guarded(recorder.count_output, output)
+                    guarded(recorder.judge.count_output, output)
                 return output
 
             def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -309,8 +309,8 @@ class Probes:
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def train(self: nn.Module, mode: bool = True) -> Any:
-                if recorder.suspects and recorder.active and not recorder.paused and self.training != mode:
-                    guarded(recorder.settle_all)
+                if recorder.judge.suspects and recorder.active and not recorder.paused and self.training != mode:
+                    guarded(recorder.judge.settle_all)
                 return original(self, mode)
 
             return train

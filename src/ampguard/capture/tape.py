@@ -7,17 +7,42 @@ ours stays where it is and only passes operators through until it is on top agai
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import torch_rng_states
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.judge import Judge
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import GlueOp, torch_rng_states
 
-if TYPE_CHECKING:
-    from ampguard.capture.recorder import FlightRecorder
+
+class Taped(Protocol):
+    """Whose operators are taped: the recorder, as far as the tape knows it."""
+
+    active: bool
+    paused: bool
+    counting: bool
+    barrier: FaultBarrier
+    log: EventLog
+    judge: Judge
+
+    @property
+    def live(self) -> Watcher | None: ...
+    def glue_raised(self, op: GlueOp, error: BaseException) -> None: ...
+    def tape_exhausted(self) -> None: ...
+
+
+class Watcher(Protocol):
+    """Traces an operator while it runs."""
+
+    def watch(self, event: GlueOp) -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +58,11 @@ class _Facts:
 
 
 class GlueTape(compat.DispatchMode):
-    """Records operators into the flight recorder while it is on the stack."""
+    """Records operators into the event log while it is on the stack."""
 
-    def __init__(self, recorder: FlightRecorder) -> None:
+    def __init__(self, taped: Taped) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._taped = taped
         self._left = 0
         self._on_stack = False
         self._inference = False
@@ -50,8 +75,8 @@ class GlueTape(compat.DispatchMode):
             self._left = limit
         elif (
             limit > 0
-            and not self._recorder.counting
-            and not self._recorder.barrier.is_hiding
+            and not self._taped.counting
+            and not self._taped.barrier.is_hiding
             and compat.dispatch_depth() == 0
             and not compat.in_functorch()
         ):
@@ -59,7 +84,7 @@ class GlueTape(compat.DispatchMode):
             self._inference = torch.is_inference_mode_enabled()
             self.begin()
             self._on_stack = True
-            self._recorder.barrier.own_modes = 1
+            self._taped.barrier.own_modes = 1
             self._thread = threading.get_ident()
 
     def leave(self) -> None:
@@ -72,7 +97,7 @@ class GlueTape(compat.DispatchMode):
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
             self.end()
             self._on_stack = False
-            self._recorder.barrier.own_modes = 0
+            self._taped.barrier.own_modes = 0
 
     def abandon(self) -> None:
         """In a forked child: pass operators through until the process ends."""
@@ -81,10 +106,6 @@ class GlueTape(compat.DispatchMode):
     def overwritten(self, func: Any) -> frozenset[int]:
         """Positions of the arguments that `func` writes to."""
         return (self._facts.get(func) or self._learn(func)).writes
-
-    def is_view(self, func: Any) -> bool:
-        """Whether `func` returns a view of its first argument."""
-        return (self._facts.get(func) or self._learn(func)).is_view
 
     def _learn(self, func: Any) -> _Facts:
         writes = frozenset(
@@ -101,44 +122,56 @@ class GlueTape(compat.DispatchMode):
         return facts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self._recorder
+        taped = self._taped
         kwargs = kwargs or {}
-        if self._left <= 0 or recorder.paused or not recorder.active:
+        if self._left <= 0 or taped.paused or not taped.active:
             return func(*args, **kwargs)
-        facts = self._facts.get(func) or recorder.barrier.call(self._learn, func)
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = taped.barrier.call(self._learn, func)
         if facts is None or facts.is_bookkeeping:
             return func(*args, **kwargs)
         if facts.is_read:
             value = func(*args, **kwargs)
-            recorder.barrier.call(recorder.read, args[0], value)
+            if not (type(value) is float and value - value == 0.0):
+                taped.barrier.call(taped.judge.read, args[0], value)
             return value
         self._left -= 1
         if self._left == 0:
-            recorder.barrier.call(recorder.tape_exhausted)
-        if facts.is_plain and recorder.live is None:
-            return self._plain(func, args, kwargs)
-        return self._with_care(func, args, kwargs, facts)
-
-    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The common case, in one go after the operator ran."""
-        recorder = self._recorder
+            taped.barrier.call(taped.tape_exhausted)
+        if not facts.is_plain or taped.live is not None:
+            return self._with_care(func, args, kwargs, facts)
         try:
             output = func(*args, **kwargs)
         except BaseException as error:
-            op = recorder.barrier.call(recorder.tape_op, func, args, kwargs, None)
+            op = taped.barrier.call(taped.log.add_operator, func, args, kwargs, None, sys._getframe(1))
             if op is not None:
-                recorder.barrier.call(recorder.glue_raised, op, error)
+                taped.barrier.call(taped.glue_raised, op, error)
             raise
-        recorder.barrier.call(recorder.tape_finished, func, args, kwargs, output)
+        taped.barrier.call(self._keep_plain, func, args, kwargs, output, facts.is_view)
         return output
+
+    def _keep_plain(self, func: Any, args: Any, kwargs: Any, output: Any, is_view: bool) -> None:
+        """The common case, in one go after the operator ran: it changed none of its operands."""
+        if args and output is args[0]:
+            return  # `lift_fresh`, `contiguous` of what is contiguous: nothing happened
+        log = self._taped.log
+        op = log.add_operator(func, args, kwargs, None, sys._getframe(3))
+        if op is None:
+            return
+        if is_view and args and isinstance(args[0], Tensor):
+            log.add_views(op, args[0], output)
+        elif type(output) is Tensor:
+            log.add_result(op, output)
+        else:
+            log.add_results(op, output, writes=False)
 
     def _with_care(self, func: Any, args: Any, kwargs: Any, facts: _Facts) -> Any:
         """An operator of which something must be kept before it runs, or that is traced live."""
-        recorder = self._recorder
-        rng = recorder.barrier.call(torch_rng_states) if facts.is_random else None
-        op = recorder.barrier.call(recorder.tape_op, func, args, kwargs, rng)
+        taped = self._taped
+        op = taped.barrier.call(self._keep_before, func, args, kwargs, facts, sys._getframe(2))
         try:
-            live = recorder.live
+            live = taped.live
             if live is not None and op is not None:
                 with live.watch(op):
                     output = func(*args, **kwargs)
@@ -146,8 +179,15 @@ class GlueTape(compat.DispatchMode):
                 output = func(*args, **kwargs)
         except BaseException as error:
             if op is not None:
-                recorder.barrier.call(recorder.glue_raised, op, error)
+                taped.barrier.call(taped.glue_raised, op, error)
             raise
         if op is not None:
-            recorder.barrier.call(recorder.taped, op, output)
+            taped.barrier.call(taped.log.add_results, op, output, bool(facts.writes))
         return output
+
+    def _keep_before(self, func: Any, args: Any, kwargs: Any, facts: _Facts, frame: Any) -> GlueOp | None:
+        log = self._taped.log
+        rng = torch_rng_states() if facts.is_random else None
+        if facts.writes:
+            args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
+        return log.add_operator(func, args, kwargs, rng, frame)

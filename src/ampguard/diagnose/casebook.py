@@ -138,7 +138,7 @@ class Casebook:
         try:
             return locate(bad, Replayer(bad, self._recorder))
         except ChangedSinceError as changed:
-            self._recorder.copies_inputs = True
+            self._recorder.log.copies_inputs = True
             try:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:
@@ -203,10 +203,10 @@ class Casebook:
             facts["since_step"] = first.step
             facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
-        elif self._recorder.last_good_step is not None:
-            facts["since_step"] = self._recorder.last_good_step
+        elif self._recorder.judge.last_good_step is not None:
+            facts["since_step"] = self._recorder.judge.last_good_step
             text += (
-                f" The loss of step {self._recorder.last_good_step} was still finite: the update after it poisoned it."
+                f" The loss of step {self._recorder.judge.last_good_step} was still finite: the update after it poisoned it."
             )
         else:
             facts["since_step"] = None
@@ -249,7 +249,7 @@ class Casebook:
         if bad.kind == "output":
             for event in bad.record.events:
                 if isinstance(event, RootCall) and event.index == max(roots_indices(bad)):
-                    self._recorder.mark_innocent(event.module)
+                    self._recorder.judge.mark_innocent(event.module)
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""

@@ -172,7 +172,7 @@ class Replayer:
             return False
         for position, (ref, new) in enumerate(zip(event.outputs, outputs, strict=True)):
             old = ref()
-            if old is not None and self._recorder.lookup(old) == Ref(event.index, position) and not identical(old, new):
+            if old is not None and self._recorder.log.lookup(old) == Ref(event.index, position) and not identical(old, new):
                 return False
         return True
 

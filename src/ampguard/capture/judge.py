@@ -1,0 +1,294 @@
+"""The judge of a step: is its loss finite, are its outputs in evaluation, did a call poison a buffer?
+
+A loss is judged before it is differentiated, when everything that made it is still as it was. What was bad and may
+yet turn out to be nobody's business (a teacher's output, a loss that is thrown away) is a suspect first.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture import lineage
+from ampguard.capture.flags import FiniteFlag, is_immediate
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, tensors_in, version_of
+from ampguard.capture.steps import StepCounter
+from ampguard.numerics import is_finite
+
+Mode = Literal["train", "eval"]
+
+
+class Judge:
+    """Looks at results and tells of bad ones."""
+
+    def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
+        self.suspects: list[BadResult] = []
+        self.last_good_step: int | None = None
+        self._log = log
+        self._steps = steps
+        self._report = report
+        self._judged: set[int] = set()
+        """Events that made a loss which backward was called on."""
+        self._healthy: list[weakref.ref[Tensor]] = []
+        """Losses found finite since the last backward's record was dropped."""
+        self._judged_losses: list[weakref.ref[Tensor]] = []
+        self._unread: list[tuple[FiniteFlag, BadResult]] = []
+        self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
+        self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    # --- losses -----------------------------------------------------------------------------------------------------
+
+    def is_healthy(self, losses: list[Tensor]) -> bool:
+        """The common case, quickly: one finite number on the CPU and nothing else to settle."""
+        if len(losses) != 1 or self.suspects or self._unread_outputs:
+            return False
+        loss = losses[0]
+        if not loss.is_cpu or loss.numel() != 1 or not compat.has_values(loss):
+            return False
+        value = loss.item()
+        if type(value) is not float or not math.isfinite(value):
+            return False
+        self._healthy.append(weakref.ref(loss))
+        self.last_good_step = self._steps.count
+        return True
+
+    def judge_losses(self, losses: list[Tensor]) -> None:
+        """Judge what is about to be differentiated."""
+        if losses and all(any(known() is loss for known in self._judged_losses) for loss in losses):
+            return  # differentiated before, with retain_graph
+        self._judged_losses = [weakref.ref(loss) for loss in losses]
+        targets: list[Ref | Held] = []
+        for loss in losses:
+            made_by = self._log.lookup(loss)
+            if made_by is not None:
+                self._judged.add(made_by.event)
+            targets.append(made_by or Held(loss, version_of(loss)))
+        self._read_outputs(wait=False)
+        self._drop_teachers()
+        flag = FiniteFlag(losses)
+        bad = BadResult("loss", "train", self._steps.count, self._log.slice(), tuple(targets))
+        if flag.is_known:
+            self._judge(flag, bad)
+        else:
+            self._unread.append((flag, bad))
+        self.settle_all()
+
+    def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
+        if flag.is_set():
+            self.last_good_step = bad.step
+        else:
+            self._report(bad)
+
+    def read_flags(self, wait: bool) -> None:
+        """Judge the losses of a GPU, before anything that they were made from changes."""
+        while self._unread and (wait or self._unread[0][0].is_known):
+            flag, bad = self._unread.pop(0)
+            self._judge(flag, bad)
+
+    def count_losses(self, losses: list[Tensor]) -> None:
+        """Losses after the last investigation: a bad one is counted."""
+        if any(not is_finite(loss) for loss in losses):
+            self._report(BadResult("loss", "train", self._steps.count, StepRecord(), ()))
+
+    def read(self, tensor: Tensor, value: Any) -> None:
+        """The script read a number from the device, the way a loss is looked at (`loss.item()`)."""
+        if isinstance(value, float) and value - value == 0.0:
+            return
+        ref = self._log.lookup(tensor)
+        if ref is None:
+            return
+        record = self._log.record
+        if isinstance(value, bool):
+            ref = lineage.nonfinite_number_behind(record, ref)
+        elif not isinstance(value, float):
+            return
+        if ref is None or any(ref in bad.targets for bad in self.suspects):
+            return
+        if not lineage.comes_from_a_root(record, ref):
+            return
+        if self._was_judged(lineage.ancestors(record, ref)):
+            return  # a loss that backward was called on
+        mode: Mode = "train" if lineage.wants_gradient(record, ref) else "eval"
+        self.suspects.append(self._bad("loss", mode, (ref,)))
+
+    def _was_judged(self, events: set[int]) -> bool:
+        for known in self._healthy:
+            loss = known()
+            made_by = self._log.lookup(loss) if loss is not None else None
+            if made_by is not None:
+                self._judged.add(made_by.event)
+        return bool(self._judged & events)
+
+    def forget_judged(self) -> None:
+        """The events of the last backward are dropped, and with them what was judged of them."""
+        self._judged.clear()
+        self._healthy.clear()
+
+    # --- outputs and buffers ----------------------------------------------------------------------------------------
+
+    def look_at_outputs(self, root: RootCall, outputs: list[Tensor]) -> None:
+        """A module returned in evaluation."""
+        if root.module in self._innocent:
+            return
+        floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
+        flag = FiniteFlag([t for _, t in floats])
+        refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
+        bad = self._bad("output", "eval", refs)
+        if not flag.is_known:
+            self._unread_outputs.append((flag, bad))
+        elif not flag.is_set():
+            if root.modes.inference:  # its results cannot be a teacher's in a training step
+                self._report(bad)
+            else:
+                self.suspects.append(bad)
+
+    def suspect_buffers(self, root: RootCall, poisoned: list[tuple[str, Tensor]]) -> None:
+        """A call turned buffers non-finite."""
+        held = tuple(Held(tensor, version_of(tensor)) for _, tensor in poisoned)
+        names = tuple(name for name, _ in poisoned)
+        self.suspects.append(self._bad("buffer", "train" if root.modes.grad else "eval", held, names))
+
+    def _read_outputs(self, wait: bool) -> None:
+        """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""
+        while self._unread_outputs:
+            flag, bad = self._unread_outputs[0]
+            if not (wait or len(self._unread_outputs) > 2 or flag.is_known):
+                return
+            del self._unread_outputs[0]
+            if not flag.is_set():
+                self.suspects.append(bad)
+
+    def count_output(self, output: Any) -> None:
+        """A module returned, in evaluation, after the last investigation."""
+        if any(t.is_floating_point() and not is_finite(t) for t in tensors_in(output)):
+            self._report(BadResult("output", "eval", self._steps.count, StepRecord(), ()))
+
+    def mark_innocent(self, module: nn.Module) -> None:
+        """This module's evaluation outputs hold infinities on purpose: do not ask again."""
+        self._innocent.add(module)
+
+    def refused(self, index: int, error: BaseException) -> None:
+        """An event raised. PyTorch refuses constants that do not fit a half: that is a diagnosis, others are not."""
+        if is_conversion_refusal(error):
+            mode: Mode = "train" if torch.is_grad_enabled() else "eval"
+            record = self._log.slice()
+            self._report(BadResult("raised", mode, self._steps.count, record, (Ref(index, 0),), error=error))
+
+    # --- suspects ---------------------------------------------------------------------------------------------------
+
+    def settle(self, module: nn.Module) -> None:
+        """A new root call begins: what was bad before it and was never differentiated stays bad."""
+        if self._unread_outputs:
+            self._read_outputs(wait=False)
+        self._suspect_discarded_losses(module)
+        if not self.suspects:
+            return
+        if any(bad.kind == "output" for bad in self.suspects) and torch.is_grad_enabled():
+            return  # perhaps a teacher's call in the middle of a training step: backward will tell
+        first = self.suspects[0]
+        root = lineage.root_of(first)
+        if first.kind == "loss" or root is None or root.module is module:
+            self.settle_all()
+
+    def settle_all(self) -> None:
+        """Report every suspect."""
+        suspects, self.suspects = self.suspects, []
+        for bad in suspects:
+            self._report(bad)
+
+    def settle_last(self, error: BaseException | None) -> None:
+        """The script ends, perhaps with an error: judge what is left."""
+        if isinstance(error, Exception):
+            self._suspect_locals(error)
+        self.read_flags(wait=True)
+        self._read_outputs(wait=True)
+        self._suspect_discarded_losses(None)
+        self.settle_all()
+
+    def _suspect_locals(self, error: Exception) -> None:
+        """The script raised: of the tensors in its frames, the first that was computed and is not finite."""
+        found: list[Ref] = []
+        entry = error.__traceback__
+        while entry is not None:
+            for value in entry.tb_frame.f_locals.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
+                    ref = self._log.lookup(value)
+                    if ref is not None and not is_finite(value):
+                        found.append(ref)
+            entry = entry.tb_next
+        for event in self._log.record.events if not found else ():
+            live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
+            found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
+        found = [r for r in found if r.event >= self._log.iteration_start and not self._was_judged({r.event})]
+        if found and not self.suspects:
+            first = min(found, key=lambda ref: (ref.event, ref.output))
+            mode: Mode = "train" if lineage.wants_gradient(self._log.record, first) else "eval"
+            self.suspects.append(self._bad("loss", mode, (first,)))
+
+    def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
+        """A scalar that wants a gradient, never differentiated and bad: a loop that skips or stops on a bad loss."""
+        events = self._log.record.events
+        if not events or events[-1].index < self._log.closed_until:
+            return
+        open_events = [e for e in events if e.index >= self._log.closed_until]
+        roots = [e for e in open_events if isinstance(e, RootCall)]
+        if not roots or any(bad.kind == "loss" for bad in self.suspects):
+            return
+        if module is not None and all(e.module is not module for e in roots):
+            return
+        for event in reversed(open_events):
+            for position, ref in enumerate(event.outputs):
+                tensor = ref()
+                if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
+                    continue
+                if tensor.requires_grad and (tensor.device.type == "cpu" or module is None) and not is_finite(tensor):
+                    self.suspects.append(self._bad("loss", "train", (Ref(event.index, position),)))
+                    return
+        last = roots[-1]
+        if module is None or module is last.module:
+            self._suspect_grad_enabled_evaluation(last)
+
+    def _suspect_grad_enabled_evaluation(self, root: RootCall) -> None:
+        """`model.eval()` without `no_grad`, and nothing was differentiated."""
+        if root.training or not root.modes.grad:
+            return
+        bad = [
+            i
+            for i, ref in enumerate(root.outputs)
+            if (t := ref()) is not None and t.is_floating_point() and not is_finite(t)
+        ]
+        if bad:
+            self.suspects.append(self._bad("output", "eval", tuple(Ref(root.index, i) for i in bad)))
+
+    def _drop_teachers(self) -> None:
+        """A call under `no_grad` whose result reached this backward was no evaluation: the loss is the judge."""
+        if not self.suspects:
+            return
+        reached = lineage.events_behind_gradients(self._log.record)
+        self.suspects = [
+            bad
+            for bad in self.suspects
+            if bad.kind == "buffer"
+            or (bad.kind == "output" and not any(isinstance(t, Ref) and t.event in reached for t in bad.targets))
+        ]
+
+    def _bad(
+        self,
+        kind: Literal["loss", "output", "buffer"],
+        mode: Mode,
+        targets: tuple[Ref | Held, ...],
+        names: tuple[str, ...] = (),
+    ) -> BadResult:
+        return BadResult(kind, mode, self._steps.count, self._log.slice(), targets, names=names)
+
+
+def is_conversion_refusal(error: BaseException) -> bool:
+    """PyTorch's refusal to put a constant into a type that cannot hold it (`masked_fill(half, -1e9)`)."""
+    return isinstance(error, RuntimeError) and "without overflow" in str(error)

@@ -1,0 +1,96 @@
+"""Questions about where a recorded value comes from. They are asked only when something looks wrong."""
+
+from __future__ import annotations
+
+from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in
+from ampguard.numerics import is_finite
+
+
+def ancestors(record: StepRecord, ref: Ref) -> set[int]:
+    """The event that made a tensor, and those that its only changes in form came from."""
+    found = {ref.event}
+    event = record.event(ref.event)
+    while isinstance(event, GlueOp) and (refs := refs_in(event.args)) and len(refs) == 1:
+        found.add(refs[0].event)
+        event = record.event(refs[0].event)
+    return found
+
+
+def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
+    """Whether floating-point values lead from a root call to this tensor (a count or an accuracy has none)."""
+    seen: set[int] = set()
+    stack = [ref.event]
+    while stack:
+        index = stack.pop()
+        if index in seen:
+            continue
+        seen.add(index)
+        event = record.event(index)
+        if isinstance(event, RootCall):
+            return True
+        if isinstance(event, GlueOp):
+            stack.extend(r.event for r in refs_in((event.args, event.kwargs)) if is_float(record, r))
+    return False
+
+
+def is_float(record: StepRecord, ref: Ref) -> bool:
+    event = record.event(ref.event)
+    return event is not None and ref.output < len(event.floating) and event.floating[ref.output]
+
+
+def wants_gradient(record: StepRecord, ref: Ref) -> bool:
+    """Whether this tensor was computed with gradients on, from something that wants one."""
+    stack, seen = [ref.event], set[int]()
+    while stack:
+        index = stack.pop()
+        event = record.event(index)
+        if event is None or index in seen:
+            continue
+        seen.add(index)
+        if isinstance(event, RootCall):
+            if event.modes.grad:
+                return True
+        elif event.grad:
+            if any(held.tensor.requires_grad for held in held_in((event.args, event.kwargs))):
+                return True
+            stack += [r.event for r in refs_in((event.args, event.kwargs))]
+    return False
+
+
+def events_behind_gradients(record: StepRecord) -> set[int]:
+    """Events from which a result that wants a gradient was made."""
+    reached: set[int] = set()
+    for event in reversed(record.events):
+        wants = event.index in reached or (event.modes.grad if isinstance(event, RootCall) else event.grad)
+        if wants:
+            reached |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+    return reached
+
+
+def nonfinite_number_behind(record: StepRecord, ref: Ref) -> Ref | None:
+    """The non-finite number behind a yes or no (`torch.isnan(loss)`), if it is still there."""
+    stack, seen = [ref], set[int]()
+    while stack and len(seen) < 16:
+        current = stack.pop()
+        event = record.event(current.event)
+        if event is None or current.event in seen:
+            continue
+        seen.add(current.event)
+        tensor = event.outputs[current.output]() if current.output < len(event.outputs) else None
+        if tensor is not None and tensor.is_floating_point():
+            if tensor.numel() == 1 and not is_finite(tensor):
+                return current
+            continue
+        if isinstance(event, GlueOp):
+            stack += refs_in((event.args, event.kwargs))
+    return None
+
+
+def root_of(bad: BadResult) -> RootCall | None:
+    """The root call that returned a bad result, where one did."""
+    for target in bad.targets:
+        if isinstance(target, Ref):
+            event = bad.record.event(target.event)
+            if isinstance(event, RootCall):
+                return event
+    return None

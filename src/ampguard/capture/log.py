@@ -1,0 +1,304 @@
+"""The event log: what is kept of the running step, and which event made which tensor.
+
+Tensors that an event made are named by `Ref` and held weakly, all others are held. Everything here runs in every healthy
+step, hence the plain loops. Nothing writes to a tensor of the script.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.frames import user_line
+from ampguard.capture.record import (
+    PLAIN_TYPES,
+    Event,
+    GlueOp,
+    Held,
+    HeldGenerator,
+    Ref,
+    RngStates,
+    RootCall,
+    StepRecord,
+    held_in,
+    refs_in,
+    version_of,
+)
+
+MAX_EVENTS = 4096
+"""Events kept of one step; beyond it the record is incomplete."""
+
+KEPT_ROOTS = 8
+"""Calls of root modules kept from before the last backward, or of an evaluation."""
+
+KEPT_BYTES = 1 << 25
+"""Memory that the inputs of older root calls may take up while nothing is differentiated."""
+
+SWEEP_EVENTS = 48
+"""Events after which those with dead results are dropped, in a loop that does not differentiate."""
+
+MAX_COPY = 1 << 22
+"""Elements up to which a tensor is copied before an operator outside every module overwrites it."""
+
+SMALL_ARGUMENT = 1 << 14
+"""Elements up to which a module's argument is copied."""
+
+
+class EventLog:
+    """The events of the current step, and the tensors that they made."""
+
+    def __init__(self) -> None:
+        self.record = StepRecord()
+        self.next_index = 0
+        self.closed_until = 0
+        """Events before it lie before the last backward pass."""
+        self.iteration_start = 0
+        """The first event of the running iteration."""
+        self.goes_on_after_backward = False
+        """True once an operator used what was computed before a backward pass: one more loss of the same graph."""
+        self.copies_inputs = False
+        """True once an input was seen to be changed in place before backward: then larger ones are copied as well."""
+        self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
+        self._writers: dict[int, list[int]] = {}
+        self._sweep_at = SWEEP_EVENTS
+
+    # --- adding -----------------------------------------------------------------------------------------------------
+
+    def claim_index(self) -> int:
+        index = self.next_index
+        self.next_index += 1
+        return index
+
+    def append(self, event: Event) -> None:
+        self.record.events.append(event)
+
+    def add_operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngStates | None, frame: Any
+    ) -> GlueOp | None:
+        """Keep one operator that runs outside every module. None where the record is full."""
+        events = self.record.events
+        if len(events) >= MAX_EVENTS:
+            self.record.complete = False
+            return None
+        producers, closed = self._producers, self.closed_until
+        named = []
+        for value in args:
+            kind = type(value)
+            if kind in PLAIN_TYPES:
+                named.append(value)
+                continue
+            if kind is Tensor:
+                known = producers.get(id(value))
+                is_known = known is not None and known[0]() is value and known[1].event >= closed
+                if known is not None and is_known and known[2] == version_of(value):
+                    named.append(known[1])
+                    continue
+            named.append(self.named(value))
+        op = GlueOp(
+            self.next_index,
+            func,
+            tuple(named),
+            {k: self.named(v) for k, v in kwargs.items()} if kwargs else kwargs,
+            user_line(frame),
+            torch.is_grad_enabled(),
+            rng,
+            [],
+            [],
+        )
+        self.next_index += 1
+        if events and events[0].index < closed and not self.goes_on_after_backward:
+            self.goes_on_after_backward = any(r.event < closed for r in refs_in((op.args, op.kwargs)))
+        events.append(op)
+        return op
+
+    def add_result(self, op: GlueOp, output: Tensor) -> None:
+        """The one tensor that an operator returned, newly made."""
+        ref = weakref.ref(output)
+        self._producers[id(output)] = (ref, Ref(op.index, 0), version_of(output))
+        op.outputs.append(ref)
+        op.floating.append(output.dtype.is_floating_point)
+
+    def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
+        """Whatever an operator returned; with `writes`, operands that it wrote to."""
+        for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+            if not isinstance(tensor, Tensor):
+                continue
+            if writes:
+                self._note_write(tensor, op)
+            else:
+                self.define(tensor, Ref(op.index, position))
+            op.outputs.append(weakref.ref(tensor))
+            op.floating.append(tensor.is_floating_point())
+
+    def add_views(self, op: GlueOp, base: Tensor, output: Any) -> None:
+        """A view shares its base's version counter, but only once PyTorch has returned it to the script."""
+        version = version_of(base)
+        for position, view in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+            ref = weakref.ref(view)
+            self._producers[id(view)] = (ref, Ref(op.index, position), version)
+            op.outputs.append(ref)
+            op.floating.append(view.is_floating_point())
+
+    def define(self, tensor: Tensor, ref: Ref) -> None:
+        """An event made this tensor."""
+        self._producers[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
+
+    def _note_write(self, written: Tensor, op: GlueOp) -> None:
+        """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
+
+        PyTorch counts the new version after the operator returns, hence the + 1. A tensor that no event made is copied
+        for the replay, so what shares its memory is not followed but taken as it is when it is used.
+        """
+        version, index = version_of(written), op.index
+        memory = compat.storage_key(written) if any(isinstance(a, Ref) for a in op.args[:1]) else 0
+        for identity, (alias, ref, known_version) in list(self._producers.items()):
+            tensor = alias()
+            if tensor is None or tensor is written or known_version != version_of(tensor):
+                continue
+            if memory and compat.storage_key(tensor) == memory:
+                self._producers[identity] = (alias, ref, known_version + 1)
+                self._writers.setdefault(ref.event, []).append(index)
+        self._producers[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
+
+    # --- naming -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, tensor: Tensor) -> Ref | None:
+        """The event that gave this very tensor object its present value, if one did.
+
+        A tensor that was written to since, through a view or by an operator that was not recorded, has none.
+        """
+        known = self._producers.get(id(tensor))
+        if known is None or known[0]() is not tensor or version_of(tensor) != known[2]:
+            return None
+        ref = known[1]
+        if ref.event < self.closed_until:
+            event = self.record.event(ref.event)
+            if event is None or (ref.event < self.iteration_start and not isinstance(event, RootCall)):
+                return None  # glue of a finished step is not kept
+        return ref
+
+    def named(self, value: Any) -> Any:
+        """An operand as the record keeps it."""
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            return value
+        if kind is Tensor or isinstance(value, Tensor):
+            return self.lookup(value) or Held(value, version_of(value))
+        if kind is list or kind is tuple:
+            return [self.named(item) for item in value]
+        if kind is torch.Generator:
+            return HeldGenerator(value.device, value.get_state())
+        return value
+
+    def named_argument(self, tensor: Tensor) -> Ref | Held:
+        """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
+        known = self.lookup(tensor)
+        if known is not None:
+            return known
+        limit = MAX_COPY if self.copies_inputs else SMALL_ARGUMENT
+        if tensor.numel() <= limit and not tensor.requires_grad and tensor.layout == torch.strided:
+            return Held(tensor, version_of(tensor), tensor.clone())
+        return Held(tensor, version_of(tensor))
+
+    def copied(self, value: Any) -> Any:
+        """An operand that the operator overwrites and that no event made: keep its value."""
+        if not isinstance(value, Tensor) or self.lookup(value) is not None or value.numel() > MAX_COPY:
+            return value
+        version, copy = version_of(value), value.detach().clone()
+        for event in self.record.events:  # earlier readers saw this value too
+            for held in held_in((event.args, event.kwargs)):
+                if held.tensor is value and held.version == version and held.copy is None:
+                    held.copy = copy
+        return Held(value, version, copy)
+
+    # --- forgetting -------------------------------------------------------------------------------------------------
+
+    def slice(self) -> StepRecord:
+        """The record as it stands, for an investigation."""
+        return StepRecord(list(self.record.events), self.record.complete, dict(self._writers))
+
+    def clear(self) -> None:
+        self.record = StepRecord()
+        self._producers.clear()
+
+    def forget_finished(self, keep_all: bool) -> bool:
+        """Drop the events before the last backward, and dead ones of a loop that never differentiates.
+
+        Kept are events whose results are still in use (a GAN's fake image, an output of which a second loss is made).
+        `keep_all`: something is still to be judged. True where events of a finished backward were dropped.
+        """
+        events = self.record.events
+        if events and events[0].index < self.closed_until:
+            self.record.complete = True
+            if events[-1].index < self.closed_until and not any_live(events):
+                events.clear()
+                self._writers.clear()
+                self._producers.clear()
+                return True
+            closed = [e for e in events if e.index < self.closed_until]
+            self._keep(self._still_used(closed) | {e.index for e in events[len(closed) :]})
+            return True
+        if not keep_all and (len(events) > self._sweep_at or is_evaluating(events)):
+            self._keep(self._still_used(events))
+            self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
+        return False
+
+    def _keep(self, kept: set[int]) -> None:
+        self.record.events = [e for e in self.record.events if e.index in kept]
+        if self._writers:
+            self._writers = {k: v for k, v in self._writers.items() if k in kept}
+        if len(self._producers) > 2 * len(kept) + 32:
+            self._producers = {k: v for k, v in self._producers.items() if v[1].event in kept}
+
+    def _still_used(self, events: list[Event]) -> set[int]:
+        """Events with a live result (of root calls before the last backward: the last few), and what they came from."""
+        alive = [e for e in events if has_live_result(e)]
+        roots = [e.index for e in alive if isinstance(e, RootCall)]
+        kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= self.iteration_start}
+        kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= self.iteration_start}
+        beyond = beyond_memory(alive, kept)
+        kept -= beyond
+        present = {e.index for e in events} - beyond
+        for event in reversed(events) if kept else ():
+            if event.index in kept:
+                kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
+        return kept
+
+
+def any_live(events: list[Event]) -> bool:
+    """Whether any result of the events still exists, in whoever's hands."""
+    return any(ref() is not None for event in events for ref in event.outputs)
+
+
+def has_live_result(event: Event) -> bool:
+    """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
+    live = [tensor for ref in event.outputs if (tensor := ref()) is not None]
+    if not live:
+        return False
+    own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
+    return any(id(tensor) not in own for tensor in live)
+
+
+def is_evaluating(events: list[Event]) -> bool:
+    """Several calls and none with gradients."""
+    roots = [e for e in events if isinstance(e, RootCall)]
+    return len(roots) > 1 and not any(root.modes.grad for root in roots)
+
+
+def beyond_memory(alive: list[Event], kept: set[int]) -> set[int]:
+    """Older root calls whose inputs would take up too much; without gradient, all but the last few."""
+    roots = [e for e in alive if isinstance(e, RootCall) and e.index in kept]
+    beyond: set[int] = set()
+    size = 0
+    for root in reversed(roots[:-KEPT_ROOTS]):
+        size += sum(h.tensor.numel() * h.tensor.element_size() for h in held_in((root.args, root.kwargs)))
+        if size > KEPT_BYTES or not root.modes.grad:
+            beyond.add(root.index)
+    for event in alive if beyond else ():  # what was made from them cannot be replayed either
+        if event.index in kept and any(ref.event in beyond for ref in refs_in((event.args, event.kwargs))):
+            beyond.add(event.index)
+    return beyond

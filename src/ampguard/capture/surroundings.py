@@ -1,0 +1,131 @@
+"""What surrounds a root call: the random streams, the thread's modes, where the module hangs."""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampguard import compat
+from ampguard.capture.record import Modes, RngStates, RootCall, cuda_rng_states
+
+RECHECK_DRAWS = 64
+"""Calls of a module after which it is looked again from which random streams they draw."""
+
+FIRST_DRAWS = 3
+"""Calls at the beginning that are all looked at."""
+
+_FROM_NOTHING = RngStates(None, (), None, None)
+
+
+@dataclass(slots=True)
+class _Draws:
+    """From which random streams a module's calls draw."""
+
+    torch: bool = True
+    others: bool = True
+    calls: int = 0
+
+    @property
+    def is_looked_at(self) -> bool:
+        return self.calls <= FIRST_DRAWS or self.calls % RECHECK_DRAWS == 0
+
+
+class RandomStreams:
+    """Saves the random streams that a module's calls have been seen to draw from: saving all of them costs."""
+
+    def __init__(self) -> None:
+        self._draws: dict[tuple[int, bool], _Draws] = {}
+
+    def before_call(self, module: nn.Module) -> RngStates:
+        """Where the random streams stand; without those that calls of this module do not draw from."""
+        key = (id(module), module.training)
+        draws = self._draws.get(key)
+        if draws is None:
+            draws = self._draws[key] = _Draws()
+        draws.calls += 1
+        if draws.is_looked_at:
+            draws.torch = draws.others = True
+        cuda = cuda_rng_states() if compat.cuda_is_in_use() else ()
+        if not (draws.torch or draws.others or cuda):
+            return _FROM_NOTHING
+        numpy = sys.modules.get("numpy") if draws.others else None
+        return RngStates(
+            torch.default_generator.get_state() if draws.torch else None,
+            cuda,
+            random.getstate() if draws.others else None,
+            numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None,
+        )
+
+    def after_call(self, root: RootCall) -> None:
+        """Note which streams the call drew from."""
+        if root.rng is _FROM_NOTHING:
+            return
+        draws = self._draws.get((id(root.module), root.training))
+        if draws is None:
+            return
+        if root.rng.python is not None:
+            numpy = sys.modules.get("numpy")
+            draws.others = random.getstate() != root.rng.python or (
+                numpy is not None and root.rng.numpy is not None and not _same_numpy(numpy, root.rng.numpy)
+            )
+        if draws.is_looked_at and root.rng.torch_cpu is not None:
+            draws.torch = not torch.equal(root.rng.torch_cpu, torch.default_generator.get_state())
+
+
+def _same_numpy(numpy: Any, state: Any) -> bool:
+    now = numpy.random.get_state(legacy=True)
+    return now[2] == state[2] and bool((now[1] == state[1]).all())
+
+
+_known_modes: dict[tuple[Any, ...], Modes] = {}
+
+
+def current_modes() -> Modes:
+    """The calling thread's modes."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    key: tuple[Any, ...]
+    if compat.cuda_is_in_use():
+        key = (grad, inference, _autocast("cpu"), _autocast("cuda"))
+    else:
+        key = (grad, inference, _autocast("cpu"))
+    known = _known_modes.get(key)
+    if known is None:
+        known = _known_modes[key] = Modes(grad, inference, key[2:])
+    return known
+
+
+def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+class Prefixes:
+    """Where each root module hangs in the module whose method called it (`self.encoder(x)` in a LightningModule)."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def of(self, module: nn.Module, frame: Any) -> str:
+        known = self._known.get(module)
+        if known is None:
+            known = self._known[module] = find_prefix(module, frame)
+        return known
+
+
+def find_prefix(module: nn.Module, frame: Any) -> str:
+    """The dotted path of `module` from the nearest calling method's own module, "" where there is none."""
+    depth = 0
+    while frame is not None and depth < 12:
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(owner, nn.Module) and owner is not module:
+            for name, child in owner.named_modules():
+                if child is module and name:
+                    return str(name)
+        frame = frame.f_back
+        depth += 1
+    return ""
