@@ -23,6 +23,11 @@ _functorch = getattr(torch._C, "_functorch", None)
 _peek_interpreter: Callable[[], object | None] | None = getattr(_functorch, "peek_interpreter_stack", None)
 _push: Callable[[Any], None] | None = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
 _pop: Callable[[Any], Any] | None = getattr(torch._C, "_pop_torch_dispatch_stack", None)
+_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
+_next_sequence_number: Callable[[], int] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_get_sequence_nr", None
+)
+_flatten: Callable[[Any], torch.Tensor] | None = getattr(torch._C._nn, "flatten_dense_tensors", None)
 _top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
 
 
@@ -218,3 +223,55 @@ def held_found_inf(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """The flag by which a fused optimizer skips its own step, during the scaler's step."""
     flag = getattr(optimizer, "found_inf", None)
     return flag if isinstance(flag, torch.Tensor) else None
+
+
+def is_told_to_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler, in its step, told a fused optimizer on the CPU that it found Inf. Elsewhere it would wait."""
+    flag = held_found_inf(optimizer)
+    return flag is not None and flag.is_cpu and bool(flag.item())
+
+
+def next_node_number() -> int:
+    """The number that autograd will give to the next node of this thread; 0 where it does not say."""
+    return int(_next_sequence_number()) if _next_sequence_number is not None else 0
+
+
+def running_node_number() -> int | None:
+    """Inside a backward pass: the number of the node whose derivative is being computed, as given in the forward pass."""
+    node = _current_node() if _current_node is not None else None
+    if node is None or not hasattr(node, "_sequence_nr"):
+        return None
+    return int(node._sequence_nr())
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All elements of some tensors of one type in one new tensor."""
+    with torch.no_grad():
+        if _flatten is not None:
+            return _flatten(tensors)
+        return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def found_inf(scaler: object, optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether the scaler found Inf in an optimizer's gradients since its last update; None where it has not looked."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    state = states.get(id(optimizer)) if states is not None else None
+    found = state.get("found_inf_per_device") if state else None
+    return any(bool(flag.item()) for flag in found.values()) if found else None
+
+
+def unscales_as_it_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler leaves the division to the optimizer (a fused one)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def clipping_limit() -> float | None:
+    """Called from inside `clip_grad_norm_`: its `max_norm`; None where the caller is another function."""
+    frame: Any = sys._getframe(1)
+    for _ in range(8):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "clip_grad_norm_" and "max_norm" in frame.f_locals:
+            return float(frame.f_locals["max_norm"])
+    return None

@@ -4,7 +4,8 @@
     ├── UsageError                the command line or an argument asks for what cannot be done
     ├── RunFolderError            the run folder cannot be made, written or read
     └── ReplayError               a recorded step cannot be run again (never reaches a training)
-        └── ChangedSinceError          ... with the values that it had
+        ├── DoesNotRepeatError    ... or is finite when it is
+        └── ChangedSinceError     ... with the values that it had
 
     StopRun (BaseException)       ends a guarded script cleanly: `--steps` reached, or `--on-nonfinite stop`
 
@@ -28,6 +29,10 @@ class RunFolderError(AmpguardError):
 
 class ReplayError(AmpguardError):
     """A recorded step cannot be run again; the message says why."""
+
+
+class DoesNotRepeatError(ReplayError):
+    """The step was run again, and its result is finite."""
 
 
 class ChangedSinceError(ReplayError):

@@ -166,7 +166,9 @@ def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
     assert run.result == 0
 
 
-@pytest.mark.parametrize("name", ["note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted"])
+@pytest.mark.parametrize(
+    "name", ["returned_gradients", "note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted"]
+)
 def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,9 +281,25 @@ def test_cause_rule(
     code: str, guard: Callable[..., Watched], plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RULES, code, raises)
-    run = guard(LOOPS["with_scaler"])
-    assert_unharmed(run, plain["with_scaler"])
+    if "forward" in finding.PHASES[code]:
+        run = guard(LOOPS["with_scaler"])
+        assert_unharmed(run, plain["with_scaler"])
+    else:
+        run = guard(differentiates_a_root_at_zero)
+        assert run.result == differentiates_a_root_at_zero()
     assert run.faults == 1
+
+
+def differentiates_a_root_at_zero() -> Any:
+    """A finite loss whose gradient is NaN."""
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        layer(torch.zeros(1, 2) if step == 1 else torch.ones(1, 2)).pow(2).sum().sqrt().backward()
+        optimizer.step()
+    return bits(layer.weight)
 
 
 def test_rule_that_answers_nonsense(
@@ -498,7 +516,7 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\.(?:steps\.|tape\.|judge\.|log\.)?(\w+)"
     entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | {
-        "note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted",
+        "returned_gradients", "note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted",
     }  # fmt: skip
     covered_elsewhere = {"count_output"}
     assert len(entries) > 8

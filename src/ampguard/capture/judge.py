@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,9 @@ class Judge:
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
         self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
         self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._bad_loss_step: int | None = None
+        self._spoilt: list[weakref.ref[Tensor]] = []
+        """Gradients that an earlier backward pass left non-finite."""
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ class Judge:
         if flag.is_set():
             self.last_good_step = bad.step
         else:
+            self._bad_loss_step = bad.step
             self._report(bad)
 
     def read_flags(self, wait: bool) -> None:
@@ -130,6 +134,47 @@ class Judge:
         """The events of the last backward are dropped, and with them what was judged of them."""
         self._judged.clear()
         self._healthy.clear()
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def gradients_are_bad(
+        self, parameters: Iterable[Tensor], loss_scale: float | None, is_held_off: bool, targets: tuple[Ref, ...] = ()
+    ) -> None:
+        """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
+        parameters = [p for p in parameters if p.grad is not None]
+        if self._bad_loss_step == self._steps.count or self._is_left_over(parameters):
+            return
+        self.suspects = [bad for bad in self.suspects if bad.kind == "buffer"]
+        self._report(
+            BadResult(
+                "gradient",
+                "train",
+                self._steps.count,
+                self._log.slice(),
+                targets,
+                parameters=tuple(parameters),
+                loss_scale=loss_scale,
+                is_held_off=is_held_off,
+            )
+        )
+        self._note_spoilt(parameters)
+
+    def gradients_are_good(self) -> None:
+        """Gradients were looked at and are finite: whatever was left there has been cleared."""
+        self._spoilt.clear()
+
+    def spoil_gradients(self) -> None:
+        """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
+        if self._bad_loss_step == self._steps.count:
+            modules = {id(e.module): e.module for e in self._log.record.events if isinstance(e, RootCall)}
+            self._note_spoilt([p for module in modules.values() for p in module.parameters() if p.grad is not None])
+
+    def _note_spoilt(self, parameters: list[Tensor]) -> None:
+        self._spoilt = [weakref.ref(p.grad) for p in parameters if p.grad is not None and not is_finite(p.grad)]
+
+    def _is_left_over(self, parameters: list[Tensor]) -> bool:
+        known = {id(gradient) for ref in self._spoilt if (gradient := ref()) is not None}
+        return bool(known) and all(id(p.grad) in known or is_finite(p.grad) for p in parameters if p.grad is not None)
 
     # --- outputs and buffers ----------------------------------------------------------------------------------------
 
@@ -201,6 +246,8 @@ class Judge:
         """Report every suspect."""
         suspects, self.suspects = self.suspects, []
         for bad in suspects:
+            if bad.mode == "train":
+                self._bad_loss_step = bad.step
             self._report(bad)
 
     def settle_last(self, error: BaseException | None) -> None:

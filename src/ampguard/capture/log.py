@@ -219,7 +219,7 @@ class EventLog:
 
     def slice(self) -> StepRecord:
         """The record as it stands, for an investigation."""
-        return StepRecord(list(self.record.events), self.record.complete, dict(self._writers))
+        return StepRecord(list(self.record.events), self.record.complete, dict(self._writers), self.iteration_start)
 
     def clear(self) -> None:
         self.record = StepRecord()
@@ -228,24 +228,39 @@ class EventLog:
     def forget_finished(self, keep_all: bool) -> bool:
         """Drop the events before the last backward, and dead ones of a loop that never differentiates.
 
-        Kept are events whose results are still in use (a GAN's fake image, an output of which a second loss is made).
-        `keep_all`: something is still to be judged. True where events of a finished backward were dropped.
+        Kept are events whose results are still in use (a GAN's fake image, an output of which a second loss is made),
+        and those of an iteration whose optimizer has not stepped yet: its gradients are still to be judged.
+        `keep_all`: something else is. True where events of a finished backward were dropped.
         """
         events = self.record.events
         if events and events[0].index < self.closed_until:
+            closed_until = self.closed_until
+            if closed_until > self.iteration_start and not self._is_window_too_large(events):
+                closed_until = self.iteration_start
+                if events[0].index >= closed_until:
+                    return False
             self.record.complete = True
-            if events[-1].index < self.closed_until and not any_live(events):
+            if events[-1].index < closed_until and not any_live(events):
                 events.clear()
                 self._writers.clear()
                 self._producers.clear()
                 return True
-            closed = [e for e in events if e.index < self.closed_until]
-            self._keep(self._still_used(closed) | {e.index for e in events[len(closed) :]})
+            closed = [e for e in events if e.index < closed_until]
+            self._keep(self._still_used(closed, events[len(closed) :]))
             return True
         if not keep_all and (len(events) > self._sweep_at or is_evaluating(events)):
-            self._keep(self._still_used(events))
+            self._keep(self._still_used(events, []))
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
+
+    def _is_window_too_large(self, events: list[Event]) -> bool:
+        """Whether the micro-steps of an accumulation window hold on to too much."""
+        if len(events) > MAX_EVENTS // 2:
+            return True
+        held = (
+            h for e in events for h in held_in((e.args, e.kwargs)) if h.copy is not None or not h.tensor.requires_grad
+        )
+        return sum(h.tensor.numel() * h.tensor.element_size() for h in held) > KEPT_BYTES
 
     def _keep(self, kept: set[int]) -> None:
         self.record.events = [e for e in self.record.events if e.index in kept]
@@ -254,16 +269,17 @@ class EventLog:
         if len(self._producers) > 2 * len(kept) + 32:
             self._producers = {k: v for k, v in self._producers.items() if v[1].event in kept}
 
-    def _still_used(self, events: list[Event]) -> set[int]:
-        """Events with a live result (of root calls before the last backward: the last few), and what they came from."""
+    def _still_used(self, events: list[Event], later: list[Event]) -> set[int]:
+        """The later events, those with a live result (of root calls: the last few), and what all of them came from."""
         alive = [e for e in events if has_live_result(e)]
         roots = [e.index for e in alive if isinstance(e, RootCall)]
         kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= self.iteration_start}
         kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= self.iteration_start}
         beyond = beyond_memory(alive, kept)
         kept -= beyond
+        kept |= {e.index for e in later}
         present = {e.index for e in events} - beyond
-        for event in reversed(events) if kept else ():
+        for event in (*reversed(later), *reversed(events)) if kept else ():
             if event.index in kept:
                 kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
         return kept

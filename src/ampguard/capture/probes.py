@@ -48,7 +48,8 @@ class Probes:
         self._recorder = recorder
         self._patches = Patches()
         self._handles: list[Any] = []
-        self._scaling: list[bool] = []
+        self._scaling: list[Any] = []
+        """The scalers whose `step` is running."""
 
     def install(self) -> None:
         """Begin to observe."""
@@ -142,9 +143,13 @@ class Probes:
                         with contextlib.suppress(Exception):
                             recorder.tape.leave()
                     return original(tensors, *args, **kwargs)
-                guarded(recorder.before_backward, tensors)
+                gradients = args[0] if args else kwargs.get("grad_tensors")
+                call = guarded(recorder.before_backward, tensors, gradients)
                 recorder.paused = True
                 try:
+                    if recorder.live is not None and call is not None:
+                        with recorder.live.watch(call):
+                            return original(tensors, *args, **kwargs)
                     return original(tensors, *args, **kwargs)
                 finally:
                     recorder.paused = False
@@ -157,14 +162,26 @@ class Probes:
             def grad(*args: Any, **kwargs: Any) -> Any:
                 if recorder.paused or not recorder.active or torch.compiler.is_compiling():
                     return original(*args, **kwargs)
-                ends = not kwargs.get("create_graph", False) and len(args) < 5
-                outputs = args[0] if args else kwargs.get("outputs")
-                if ends and outputs is not None:
-                    guarded(recorder.before_backward, outputs)
+                given = dict(
+                    zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
+                )
+                given |= kwargs
+                ends = not given.get("create_graph", False)
                 guarded(recorder.tape.leave)
+                call = None
+                if given.get("outputs") is not None:
+                    what = (given["outputs"], given.get("grad_outputs"), given.get("inputs"), not ends)
+                    call = guarded(recorder.before_backward, *what)
                 recorder.paused = True
                 try:
-                    return original(*args, **kwargs)
+                    if recorder.live is not None and call is not None:
+                        with recorder.live.watch(call):
+                            returned = original(*args, **kwargs)
+                    else:
+                        returned = original(*args, **kwargs)
+                    if call is not None:
+                        guarded(recorder.returned_gradients, call, returned)
+                    return returned
                 finally:
                     recorder.paused = False
                     if ends:
@@ -211,18 +228,20 @@ class Probes:
 
         def watch_step(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
-            def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
                 if not recorder.active:
-                    return original(self, optimizer, *args, **kwargs)
+                    return original(scaler, optimizer, *args, **kwargs)
                 before = recorder.attempts
-                guarded(recorder.before_update, True)
-                scaling.append(True)
+                if scaler.is_enabled():
+                    guarded(recorder.before_update, optimizer, True)
+                scaling.append(scaler)
                 try:
-                    result = original(self, optimizer, *args, **kwargs)
+                    result = original(scaler, optimizer, *args, **kwargs)
                 finally:
                     scaling.pop()
                 if recorder.attempts == before:  # skipped: the optimizer's own hooks did not run
-                    guarded(recorder.after_update, optimizer)
+                    guarded(self._held_off, scaler, optimizer)
+                    guarded(recorder.after_update, optimizer, True)
                 return result
 
             return step
@@ -231,14 +250,23 @@ class Probes:
         self._patches.replace(torch.amp.GradScaler, "update", self._bookkeeping(is_last=False))
         self._patches.replace(torch.amp.GradScaler, "step", watch_step)
 
+    def _held_off(self, scaler: Any, optimizer: Optimizer) -> None:
+        if scaler.is_enabled():
+            self._recorder.held_off(optimizer, float(scaler.get_scale()))
+
     def _watch_optimizers(self) -> None:
         recorder = self._recorder
         guarded = recorder.barrier.call
         scaling = self._scaling
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if recorder.active:
-                guarded(recorder.before_update, bool(scaling))
+            if not recorder.active:
+                return
+            closure = kwargs.get("closure") if len(args) < 2 else args[1]
+            scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
+            guarded(recorder.before_update, optimizer, scaler is not None, closure is not None)
+            if scaler is not None and compat.is_told_to_skip(optimizer):  # a fused one skips by itself
+                guarded(self._held_off, scaler, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active:

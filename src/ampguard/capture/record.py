@@ -174,19 +174,53 @@ class GlueOp:
     error: BaseException | None = None
 
 
-Event: TypeAlias = RootCall | GlueOp
+@dataclass(slots=True)
+class BackwardCall:
+    """A call of `torch.autograd.backward` or `grad`: what was differentiated, with which factors, by what.
+
+    `args` holds (the tensors, the gradients given for them or None, the inputs or None). `outputs` are the gradients of
+    `torch.autograd.grad`; `backward` leaves its own in the parameters.
+    """
+
+    index: int
+    args: tuple[Any, ...]
+    line: Line | None
+    create_graph: bool
+    updates_before: int
+    modes: Modes
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    floating: list[bool] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def grad(self) -> bool:
+        return self.create_graph
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether it returned its gradients instead of leaving them in the parameters."""
+        return self.args[2] is not None
+
+
+Event: TypeAlias = RootCall | GlueOp | BackwardCall
 
 
 @dataclass(slots=True)
 class StepRecord:
     """The events of one step, in order. `complete` is False where some operator ran unrecorded.
 
-    `writers` names, for an event, the later ones that wrote to its result in place, through a view.
+    `writers` names, for an event, the later ones that wrote to its result in place, through a view. `iteration_start`
+    is the first event of the iteration that was running.
     """
 
     events: list[Event] = field(default_factory=list)
     complete: bool = True
     writers: dict[int, list[int]] = field(default_factory=dict)
+    iteration_start: int = 0
 
     def event(self, index: int) -> Event | None:
         if not self.events:
@@ -201,16 +235,21 @@ class StepRecord:
 class BadResult:
     """A result that must not be: what `investigate` starts from.
 
-    `kind`: a loss, an output in evaluation, a buffer that a call poisoned, or an operator that PyTorch refused to run.
+    `kind`: a loss, an output in evaluation, a buffer that a call poisoned, an operator that PyTorch refused to run, or
+    gradients, judged before the optimizer uses them. For gradients, `parameters` are the tensors that they belong to;
+    `loss_scale` is what the loss was multiplied by, where a scaler did (`is_held_off`: and it skipped the update).
     """
 
-    kind: Literal["loss", "output", "buffer", "raised"]
+    kind: Literal["loss", "output", "buffer", "raised", "gradient"]
     mode: Literal["train", "eval"]
     step: int
     record: StepRecord
     targets: tuple[Ref | Held, ...]
     error: BaseException | None = None
     names: tuple[str, ...] = ()
+    parameters: tuple[Tensor, ...] = ()
+    loss_scale: float | None = None
+    is_held_off: bool = False
 
 
 def version_of(tensor: Tensor) -> int:

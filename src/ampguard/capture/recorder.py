@@ -24,9 +24,21 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.buffers import BufferWatch
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
+from ampguard.capture.gradients import all_finite, gradients_of, parameters_of
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import MAX_EVENTS, EventLog
-from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, map_tensors, tensors_in
+from ampguard.capture.record import (
+    BackwardCall,
+    BadResult,
+    Event,
+    GlueOp,
+    Held,
+    Ref,
+    RootCall,
+    map_tensors,
+    tensors_in,
+    version_of,
+)
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import Prefixes, RandomStreams, current_modes
 from ampguard.capture.tape import GlueTape
@@ -96,6 +108,8 @@ class FlightRecorder:
         self._empty_prefixes = 0
         """Steps so far in which nothing was computed before the first module."""
         self._prefixes = Prefixes()
+        self._in_update: torch.optim.Optimizer | None = None
+        """The optimizer whose step is running a closure."""
 
     # --- root calls -------------------------------------------------------------------------------------------------
 
@@ -187,17 +201,59 @@ class FlightRecorder:
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
             self.loss_of_scaled[id(scaled)] = (weakref.ref(scaled), loss)
 
-    def before_backward(self, tensors: Any) -> None:
-        """Judge the loss before it is differentiated: everything that made it is still as it was."""
+    def before_backward(
+        self, tensors: Any, gradients: Any = None, inputs: Any = None, create_graph: bool = False
+    ) -> BackwardCall | None:
+        """Judge the loss before it is differentiated, when everything that made it is still as it was; keep the call.
+
+        A gradient that stays part of a loss (`create_graph`) is no result yet, and is not judged.
+        """
         self.tape.leave()
         thread = threading.get_ident()
         if thread != self.thread:
             self._follow(thread)
-        losses = [self._unscaled(t) for t in ((tensors,) if isinstance(tensors, Tensor) else tensors)]
-        if self.counting:
-            self.judge.count_losses(losses)
-        elif not self.judge.is_healthy(losses):
-            self.judge.judge_losses(losses)
+        tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        if not create_graph:
+            losses = [self._unscaled(t) for t in tensors]
+            if self.counting:
+                self.judge.count_losses(losses)
+            elif not self.judge.is_healthy(losses):
+                self.judge.judge_losses(losses)
+        return None if self.counting else self._keep_backward(tensors, gradients, inputs, create_graph)
+
+    def _keep_backward(
+        self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool
+    ) -> BackwardCall:
+        log = self.log
+        named = tuple([log.lookup(t) or Held(t, version_of(t)) for t in tensors])
+        if gradients is not None:
+            gradients = log.named((gradients,) if isinstance(gradients, Tensor) else tuple(gradients))
+        if inputs is not None:
+            inputs = [log.lookup(t) or Held(t, version_of(t)) for t in ((inputs,) if _is_one(inputs) else inputs)]
+        index = log.claim_index()
+        call = BackwardCall(
+            index,
+            (named, gradients, inputs),
+            user_line(sys._getframe(3)),
+            create_graph,
+            self.attempts,
+            current_modes(),
+            [],
+            [],
+        )
+        log.append(call)
+        return call
+
+    def returned_gradients(self, call: BackwardCall, gradients: Any) -> None:
+        """What `torch.autograd.grad` returned."""
+        for position, gradient in enumerate(gradients):
+            if isinstance(gradient, Tensor):
+                self.log.define(gradient, Ref(call.index, position))
+                call.outputs.append(weakref.ref(gradient))
+                call.floating.append(True)
+            else:
+                call.outputs.append(lambda: None)  # type: ignore[arg-type]  # a weak reference to nothing
+                call.floating.append(False)
 
     def _follow(self, thread: int) -> None:
         """Training is where backward is called: what another thread did before was something else."""
@@ -209,9 +265,12 @@ class FlightRecorder:
         """The graph is used up: events before now are kept only while their results are."""
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.loss_of_scaled.clear()
-        if self.live is not None:
-            self.live.begin_step()
-        if self.steps.differentiated():  # parameters updated by hand
+        self.judge.spoil_gradients()
+        if self._in_update is not None:
+            self._judge_gradients(self._in_update)
+        if self.steps.counts_backwards:  # parameters updated by hand
+            self._judge_by_hand()
+        if self.steps.differentiated():
             self._end_iteration()
             self.log.iteration_start = before  # perhaps two backward passes make one step
             self.resume_tape()
@@ -224,17 +283,58 @@ class FlightRecorder:
 
     # --- optimizer and steps ----------------------------------------------------------------------------------------
 
-    def before_update(self, by_scaler: bool) -> None:
+    def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
-        if not by_scaler:
-            self.judge.read_flags(wait=True)
+        if by_scaler:
+            return
+        self.judge.read_flags(wait=True)
+        if has_closure:
+            self._in_update = optimizer  # its closure calls backward: the gradients are judged then
+        else:
+            self._judge_gradients(optimizer)
 
-    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def _judge_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """No scaler looks at these gradients before they are used: look, as long as that waits for nothing."""
+        if not self.log.record.events or self.counting:
+            return
+        if all_finite(gradients_of(optimizer)):
+            self.judge.gradients_are_good()
+        else:
+            self.judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False)
+
+    def _judge_by_hand(self) -> None:
+        """Parameters are updated by hand: judge what the last backward call left or returned."""
+        events = self.log.record.events
+        call = events[-1] if events else None
+        if not isinstance(call, BackwardCall) or self.counting:
+            return
+        if call.is_functional:
+            returned = [(Ref(call.index, i), t) for i, r in enumerate(call.outputs) if (t := r()) is not None]
+            if not all_finite(t for _, t in returned):
+                self.judge.gradients_are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
+            return
+        modules = {id(e.module): e.module for e in events if isinstance(e, RootCall)}
+        parameters = [p for module in modules.values() for p in module.parameters()]
+        if all_finite(p.grad for p in parameters if p.grad is not None):
+            self.judge.gradients_are_good()
+        else:
+            self.judge.gradients_are_bad(parameters, None, is_held_off=False)
+
+    def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
+        """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
+        if self.counting:
+            return
+        self.judge.read_flags(wait=True)
+        self.judge.gradients_are_bad(parameters_of(optimizer), loss_scale, is_held_off=True)
+
+    def after_update(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""
         self.judge.read_flags(wait=True)
+        self._in_update = None
         self.attempts += 1
-        self._stepped.append((self.attempts, weakref.ref(optimizer)))
+        if not skipped:
+            self._stepped.append((self.attempts, weakref.ref(optimizer)))
         if len(self._stepped) > 2 * KEPT_STEPS:
             del self._stepped[:-KEPT_STEPS]
         if self.steps.attempted(optimizer):
@@ -257,6 +357,8 @@ class FlightRecorder:
         self.log.iteration_start = self.log.next_index
         self._is_functional = not self._has_root
         self._has_root = False
+        if self.live is not None:
+            self.live.begin_step()
         self.listener.on_step(self.steps.count)
 
     def bookkeeping_done(self, is_last: bool) -> None:
@@ -307,3 +409,8 @@ class FlightRecorder:
         finally:
             self.paused = paused
             self._step_started += time.perf_counter() - started  # our own time does not count as the script's step
+
+
+def _is_one(inputs: Any) -> bool:
+    """Whether the inputs of a derivative are a single tensor (or an edge of the graph) rather than a sequence."""
+    return isinstance(inputs, Tensor) or not isinstance(inputs, (list, tuple))

@@ -24,9 +24,14 @@ class StepCounter:
         self._by_backward = 0
         self._only: weakref.ref[Optimizer] | None = None
 
+    @property
+    def counts_backwards(self) -> bool:
+        """Whether a backward pass stands for a step: no optimizer is known."""
+        return not (self._ever or self._created)
+
     def differentiated(self) -> bool:
         """A backward pass ended. True where it stands for the step: no optimizer is known."""
-        if self._ever or self._created:
+        if not self.counts_backwards:
             return False
         self.count += 1
         self._by_backward += 1

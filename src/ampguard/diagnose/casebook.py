@@ -13,8 +13,10 @@ from torch import nn
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
-from ampguard.errors import ChangedSinceError, ReplayError, StopRun
+from ampguard.diagnose.skipped import SkippedSteps
+from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 from ampguard.replay.live import LiveTracing
@@ -39,6 +41,8 @@ class Case:
     occurrences: int = 1
     consequences: int = 0
     last_step: int = 0
+    is_investigated: bool = True
+    """False for what needed no replay: it takes none of the investigations that are allowed."""
 
     def result(self) -> Incident:
         evidence = dict(self.incident.evidence)
@@ -68,11 +72,29 @@ class Casebook:
         self._on_new = on_new
         self._on_fault = on_fault
         self._looks = 0
+        self._skipped = SkippedSteps()
         self._poisoned_by: Case | None = None
         self._poisoned_buffers: dict[str, Case] = {}
         self._unknown_since: int | None = None
         """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
         self._armed_until: int | None = None
+        self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
+        """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
+        of one that has been told?"""
+
+    def add(self, incident: Incident, poisons: bool = False) -> Case:
+        """Take in an incident that needed no replay: a broken protocol, a course over many steps.
+
+        `poisons`: an optimizer has just made its parameters non-finite; what fails from now on is its doing.
+        """
+        case = Case(
+            incident, ("", None, None, None), self._recorder.attempts, last_step=incident.step, is_investigated=False
+        )
+        self.cases.append(case)
+        if poisons and self._poisoned_by is None:
+            self._poisoned_by = case
+        self._on_new(incident)
+        return case
 
     def incidents(self) -> tuple[Incident, ...]:
         """The incidents so far, the most important first."""
@@ -83,7 +105,8 @@ class Casebook:
     @property
     def is_used_up(self) -> bool:
         """Whether every investigation that was allowed has been made."""
-        return len(self.cases) >= self._max_incidents or self._looks >= LOOKS_PER_INVESTIGATION * self._max_incidents
+        investigated = sum(case.is_investigated for case in self.cases)
+        return investigated >= self._max_incidents or self._looks >= LOOKS_PER_INVESTIGATION * self._max_incidents
 
     def examine(self, bad: BadResult) -> None:
         """Find out what a bad result is: new, known, a consequence, or no failure at all."""
@@ -100,7 +123,7 @@ class Casebook:
         started = time.perf_counter()
         if self.is_used_up:
             return
-        if self._is_consequence(bad):
+        if self._is_consequence(bad) or self._is_known_skip(bad):
             return
         self._looks += 1
         live = self._recorder.live
@@ -109,8 +132,13 @@ class Casebook:
             return
         try:
             evidence = self._located(bad)
+        except DoesNotRepeatError as why:
+            if not bad.is_held_off:
+                self._unreplayable.append((bad, str(why)))
+            return
         except ReplayError as why:
-            self._arm(bad, str(why))
+            if not bad.is_held_off or self._skipped.cannot_be_replayed():
+                self._arm(bad, str(why))
             return
         except Exception as why:  # the module itself raised in its second run, or memory ran out
             self._arm(bad, f"{type(why).__name__}: {why}"[:300])
@@ -132,6 +160,26 @@ class Casebook:
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
         self._open(incident, evidence, bad)
+
+    def _is_known_skip(self, bad: BadResult) -> bool:
+        """Whether the scaler skipped this step as it skipped others before: only because of the loss scale."""
+        if bad.loss_scale is None or not bad.is_held_off:
+            return False
+        case = next((c for c in self.cases if c.incident.cause == "loss-scale-overflow"), None)
+        if case is None:
+            return False
+        if self._skipped.may_look():
+            started = time.perf_counter()
+            try:
+                if not is_only_the_scale(bad, Replayer(bad, self._recorder)):
+                    return False
+            except Exception:  # it cannot be run again: take it for one of the many
+                pass
+            finally:
+                self._skipped.looked(time.perf_counter() - started)
+        case.occurrences += 1
+        case.last_step = bad.step
+        return True
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
@@ -182,10 +230,20 @@ class Casebook:
         return False
 
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
-        incident = self._with_history(incident)
+        opinion = self.second_opinion(self._with_history(incident))
+        if isinstance(opinion, Case):
+            opinion.occurrences += 1
+            opinion.last_step = bad.step
+            self._note_poison(bad, opinion)
+            return
+        incident = opinion
         case = Case(incident, place_of(evidence), self._recorder.attempts, last_step=bad.step)
         self.cases.append(case)
-        if bad.mode == "train" and bad.kind == "loss" and self._poisoned_by is None:
+        if incident.severity == "info":  # normal operation takes none of the investigations
+            case.is_investigated = False
+            self._looks -= 1
+        poisons = bad.kind == "loss" or (bad.kind == "gradient" and not bad.is_held_off)
+        if bad.mode == "train" and poisons and self._poisoned_by is None:
             self._poisoned_by = case
         self._note_poison(bad, case)
         self._on_new(incident)
@@ -194,6 +252,7 @@ class Casebook:
         """A parameter or buffer that was bad before the step: since when, and what poisoned it."""
         if incident.cause != "nonfinite-parameter":
             return incident
+        changed = next((b for b, _ in self._unreplayable if b.kind == "gradient" and b.step < incident.step), None)
         facts = dict(incident.evidence)
         case = self._poisoned_buffers.get(str(facts.get("name")))
         text = incident.explanation
@@ -205,12 +264,17 @@ class Casebook:
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
         elif self._recorder.judge.last_good_step is not None:
             facts["since_step"] = self._recorder.judge.last_good_step
-            text += (
-                f" The loss of step {self._recorder.judge.last_good_step} was still finite: the update after it poisoned it."
-            )
+            text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: the update after it poisoned it."
         else:
             facts["since_step"] = None
             text += " It was so before the first step: initialisation or a checkpoint."
+        if changed is not None:
+            facts["gradients_changed_in_step"] = changed.step
+            text += (
+                f" The gradients that the optimizer used in step {changed.step} were not finite, and those of the same step run "
+                f"again are: something changed them between backward and the optimizer's step (a hook, the script, another rank)."
+            )
+            self._unreplayable = [(b, why) for b, why in self._unreplayable if b.kind != "gradient"]
         return msgspec.structs.replace(incident, explanation=text, evidence=facts)
 
     def _note_poison(self, bad: BadResult, case: Case) -> None:
@@ -235,7 +299,7 @@ class Casebook:
 
     def _count_as_known(self, bad: BadResult) -> None:
         """Investigations are used up: count it to the last incident of its mode, without looking."""
-        case = next((c for c in reversed(self.cases) if c.incident.mode == bad.mode), None)
+        case = next((c for c in reversed(self.cases) if c.incident.mode == bad.mode and c.is_investigated), None)
         if case is None:
             return
         if case is self._poisoned_by and case.consequences:
@@ -275,7 +339,10 @@ class Casebook:
 def place_of(evidence: Evidence) -> Place:
     line = evidence.op.line
     file = line.code.co_filename if line is not None else None
-    return evidence.op.name, evidence.op.module, file, line.number if line is not None else None
+    name = evidence.op.name
+    if isinstance(evidence, GradientEvidence) and evidence.is_only_the_scale:
+        name += " at this loss scale"
+    return name, evidence.op.module, file, line.number if line is not None else None
 
 
 def roots_indices(bad: BadResult) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard import numerics
-from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.slicing import Chain, Given, Link
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
@@ -47,6 +47,8 @@ class Operand:
 
 class Evidence:
     """What is known about the operator where the failure begins. Costly facts are computed when first asked for."""
+
+    phase = "forward"
 
     def __init__(self, bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> None:
         self.bad = bad
@@ -333,7 +335,7 @@ class Evidence:
         call = self.capture(self.given.reader.index)
         return call.tensors[self.given.operand] if call is not None else None
 
-    def events(self) -> list[RootCall | GlueOp]:
+    def events(self) -> list[Event]:
         return list(self.replayer.events) if self.replayer is not None else list(self.bad.record.events)
 
     def made(self, ref: Ref) -> Tensor | None:
@@ -341,9 +343,9 @@ class Evidence:
         event = next((e for e in self.events() if e.index == ref.event), None)
         return event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
 
-    def held(self) -> list[tuple[RootCall | GlueOp, str, Held]]:
+    def held(self) -> list[tuple[Event, str, Held]]:
         """Every tensor that the step was given, by the argument that holds it."""
-        found: list[tuple[RootCall | GlueOp, str, Held]] = []
+        found: list[tuple[Event, str, Held]] = []
         for event in self.events():
             for name, value in named_leaves(event):
                 if isinstance(value, Held):
@@ -399,7 +401,7 @@ LOOK_THROUGH = frozenset(
 )
 
 
-def named_leaves(event: RootCall | GlueOp) -> list[tuple[str, Any]]:
+def named_leaves(event: Event) -> list[tuple[str, Any]]:
     """The tensors of an event's arguments under readable names (`x`, `batch['image']`, `args[1]`)."""
     import inspect
 
@@ -421,7 +423,7 @@ def named_leaves(event: RootCall | GlueOp) -> list[tuple[str, Any]]:
             names = list(inspect.signature(event.module.forward).parameters)
         except (TypeError, ValueError):
             names = []
-    else:
+    elif isinstance(event, GlueOp):
         names = [a.name for a in event.func._schema.arguments]
     for position, value in enumerate(event.args):
         walk(names[position] if position < len(names) else f"args[{position}]", value)

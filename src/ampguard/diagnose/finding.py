@@ -14,6 +14,7 @@ import torch
 
 from ampguard.capture.record import Line
 from ampguard.diagnose.evidence import Evidence
+from ampguard.incident import Severity
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
@@ -47,26 +48,32 @@ class Finding:
     line: Line | None = None
     dtype: torch.dtype | None = None
     op: TracedOp | None = None
+    severity: Severity = "error"
 
 
-Rule = Callable[[Evidence], "Finding | None"]
+Rule = Callable[[Any], "Finding | None"]
 RULES: dict[str, Rule] = {}
+PHASES: dict[str, tuple[str, ...]] = {}
+"""For each rule, whether it reads the evidence of a forward pass, of a backward pass, or of both."""
 
 
-def cause(code: str) -> Callable[[Rule], Rule]:
+def cause(code: str, phases: tuple[str, ...] = ("forward",)) -> Callable[[Rule], Rule]:
     """Register the rule of a cause under its code."""
 
     def register(rule: Rule) -> Rule:
         RULES[code] = rule
+        PHASES[code] = phases
         return rule
 
     return register
 
 
-def find_cause(evidence: Evidence) -> Finding | None:
-    """Ask every rule and keep the answer that explains most."""
+def find_cause(evidence: Evidence, phase: str | None = None) -> Finding | None:
+    """Ask every rule of the phase (default: the evidence's own) and keep the answer that explains most."""
     from ampguard.diagnose import causes
 
     causes.load()
-    answers = [answer for rule in RULES.values() if (answer := rule(evidence)) is not None]
+    phase = phase or evidence.phase
+    asked = [rule for code, rule in RULES.items() if phase in PHASES[code]]
+    answers = [answer for rule in asked if (answer := rule(evidence)) is not None]
     return max(answers, key=lambda finding: finding.weight, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
+from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
 from ampguard.diagnose.minimal import smallest_float32_region
 from ampguard.diagnose.slicing import Chain, at_the_data, chain_from
 from ampguard.errors import ReplayError
@@ -44,6 +46,8 @@ def locate(bad: BadResult, replayer: Replayer) -> Evidence | None:
     None where the bad values are infinities that the code meant to return. Raises ReplayError where the step cannot be
     run again or is not bad when it is.
     """
+    if bad.kind == "gradient":
+        return locate_gradient(bad, replayer)
     outcome = replayer.run()
     if not outcome.is_bad:
         raise ReplayError("the replayed step is finite: it does not repeat itself")
@@ -73,6 +77,11 @@ def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
             if tensor is not None:
                 targets.append(("", tensor))
     outcome = Outcome(is_bad=True, is_exact=True, trace=trace, targets=targets, error=bad.error)
+    if bad.kind == "gradient":
+        outcome.gradients = [(p, p.grad) for p in bad.parameters if p.grad is not None]
+        outcome.targets = [("", gradient) for _, gradient in outcome.gradients]
+        chain = earliest_chain(outcome)
+        return GradientEvidence(bad, chain, outcome, None) if chain is not None else None
     chain = chain_of(outcome)
     if chain is None or is_on_purpose(bad, chain):
         return None
@@ -92,7 +101,13 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
     """A bad result of which nothing more is known than that it was bad: the last rung."""
     roots = [e for e in bad.record.events if isinstance(e, RootCall)]
     last = roots[-1] if roots else None
-    what = {"loss": "The loss", "output": "An output in evaluation", "buffer": "A buffer", "raised": "An operator"}
+    what = {
+        "loss": "The loss",
+        "output": "An output in evaluation",
+        "buffer": "A buffer",
+        "raised": "An operator",
+        "gradient": "A gradient",
+    }
     inputs = [held for root in roots for held in held_in((root.args, root.kwargs))]
     finite = all(is_finite(held.value) for held in inputs)
     low = last.modes.autocast_dtype if last is not None else None
@@ -100,7 +115,7 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
         step=bad.step,
         rank=rank,
         mode=bad.mode,
-        phase="forward" if bad.kind == "output" else "loss",
+        phase={"output": "forward", "gradient": "backward"}.get(bad.kind, "loss"),  # type: ignore[arg-type]
         severity="error",
         cause="unexplained",
         module=last.prefix if last is not None else None,
@@ -159,6 +174,10 @@ def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
 def unexplained(evidence: Evidence) -> Finding:
     """No rule knows this operator: say what its numbers say."""
     name = evidence.op.short_name.lstrip("_")
+    if isinstance(evidence, GradientEvidence):
+        return Finding(
+            "unexplained", f"In the backward pass {name} gives {evidence.kind}; no rule knows more about it.", weight=0
+        )
     if evidence.given is not None and not evidence.intended:
         return Finding(
             "unexplained",
@@ -217,7 +236,7 @@ def described(outcome: Outcome) -> str:
     """ "the replayed step is finite; the loss is 2.31"."""
     if outcome.is_bad:
         return "the replayed step is still bad"
-    loss = f"; the loss is {outcome.loss:.4g}" if outcome.loss is not None else ""
+    loss = f"; the loss is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
     return f"the replayed step is finite{loss}"
 
 
@@ -239,7 +258,7 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
         rank=rank,
         mode=bad.mode,
         phase=finding.phase or phase_of(evidence),  # type: ignore[arg-type]
-        severity="error",
+        severity=finding.severity,
         cause=finding.cause,
         module=op.module if op.root is not None else None,
         op=op.name,
@@ -253,6 +272,8 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
 
 def phase_of(evidence: Evidence) -> Phase:
     """Forward inside a module that has parameters; loss after it; data before it."""
+    if evidence.phase == "backward":
+        return "backward"
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     event = next((e for e in evidence.events() if e.index == evidence.op.event), None)
     with_weights = [r for r in roots if any(True for _ in r.module.parameters())]

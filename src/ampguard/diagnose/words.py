@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ampguard.diagnose.evidence import Evidence
-from ampguard.numerics import dtype_name
+from ampguard.diagnose.slicing import Link
+from ampguard.numerics import KIND_NAMES, dtype_name
 
 
 def number(value: float | None) -> str:
@@ -53,3 +54,8 @@ def region(evidence: Evidence) -> str | None:
 def code(evidence: Evidence) -> str:
     line = evidence.op.line
     return line.location().code if line is not None else ""
+
+
+def kind(link: Link) -> str:
+    """What the bad element of a link of the chain is: "nan", "+inf" or "-inf"."""
+    return KIND_NAMES[link.kind]

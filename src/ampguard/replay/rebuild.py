@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import math
 import time
 import weakref
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ampguard import compat, numerics
 from ampguard.capture.record import (
+    BackwardCall,
     BadResult,
+    Event,
     GlueOp,
-    Held,
-    HeldGenerator,
     Ref,
     RootCall,
     StepRecord,
@@ -30,6 +30,8 @@ from ampguard.capture.record import (
 )
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError
+from ampguard.replay.arguments import Values, fresh_copy_needed, is_replayable, low_to
+from ampguard.replay.backward import Gradients, run_backward
 from ampguard.replay.names import module_names
 from ampguard.replay.sandbox import ModuleSandbox, modes_of, neutral_thread, quiet, set_streams
 from ampguard.replay.trace import Trace, identical
@@ -53,6 +55,8 @@ class Outcome:
     seconds: float = 0.0
     error: BaseException | None = None
     captured: dict[int, Captured] = field(default_factory=dict)
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Each parameter of the script that has a gradient, and that gradient."""
     stand_ins: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Storage of a clone that the replay used, to (the clone, the script's own tensor)."""
 
@@ -65,6 +69,9 @@ class Replayer:
         self.bad = bad
         self.is_exact = not as_it_is_now
         self.events = events_behind(bad)
+        self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
+        self.scale_factor = 1.0
+        """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
         self._recorder = recorder
@@ -128,17 +135,16 @@ class Replayer:
         mode.hidden = dict(self._hidden)
         if traced and variant is AS_IT_RAN:
             mode.sought = self._sought
-        values: dict[Ref, Tensor] = {}
-        stand_ins: dict[int, Tensor] = {}
+        values = Values(mode, {**variant.tensors}, self.keeps_graph)
+        gradients = Gradients(self.bad.parameters)
         exact = self.is_exact
-        ran: list[tuple[RootCall | GlueOp, list[Tensor]]] = []
+        ran: list[tuple[Event, list[Tensor]]] = []
         error: BaseException | None = None
-        grad_dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
         with (
             neutral_thread(),
             quiet(),
             compat.force_eager(),
-            grad_dropped,
+            self._graph(),
             self._paused(),
             traced_modules(mode),
             autocast_in(variant.convert),
@@ -146,82 +152,93 @@ class Replayer:
             for event in self.events:
                 mode.event = event
                 try:
-                    if isinstance(event, RootCall):
-                        outputs = self._run_root(event, mode, values, variant, stand_ins)
-                    else:
-                        outputs = self._run_glue(event, mode, values, variant)
+                    outputs = self._run_event(event, values, variant, gradients)
                 except RuntimeError as refusal:
                     if self.bad.kind == "raised" and "without overflow" in str(refusal):
                         error = refusal
                         break
                     raise
                 for position, tensor in enumerate(outputs):
-                    values[Ref(event.index, position)] = tensor
+                    values.made[Ref(event.index, position)] = tensor
                 ran.append((event, outputs))
         if traced and variant is AS_IT_RAN:  # only now: a result may have been written to later, as in the step itself
             exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
-        outcome = self._outcome(values, stand_ins, trace, exact, error, time.perf_counter() - started)
+        outcome = self._outcome(values, gradients, trace, exact, error, time.perf_counter() - started)
         outcome.captured = mode.captured
         self._hidden = mode.hidden
         outcome.stand_ins = mode.stand_ins
         return outcome
 
-    def _is_same_as_before(self, event: RootCall | GlueOp, outputs: list[Tensor]) -> bool:
+    def _run_event(self, event: Event, values: Values, variant: Variant, gradients: Gradients) -> list[Tensor]:
+        if isinstance(event, RootCall):
+            return self._run_root(event, values, variant)
+        if isinstance(event, BackwardCall):
+            factor = variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
+            return run_backward(event, values, gradients, factor)
+        return self._run_glue(event, values)
+
+    def _graph(self) -> contextlib.AbstractContextManager[Any]:
+        """Without gradients to compute, nothing need be saved for them."""
+        if self.keeps_graph:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
+
+    def _is_same_as_before(self, event: Event, outputs: list[Tensor]) -> bool:
         """Whether the replayed results are bitwise those of the step, as far as those are still there, unchanged."""
+        if isinstance(event, BackwardCall):
+            return True
         if len(event.outputs) != len(outputs):
             return False
         for position, (ref, new) in enumerate(zip(event.outputs, outputs, strict=True)):
             old = ref()
-            if old is not None and self._recorder.log.lookup(old) == Ref(event.index, position) and not identical(old, new):
+            is_known = old is not None and self._recorder.log.lookup(old) == Ref(event.index, position)
+            if old is not None and is_known and not identical(old, new):
                 return False
         return True
 
     def _outcome(
         self,
-        values: dict[Ref, Tensor],
-        stand_ins: dict[int, Tensor],
+        values: Values,
+        gradients: Gradients,
         trace: Trace,
         exact: bool,
         error: BaseException | None,
         seconds: float,
     ) -> Outcome:
-        targets: list[tuple[str, Tensor]] = []
+        targets = gradients.results()
         for position, target in enumerate(self.bad.targets):
             name = self.bad.names[position] if position < len(self.bad.names) else ""
             if isinstance(target, Ref):
-                if target in values:
-                    targets.append((name, values[target]))
+                if target in values.made:
+                    targets.append((name, values.made[target]))
             else:
-                targets.append((name, stand_ins.get(id(target.tensor), target.tensor)))
+                targets.append((name, values.stand_ins.get(id(target.tensor), target.tensor)))
         bad = error is not None or any(not numerics.is_finite(t) for _, t in targets)
-        loss = None
-        if targets and targets[0][1].numel() == 1:
+        loss = gradients.loss
+        if loss is None and targets and targets[0][1].numel() == 1 and self.bad.kind != "gradient":
             loss = float(targets[0][1].detach())
-        return Outcome(bad, exact, trace, targets, loss, seconds, error)
+        if loss is not None and math.isfinite(loss) and self.bad.loss_scale is not None:
+            loss /= self.bad.loss_scale
+        outcome = Outcome(bad, exact, trace, targets, loss, seconds, error)
+        outcome.gradients = [(p, g) for p, (_, g) in zip(gradients.owners(), gradients.results(), strict=True)]
+        return outcome
 
-    def _run_root(
-        self,
-        root: RootCall,
-        mode: ReplayMode,
-        values: dict[Ref, Tensor],
-        variant: Variant,
-        stand_ins: dict[int, Tensor],
-    ) -> list[Tensor]:
-        module = root.module
+    def _run_root(self, root: RootCall, values: Values, variant: Variant) -> list[Tensor]:
+        module, mode = root.module, values.mode
         if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
             module = compat.unwrapped(module)
         sandbox = ModuleSandbox(root, module)
         sandbox.enter()
         training = module.training
         try:
-            self._swap_state(sandbox, module, variant)
-            self._swap_called_state(sandbox, root, mode, values, variant)
+            self._swap_state(sandbox, module, variant, values)
+            self._swap_called_state(sandbox, root, values, variant)
             for saved in root.buffers:
                 now = saved.owner.get(saved.name)
                 if now is not None and now is not saved.tensor:
                     mode.stand_ins[compat.storage_key(now)] = (now, saved.tensor)
-            args = substituted(root.args, values, variant.tensors, mode, grad=root.modes.grad)
-            kwargs = substituted(root.kwargs, values, variant.tensors, mode, grad=root.modes.grad)
+            args = values.for_module(root.args, grad=root.modes.grad)
+            kwargs = values.for_module(root.kwargs, grad=root.modes.grad)
             if variant.convert is not None:
                 args, kwargs = (map_tensors(tree, lambda t: low_to(t, variant.convert)) for tree in (args, kwargs))
             if training != root.training:
@@ -232,23 +249,16 @@ class Replayer:
             for identity, (owner, name) in sandbox.stand_ins.items():
                 tensor = owner.get(name)
                 if tensor is not None:
-                    stand_ins[identity] = tensor
+                    values.stand_ins[identity] = tensor
             return tensors_in(output)
         finally:
             if training != root.training:
                 module.train(training)
             sandbox.leave()
 
-    def _swap_called_state(
-        self,
-        sandbox: ModuleSandbox,
-        root: RootCall,
-        mode: ReplayMode,
-        values: dict[Ref, Tensor],
-        variant: Variant,
-    ) -> None:
+    def _swap_called_state(self, sandbox: ModuleSandbox, root: RootCall, values: Values, variant: Variant) -> None:
         """The parameters and buffers that `torch.func.functional_call` ran the module on."""
-        state = substituted(root.swapped_state, values, variant.tensors, mode, grad=root.modes.grad)
+        state = values.for_module(root.swapped_state, grad=root.modes.grad)
         for path, value in state.items():
             owner_path, _, name = path.rpartition(".")
             owner = root.module.get_submodule(owner_path)
@@ -258,7 +268,7 @@ class Replayer:
             elif name in owner._buffers:
                 sandbox.swap_buffer(owner, name, value)
 
-    def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant) -> None:
+    def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:
         """Give the module the parameters and buffers that the variant asks for."""
         if variant.convert is None and not variant.tensors and not variant.force_fp32:
             return
@@ -270,14 +280,8 @@ class Replayer:
                 continue
             wide = torch.float32 if id(owner) in forced else variant.convert
             for name, parameter in list(owner._parameters.items()):
-                if parameter is None:
-                    continue
-                value: Tensor = variant.tensors.get(id(parameter), parameter)
-                value = low_to(value, wide)
-                if value is not parameter:
-                    sandbox.swap_parameter(
-                        owner, name, nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
-                    )
+                if parameter is not None:
+                    self._swap_parameter(sandbox, owner, name, parameter, wide, values)
             for name, buffer in list(owner._buffers.items()):
                 if buffer is None:
                     continue
@@ -285,10 +289,32 @@ class Replayer:
                 if other is not buffer:
                     sandbox.swap_buffer(owner, name, other)
 
-    def _run_glue(self, op: GlueOp, mode: ReplayMode, values: dict[Ref, Tensor], variant: Variant) -> list[Tensor]:
-        replacements: dict[int | Ref, Tensor] = {**dict(mode.found.items()), **variant.tensors}
-        args = glue_arguments(op.args, values, replacements)
-        kwargs = glue_arguments(op.kwargs, values, replacements)
+    def _swap_parameter(
+        self,
+        sandbox: ModuleSandbox,
+        owner: nn.Module,
+        name: str,
+        parameter: Tensor,
+        dtype: torch.dtype | None,
+        values: Values,
+    ) -> None:
+        known = values.stand_ins.get(id(parameter))
+        if known is not None:  # tied weights, or a module that is called twice
+            sandbox.swap_parameter(owner, name, known)
+            return
+        value = low_to(values.replaced.get(id(parameter), parameter), dtype)
+        if value is not parameter:
+            other = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+            values.stand_ins[id(parameter)] = other
+            sandbox.swap_parameter(owner, name, other)
+
+    def _run_glue(self, op: GlueOp, values: Values) -> list[Tensor]:
+        mode = values.mode
+        values.replaced.update(
+            (identity, found) for identity, found in mode.found.items() if identity not in values.replaced
+        )
+        args = values.for_operator(op.args)
+        kwargs = values.for_operator(op.kwargs)
         for held in held_in((op.args, op.kwargs)):
             mode.stand_ins.setdefault(compat.storage_key(held.value), (held.value, held.tensor))
         overwritten = self._recorder.tape.overwritten(op.func)
@@ -299,7 +325,7 @@ class Replayer:
             )
         if op.rng is not None:
             set_streams(op.rng)
-        with torch.no_grad(), mode:
+        with torch.set_grad_enabled(op.grad and self.keeps_graph), mode:
             output = op.func(*args, **kwargs)
         if isinstance(output, Tensor):
             return [output]
@@ -314,7 +340,7 @@ class Replayer:
             self._recorder.paused = paused
 
 
-def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
+def events_behind(bad: BadResult) -> list[Event]:
     """The events that the bad result was made from, in order, with every event that wrote in place to one of them."""
     record: StepRecord = bad.record
     wanted: set[int] = set()
@@ -327,6 +353,8 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
                 for event in record.events
                 if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
             }
+    if bad.kind == "gradient" and not wanted:
+        wanted = backward_calls(record)
     by_index = {event.index: event for event in record.events}
     pending = sorted(wanted)
     while pending:
@@ -345,106 +373,20 @@ def events_behind(bad: BadResult) -> list[RootCall | GlueOp]:
     return [event for event in record.events if event.index in wanted]
 
 
+def backward_calls(record: StepRecord) -> set[int]:
+    """The backward passes whose gradients an optimizer is about to use: those since the last update."""
+    calls = [
+        e
+        for e in record.events
+        if isinstance(e, BackwardCall) and not e.is_functional and e.index >= record.iteration_start
+    ]
+    latest = max((call.updates_before for call in calls), default=0)
+    return {call.index for call in calls if call.updates_before == latest}
+
+
 def is_computed(tensor: Tensor) -> bool:
     """Whether a tensor that no recorded event made was computed somewhere (inside a module that did not return it)."""
     return tensor.is_floating_point() and (tensor.grad_fn is not None or not numerics.is_finite(tensor))
-
-
-def is_replayable(value: Any) -> bool:
-    """Whether an argument can be given to a second call: generators and open files are used up by the first."""
-    return not (
-        inspect.isgenerator(value) or (hasattr(value, "read") and hasattr(value, "seek")) or _is_iterator(value)
-    )
-
-
-def _is_iterator(value: Any) -> bool:
-    return hasattr(value, "__next__") and hasattr(value, "__iter__") and not isinstance(value, (Tensor, nn.Module))
-
-
-def substituted(
-    tree: Any, values: dict[Ref, Tensor], tensors: dict[int | Ref, Tensor], mode: ReplayMode, grad: bool
-) -> Any:
-    """A root call's arguments: clones of earlier events' results as replayed (traced, so that the chain of values is
-    not cut) and of what was held."""
-
-    def value(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            if leaf in tensors:
-                return tensors[leaf].clone()
-            if leaf not in values:
-                raise ReplayError("a tensor that the module was given was made by an operator that was not recorded")
-            with torch.no_grad(), mode:
-                return values[leaf].clone()
-        if isinstance(leaf, Held):
-            stand_in = tensors.get(id(leaf.tensor))
-            source = leaf.value if stand_in is None else stand_in
-            if isinstance(source, nn.Parameter):
-                return source
-            copy = source.detach().clone()
-            mode.stand_ins[compat.storage_key(copy)] = (copy, leaf.tensor)
-            return copy.requires_grad_() if grad and source.requires_grad and copy.is_floating_point() else copy
-        return leaf
-
-    return map_leaves(tree, value)
-
-
-def glue_arguments(tree: Any, values: dict[Ref, Tensor], tensors: dict[int | Ref, Tensor]) -> Any:
-    """A taped operator's arguments."""
-
-    def value(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            if leaf not in values:
-                raise ReplayError("an operand was made by an operator that was not recorded")
-            return values[leaf].detach()
-        if isinstance(leaf, Held):
-            return tensors.get(id(leaf.tensor), leaf.value).detach()
-        return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
-
-    return map_leaves(tree, value)
-
-
-def map_leaves(tree: Any, visit: Any) -> Any:
-    """Like `map_tensors`, for trees whose tensors have been replaced by Ref and Held."""
-    if isinstance(tree, (Ref, Held, HeldGenerator)):
-        return visit(tree)
-    if isinstance(tree, list):
-        return [map_leaves(item, visit) for item in tree]
-    if isinstance(tree, tuple):
-        items = [map_leaves(item, visit) for item in tree]
-        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
-    if type(tree) is dict:
-        return {key: map_leaves(item, visit) for key, item in tree.items()}
-    if isinstance(tree, dict):
-        import copy
-
-        clone = copy.copy(tree)
-        for key in list(clone):
-            item = map_leaves(dict.__getitem__(tree, key), visit)
-            dict.__setitem__(clone, key, item)
-            if isinstance(key, str) and key in getattr(clone, "__dict__", ()):
-                clone.__dict__[key] = item
-        return clone
-    if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
-        import copy
-
-        clone = copy.copy(tree)
-        for name in tree.__dataclass_fields__:
-            if hasattr(tree, name):
-                object.__setattr__(clone, name, map_leaves(getattr(tree, name), visit))
-        return clone
-    return tree
-
-
-def fresh_copy_needed(argument: Any) -> bool:
-    """An operand that the operator overwrites and that belongs to the script must not be the script's own."""
-    return isinstance(argument, Held) or any(isinstance(leaf, Held) for leaf in leaves(argument))
-
-
-def low_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A low-precision tensor in `dtype`; any other as it is."""
-    if dtype is None or not numerics.is_low_precision(tensor.dtype) or tensor.dtype == dtype:
-        return tensor
-    return tensor.detach().to(dtype)
 
 
 @contextlib.contextmanager

@@ -85,6 +85,9 @@ class TracedOp:
     key: tuple[Any, ...] = ()
     refused: bool = False
     device: str = "cpu"
+    in_backward: bool = False
+    forward: int | None = None
+    """In backward: the operator of the forward pass that is being differentiated."""
 
     @property
     def name(self) -> str:

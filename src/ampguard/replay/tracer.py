@@ -6,9 +6,10 @@ Operators are numbered as they come. The same step replayed again runs the same 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ampguard import compat, numerics
 from ampguard.capture.frames import user_line
-from ampguard.capture.record import GlueOp, Line, RootCall, map_tensors
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, map_tensors
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_scalars, flat_tensors, without_tensors
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, identical, traced
 from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
@@ -56,7 +57,7 @@ class ReplayMode(compat.DispatchMode):
         super().__init__()
         self.variant = variant
         self.trace = trace
-        self.event: RootCall | GlueOp | None = None
+        self.event: Event | None = None
         self.count = 0
         self.captured: dict[int, Captured] = {}
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -78,6 +79,20 @@ class ReplayMode(compat.DispatchMode):
         self._kept_ops = 0
         self._kept_bytes = 0
         self._forced = 0
+        self._nodes: dict[int, int] = {}
+        """For a node of the graph, by number: the operator that made it."""
+        self._changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """For a node of the graph: operands that a fix replaced. Its derivative must see the replacements too."""
+
+    @contextlib.contextmanager
+    def differentiating(self, boundary: CodeType) -> Iterator[None]:
+        """A backward pass runs; frames beyond that of `boundary` are not the step's."""
+        before, self.boundary = self.boundary, boundary
+        try:
+            with self:
+                yield
+        finally:
+            self.boundary = before
 
     # --- modules ----------------------------------------------------------------------------------------------------
 
@@ -129,10 +144,14 @@ class ReplayMode(compat.DispatchMode):
         precision = self._precision() if self._may_convert else None
         if precision is not None:
             args, kwargs = converted(func, args, kwargs, precision)
+        if self._changed:
+            args, kwargs = self._with_changes(args, kwargs)
         noted = self.note_before(func, args, kwargs)
         intervention = self._intervention(noted.index, func) if self._intervenes else None
         try:
-            output = func(*args, **kwargs) if intervention is None else intervention(func, args, kwargs)
+            output = (
+                func(*args, **kwargs) if intervention is None else self._intervened(intervention, func, args, kwargs)
+            )
         except RuntimeError:
             if noted.traced is not None:
                 noted.op.refused = True
@@ -140,6 +159,37 @@ class ReplayMode(compat.DispatchMode):
             raise
         self.note_after(noted, args, kwargs, output)
         return output
+
+    def _intervened(self, intervention: Intervention, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the intervention, and note which operands it changed."""
+        node = compat.next_node_number() - 1 if torch.is_grad_enabled() else None
+
+        def spied(*new_args: Any, **new_kwargs: Any) -> Any:
+            if node is not None:
+                pairs = zip(flat_tensors(args, kwargs), flat_tensors(new_args, new_kwargs), strict=False)
+                self._changed[node] = [(old, new) for old, new in pairs if old is not new]
+            return func(*new_args, **new_kwargs)
+
+        spied._schema = func._schema  # type: ignore[attr-defined]
+        return intervention(spied, args, kwargs)
+
+    def _with_changes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The operands of a derivative, with what a fix changed in the forward pass changed here too."""
+        node = compat.running_node_number()
+        changes = self._changed.get(node, ()) if node is not None else ()
+
+        def changed(tensor: Tensor) -> Tensor:
+            for old, new in changes:
+                same = tensor is old or (
+                    compat.storage_key(tensor) == compat.storage_key(old)
+                    and tensor.shape == old.shape == new.shape
+                    and tensor.storage_offset() == old.storage_offset()
+                )
+                if same:
+                    return new.to(tensor.dtype)
+            return tensor
+
+        return (map_tensors(args, changed), map_tensors(kwargs, changed)) if changes else (args, kwargs)
 
     def note_before(self, func: Any, args: Any, kwargs: Any) -> Noted:
         """What must be kept of an operator that is about to run."""
@@ -191,9 +241,15 @@ class ReplayMode(compat.DispatchMode):
     def _line(self, frame: FrameType) -> Line | None:
         """The user's line of the operator that is running; PyTorch's own modules have none but that of their call."""
         event = self.event
-        if isinstance(event, RootCall):
+        if isinstance(event, (RootCall, BackwardCall)):
             return user_line(frame, stop=self.boundary) or event.line
         return event.line if event is not None else None
+
+    def _differentiated(self) -> TracedOp | None:
+        """Inside a backward pass: the operator whose derivative is being computed."""
+        node = compat.running_node_number()
+        index = self._nodes.get(node) if node is not None else None
+        return self.trace.ops[index] if index is not None and self.trace is not None else None
 
     def _intervention(self, index: int, func: Any) -> Intervention | None:
         by_number = self.variant.interventions.get(index)
@@ -208,11 +264,15 @@ class ReplayMode(compat.DispatchMode):
         trace = self.trace
         assert trace is not None
         event = self.event
-        line = self._line(sys._getframe(3))
         number = event.index if event is not None else -1
-        in_root = isinstance(event, RootCall)
-        module, owner = self._here if in_root else (None, None)
-        op = TracedOp(index, number, func, facts.name, module, number if in_root else None, line, owner)
+        if isinstance(event, BackwardCall):
+            op = self._begin_derivative(index, event, func, facts, sys._getframe(3))
+        else:
+            in_root = isinstance(event, RootCall)
+            module, owner = self._here if in_root else (None, None)
+            line = self._line(sys._getframe(3))
+            op = TracedOp(index, number, func, facts.name, module, number if in_root else None, line, owner)
+        line, module = op.line, op.module
         for tensor in flat_tensors(args, kwargs):
             op.inputs.append(traced(tensor, self._maker(tensor)))
         op.scalars = flat_scalars(args, kwargs)
@@ -224,9 +284,32 @@ class ReplayMode(compat.DispatchMode):
         trace.ops.append(op)
         return op
 
+    def _begin_derivative(
+        self, index: int, event: BackwardCall, func: Any, facts: OperatorFacts, frame: FrameType
+    ) -> TracedOp:
+        """An operator of a backward pass: it is where the operator is whose derivative it computes.
+
+        A line of the user's own on the stack counts more: that of a custom function's `backward`, or of the forward
+        pass that checkpointing runs again.
+        """
+        forward = self._differentiated()
+        own_line = user_line(frame, stop=self.boundary)
+        if forward is None:
+            module, owner = self._here if self.stack else (None, None)
+            return TracedOp(
+                index, event.index, func, facts.name, module, None, own_line or event.line, owner, in_backward=True
+            )
+        module, owner = self._here if self.stack else (forward.module, forward.owner)
+        line = own_line or forward.line
+        op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
+        op.forward = forward.index
+        return op
+
     def _end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         trace = self.trace
         assert trace is not None
+        if torch.is_grad_enabled():
+            self._nodes.setdefault(compat.next_node_number() - 1, op.index)
         results = output if isinstance(output, (tuple, list)) else (output,)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):

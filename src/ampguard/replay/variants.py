@@ -26,8 +26,8 @@ class Variant:
 
     `convert` computes everything that ran in low precision in another type. `force_fp32` names modules (by object)
     that leave autocast, `fp32_lines` lines outside every module. `interventions` replace single operators.
-    `tensors` replaces held tensors (a batch, a parameter, a buffer) by identity, made ones by their reference. The
-    operands and results of the operators in `capture` are kept.
+    `loss_scale_factor` multiplies the loss scale. `tensors` replaces held tensors (a batch, a parameter, a buffer) by
+    identity, made ones by their reference. The operands and results of the operators in `capture` are kept.
     """
 
     convert: torch.dtype | None = None
@@ -35,6 +35,7 @@ class Variant:
     fp32_lines: frozenset[tuple[str, int]] = frozenset()
     interventions: dict[int, Intervention] = field(default_factory=dict)
     at_places: dict[CodePlace, Intervention] = field(default_factory=dict)
+    loss_scale_factor: float = 1.0
     tensors: dict[int | Ref, Tensor] = field(default_factory=dict)
     capture: frozenset[int] = frozenset()
 

@@ -18,7 +18,7 @@ from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
 
-@cause("nonfinite-input")
+@cause("nonfinite-input", phases=("forward", "backward"))
 def nonfinite_input(evidence: Evidence) -> Finding | None:
     given = describe_input(evidence)
     if given is None:

@@ -16,7 +16,7 @@ from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
 
-@cause("nonfinite-parameter")
+@cause("nonfinite-parameter", phases=("forward", "backward"))
 def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     state = describe_state(evidence)
     if state is None:

@@ -1,0 +1,85 @@
+"""gradient-overflow: gradients overflow the low precision even without a loss scale.
+
+What happens   the derivative of normalize() at a vector of length 1e-12 is 1e12, that of binary_cross_entropy at a
+               probability of 1e-7 is 1e7: float32 holds them, float16 ends at 65504 and makes them Inf.
+Why it hurts   no loss scale helps: the scaler skips this step, and every step like it, and its scale falls and falls.
+Instead        float32 for this part of the model, bfloat16, or a larger epsilon where the derivative divides by little.
+Not this       gradients that are finite at a loss scale of 1: see loss-scale-overflow. A derivative that is not finite in
+               float32 either: see singular-gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ampguard.diagnose import words
+from ampguard.diagnose.finding import Finding, cause, find_cause
+from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.diagnose.proposals import precision_fixes
+from ampguard.diagnose.singular import operand_fixes
+from ampguard.numerics import largest
+
+
+@cause("gradient-overflow", phases=("backward",))
+def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
+    if evidence.is_only_the_scale or evidence.given is not None or evidence.intended:
+        return None
+    if not evidence.ran_in_low_precision:
+        return _beyond_float32(evidence)
+    if not evidence.is_finite_in_float32_at_unit_scale:
+        return None
+    if evidence.is_hidden:
+        return _hidden_in_forward(evidence)
+    precision = evidence.low_precision_in_use
+    assert precision is not None
+    limit = largest(precision)
+    name = words.operator(evidence)
+    wide = evidence.element(evidence.in_float32)
+    peak = evidence.largest_in_float32
+    found = f"{words.number(peak)} in float32" if peak is not None else f"{words.number(wide)} in float32"
+    scale = "" if evidence.bad.loss_scale is None else ", even at a loss scale of 1"
+    return Finding(
+        "gradient-overflow",
+        f"In the backward pass {name} {words.place(evidence)} gives {evidence.kind}{scale}: the gradient is {found}, and "
+        f"{words.precision(evidence)} ends at {limit:g}. In float32 all gradients of this step are finite.",
+        weight=60,
+        evidence={"max_abs_fp32": peak, "limit": limit},
+        proposals=(*precision_fixes(evidence), *operand_fixes(evidence)),
+        dtype=precision,
+    )
+
+
+def _hidden_in_forward(evidence: GradientEvidence) -> Finding | None:
+    """A value of the forward pass that low precision made bad, and that the loss does not see: the forward cause."""
+    found = find_cause(evidence, phase="forward")
+    if found is None:
+        return None
+    text = (
+        f"{found.explanation} The loss does not see this value (it is masked, clamped or filtered away) and is finite; its "
+        f"derivative does see it, and the gradients are not."
+    )
+    return Finding(
+        found.cause,
+        text,
+        weight=60,
+        evidence={**found.evidence, "hidden": True},
+        proposals=found.proposals,
+        line=evidence.op.line,
+        dtype=found.dtype,
+        op=evidence.first_gradient.op,
+    )
+
+
+def _beyond_float32(evidence: GradientEvidence) -> Finding | None:
+    """In float32: finite factors whose product only float64 can hold."""
+    wide = evidence.element(evidence.in_float64)
+    if evidence.is_hidden or wide is None or not math.isfinite(wide) or evidence.kind == "nan":
+        return None
+    return Finding(
+        "gradient-overflow",
+        f"In the backward pass {words.operator(evidence)} {words.place(evidence)} gives {words.number(wide)}, beyond "
+        f"float32's largest number.",
+        weight=60,
+        evidence={"value_fp64": wide},
+        proposals=operand_fixes(evidence),
+    )

@@ -1,0 +1,66 @@
+"""loss-scale-overflow: gradients overflow only because of the loss scale; at a lower scale they are finite.
+
+What happens   GradScaler begins at 65536 and doubles now and then. Where a gradient times the scale is beyond float16's
+               65504, it finds Inf, skips the step and halves the scale. So it finds the scale that fits.
+Why it hurts   hardly: a step is lost now and then. A norm of gradients that is logged in such a step is Inf or NaN,
+               which is no failure, and should not enter a running mean.
+Instead        nothing. To lose no steps at the start, begin lower: GradScaler(init_scale=...). A float16 loss times
+               65536 is always Inf: compute the criterion in float32 (inside autocast, or on logits.float()).
+Not this       gradients that overflow at every scale: see gradient-overflow, singular-gradient and scale-collapse.
+"""
+
+from __future__ import annotations
+
+from ampguard import numerics
+from ampguard.diagnose import words
+from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.replay.variants import Variant
+
+
+@cause("loss-scale-overflow", phases=("backward",))
+def loss_scale_overflow(evidence: GradientEvidence) -> Finding | None:
+    scale = evidence.bad.loss_scale
+    if scale is None or not evidence.is_only_the_scale:
+        return None
+    fits = evidence.finite_scale
+    name = words.operator(evidence)
+    peak = evidence.largest_gradient
+    text = (
+        f"With the loss multiplied by {scale:g}, {name} {words.place(evidence)} gives {evidence.kind} in the backward pass; "
+        f"the largest gradient itself is {words.number(peak)}. At a loss scale of {words.number(fits)} all gradients are finite."
+    )
+    if is_low_precision_loss(evidence):
+        text += (
+            f" The loss itself is {words.precision(evidence)} and cannot hold {scale:g}: compute the criterion in float32"
+            " (inside the autocast region, or on float() of its inputs)."
+        )
+    if evidence.bad.is_held_off:
+        text += " The scaler skipped this step and lowers the scale: normal while it finds the scale that fits."
+    lower = Proposal(
+        "lower-loss-scale",
+        None,
+        f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})",
+        trial=lambda e: Variant(loss_scale_factor=(fits or 1.0) / scale),
+    )
+    wait = Proposal("wait", None, "nothing to do: the scaler goes on with a lower scale")
+    return Finding(
+        "loss-scale-overflow",
+        text,
+        weight=100,
+        evidence={"finite_at_scale": fits, "max_abs_gradient": peak},
+        proposals=(wait, lower) if evidence.bad.is_held_off else (lower,),
+        severity="info" if evidence.bad.is_held_off else "error",
+    )
+
+
+def is_low_precision_loss(evidence: GradientEvidence) -> bool:
+    """Whether the overflow is that of the scale itself, in a loss of low precision."""
+    forward = evidence.differentiated
+    return (
+        forward is not None
+        and forward.short_name == "mul"
+        and not forward.outputs[0].shape
+        and numerics.is_low_precision(forward.outputs[0].dtype)
+        and forward.root is None
+    )

@@ -1,0 +1,111 @@
+"""Fixes for bad derivatives: keep the operand of the differentiated operator away from where it has none.
+
+Each is tried on the failing step, forward and backward, with the operand changed in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard.diagnose import accused, words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Proposal
+from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.diagnose.proposals import changed_operand, clamp_fix, epsilon_fix
+from ampguard.numerics import is_low_precision
+
+ROOTS = frozenset(["sqrt", "rsqrt", "pow", "log", "log2", "log10", "reciprocal", "norm", "linalg_vector_norm", "cbrt"])
+BETWEEN_ONES = frozenset(["acos", "asin", "atanh", "erfinv"])
+DIVISIONS = frozenset(["div", "true_divide", "floor_divide", "xlogy", "atan2"])
+DECOMPOSITIONS = frozenset(["linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "linalg_eig"])
+
+
+def operand_value(evidence: Evidence) -> float | None:
+    """The number of the differentiated operator's operand that the bad element goes back to, where it is one number."""
+    operands = evidence.float_operands
+    position = 1 if evidence.op.short_name in DIVISIONS and len(operands) > 1 else 0
+    return operands[position].value if position < len(operands) else None
+
+
+def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
+    """What could be changed at the differentiated operator, the likeliest first."""
+    forward = evidence.forward
+    name = forward.op.short_name
+    edge = 1e-3 if any(is_low_precision(t.dtype) for t in forward.op.inputs) else 1e-6
+    fixes: list[Proposal] = []
+    if evidence.is_hidden:
+        fixes.append(_masked_operand(forward))
+    if name in DIVISIONS:
+        position = min(1, len(forward.op.inputs) - 1)
+        fixes.append(epsilon_fix(forward, position, edge))
+    elif name in BETWEEN_ONES:
+        fixes.append(clamp_fix(forward, 0, -1 + edge, 1 - edge))
+    elif name in DECOMPOSITIONS:
+        fixes.append(_spread_eigenvalues(forward))
+    elif name in ROOTS:
+        fixes.append(epsilon_fix(forward, 0, edge))
+        fixes.append(clamp_fix(forward, 0, edge, None))
+    elif not evidence.is_hidden:
+        fixes.append(_away_from_here(forward, edge))
+    return tuple(fixes)
+
+
+def _masked_operand(evidence: Evidence) -> Proposal:
+    """The safe where: give the function 1 in place of the operands that it has no value for."""
+    code = accused.statement(evidence)
+    name = words.operator(evidence)
+
+    def safe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operand = args[0]
+        if not isinstance(operand, Tensor):
+            return func(*args, **kwargs)
+        with torch.no_grad():
+            result = evidence.op.func(*args, **kwargs)
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        if first.shape == operand.shape:
+            ok = torch.isfinite(first)
+        else:
+            rows = torch.isfinite(first).reshape(first.shape[0], -1).all(1)
+            ok = rows.reshape(-1, *[1] * (operand.dim() - 1)).expand_as(operand)
+        return func(torch.where(ok, operand, torch.ones_like(operand)), *args[1:], **kwargs)
+
+    from ampguard.replay.variants import Variant
+
+    return Proposal(
+        "stable-form",
+        words.region(evidence),
+        f"mask the operand of {name}, not its result: x = torch.where(mask, x, 1.0) before: {code}",
+        trial=lambda e: Variant(at_places={evidence.op.place: safe}),
+    )
+
+
+def _spread_eigenvalues(evidence: Evidence) -> Proposal:
+    """Equal eigenvalues: the derivative divides by their differences."""
+
+    def spread(matrix: Tensor) -> Tensor:
+        size = min(matrix.shape[-2:])
+        steps = torch.zeros(matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
+        peak = float(matrix.detach().abs().max()) or 1.0
+        steps[range(size), range(size)] = torch.arange(size, dtype=matrix.dtype, device=matrix.device) * peak * 1e-4
+        return matrix + steps
+
+    return Proposal(
+        "add-epsilon",
+        words.region(evidence),
+        f"keep the eigenvalues apart: x + 1e-4 * torch.diag(torch.arange(n)) in: {accused.statement(evidence)}",
+        trial=lambda e: changed_operand(0, spread)(evidence),
+    )
+
+
+def _away_from_here(evidence: Evidence, edge: float) -> Proposal:
+    """Any other function: move its operand by a little."""
+    return Proposal(
+        "add-epsilon",
+        words.region(evidence),
+        f"keep the operand of {words.operator(evidence)} away from this point: add {edge:g} to it in: "
+        f"{accused.statement(evidence)}",
+        trial=lambda e: changed_operand(0, lambda t: t + edge if t.is_floating_point() else t)(evidence),
+    )

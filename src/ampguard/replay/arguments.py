@@ -1,0 +1,148 @@
+"""The arguments of a recorded event, as a replay gives them to it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat, numerics
+from ampguard.capture.record import Held, HeldGenerator, Ref, leaves
+from ampguard.errors import ReplayError
+from ampguard.replay.tracer import ReplayMode
+
+
+def is_replayable(value: Any) -> bool:
+    """Whether an argument can be given to a second call: generators and open files are used up by the first."""
+    return not (
+        inspect.isgenerator(value) or (hasattr(value, "read") and hasattr(value, "seek")) or _is_iterator(value)
+    )
+
+
+def _is_iterator(value: Any) -> bool:
+    return hasattr(value, "__next__") and hasattr(value, "__iter__") and not isinstance(value, (Tensor, nn.Module))
+
+
+@dataclass(slots=True)
+class Values:
+    """The tensors of one replay.
+
+    `made`: what its events returned. `replaced`: what the variant puts in place of a tensor of the script (by identity)
+    or of an event's result. `stand_ins`: for a tensor of the script, the one that the replay works with.
+    `keeps_graph`: gradients are asked for, so no link of the graph may be cut.
+    """
+
+    mode: ReplayMode
+    replaced: dict[int | Ref, Tensor]
+    keeps_graph: bool = False
+    made: dict[Ref, Tensor] = field(default_factory=dict)
+    stand_ins: dict[int, Tensor] = field(default_factory=dict)
+
+    def for_module(self, tree: Any, grad: bool) -> Any:
+        """A root call's arguments: clones of earlier events' results as replayed (traced, so that the chain of values
+        is not cut) and of what was held."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                if leaf in self.replaced:
+                    return self.replaced[leaf].clone()
+                made = self._result(leaf)
+                with torch.set_grad_enabled(self.keeps_graph), self.mode:
+                    return made.clone()
+            return self._leaf(leaf, grad) if isinstance(leaf, Held) else leaf
+
+        return map_leaves(tree, value)
+
+    def for_operator(self, tree: Any) -> Any:
+        """A taped operator's arguments."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                made = self._result(leaf)
+                return made if self.keeps_graph else made.detach()
+            if isinstance(leaf, Held):
+                if self.keeps_graph and leaf.tensor.is_leaf and leaf.tensor.requires_grad:
+                    return self._leaf(leaf, grad=True)
+                return self.replaced.get(id(leaf.tensor), leaf.value).detach()
+            return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
+
+        return map_leaves(tree, value)
+
+    def for_backward(self, tree: Any) -> Any:
+        """What was differentiated, the gradients given for it, and by what it was differentiated."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return self._result(leaf)
+            if not isinstance(leaf, Held):
+                return leaf
+            known = self.stand_ins.get(id(leaf.tensor))
+            if known is None and leaf.tensor.grad_fn is not None:
+                raise ReplayError("what was differentiated was not made by a recorded operator")
+            return leaf.value if known is None else known
+
+        return map_leaves(tree, value)
+
+    def _result(self, ref: Ref) -> Tensor:
+        if ref not in self.made:
+            raise ReplayError("a tensor that the step used was made by an operator that was not recorded")
+        return self.made[ref]
+
+    def _leaf(self, held: Held, grad: bool) -> Tensor:
+        """A tensor that no event made: one clone for the whole replay where it takes part in a graph."""
+        replacement = self.replaced.get(id(held.tensor))
+        source = held.value if replacement is None else replacement
+        if isinstance(source, nn.Parameter):
+            return self.stand_ins.get(id(held.tensor), source)
+        wants = grad and source.requires_grad and source.is_floating_point()
+        if wants and self.keeps_graph and id(held.tensor) in self.stand_ins:
+            return self.stand_ins[id(held.tensor)]
+        copy = source.detach().clone()
+        self.mode.stand_ins[compat.storage_key(copy)] = (copy, held.tensor)
+        if wants:
+            self.stand_ins[id(held.tensor)] = copy.requires_grad_()
+        return copy
+
+
+def map_leaves(tree: Any, visit: Any) -> Any:
+    """Like `map_tensors`, for trees whose tensors have been replaced by Ref and Held."""
+    if isinstance(tree, (Ref, Held, HeldGenerator)):
+        return visit(tree)
+    if isinstance(tree, list):
+        return [map_leaves(item, visit) for item in tree]
+    if isinstance(tree, tuple):
+        items = [map_leaves(item, visit) for item in tree]
+        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
+    if type(tree) is dict:
+        return {key: map_leaves(item, visit) for key, item in tree.items()}
+    if isinstance(tree, dict):
+        clone = copy.copy(tree)
+        for key in list(clone):
+            item = map_leaves(dict.__getitem__(tree, key), visit)
+            dict.__setitem__(clone, key, item)
+            if isinstance(key, str) and key in getattr(clone, "__dict__", ()):
+                clone.__dict__[key] = item
+        return clone
+    if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+        clone = copy.copy(tree)
+        for name in tree.__dataclass_fields__:
+            if hasattr(tree, name):
+                object.__setattr__(clone, name, map_leaves(getattr(tree, name), visit))
+        return clone
+    return tree
+
+
+def fresh_copy_needed(argument: Any) -> bool:
+    """An operand that the operator overwrites and that belongs to the script must not be the script's own."""
+    return isinstance(argument, Held) or any(isinstance(leaf, Held) for leaf in leaves(argument))
+
+
+def low_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A low-precision tensor in `dtype`; any other as it is."""
+    if dtype is None or not numerics.is_low_precision(tensor.dtype) or tensor.dtype == dtype:
+        return tensor
+    return tensor.detach().to(dtype)

@@ -1,0 +1,69 @@
+"""Running a recorded backward pass again: gradients are returned, and nothing is left in the script's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard.capture.record import BackwardCall
+from ampguard.errors import ReplayError
+from ampguard.replay.arguments import Values
+
+
+class Gradients:
+    """The gradients of some parameters, summed over the backward passes of an iteration."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.loss: float | None = None
+        """The last number that was differentiated."""
+        self._sums: dict[int, Tensor] = {}
+
+    def results(self) -> list[tuple[str, Tensor]]:
+        """The gradient of each parameter that has one, in the order of the parameters."""
+        return [("", self._sums[id(p)]) for p in self.parameters if id(p) in self._sums]
+
+    def owners(self) -> list[Tensor]:
+        """The parameters that `results` belong to."""
+        return [p for p in self.parameters if id(p) in self._sums]
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        before = self._sums.get(id(parameter))
+        gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        self._sums[id(parameter)] = gradient if before is None else before + gradient
+
+
+def run_backward(call: BackwardCall, values: Values, gradients: Gradients, scale_factor: float) -> list[Tensor]:
+    """Differentiate as the step did, with the loss scale multiplied by `scale_factor`. Returns what `grad` returned."""
+    losses, given, inputs = values.for_backward(call.args)
+    mode = values.mode
+    if not any(loss.requires_grad for loss in losses):
+        raise ReplayError(
+            "the loss was made by an operator whose derivative is not recorded (a custom autograd.Function)"
+        )
+    given = scaled(losses, given, scale_factor)
+    leaves = inputs if call.is_functional else [values.stand_ins.get(id(p), p) for p in gradients.parameters]
+    with mode.differentiating(run_backward.__code__), torch.enable_grad():
+        found = torch.autograd.grad(
+            losses, leaves, given, retain_graph=True, create_graph=call.create_graph, allow_unused=True
+        )
+    with torch.no_grad(), mode:
+        if not call.is_functional:
+            for parameter, gradient in zip(gradients.parameters, found, strict=True):
+                if gradient is not None:
+                    gradients.add(parameter, gradient)
+    if len(losses) == 1 and losses[0].numel() == 1:
+        gradients.loss = float(losses[0].detach())
+    if not call.is_functional:
+        return []
+    return [g if g is not None else torch.zeros(()) for g in found]
+
+
+def scaled(losses: Sequence[Tensor], given: Any, factor: float) -> list[Tensor]:
+    """The gradients to begin with, multiplied; always spelled out, so that every replay runs the same operators."""
+    begin = [None] * len(losses) if given is None else list(given)
+    ones = [torch.ones_like(t, requires_grad=False) if g is None else g for t, g in zip(losses, begin, strict=True)]
+    return [g * factor if factor != 1.0 else g for g in ones]
