@@ -166,9 +166,13 @@ def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
     assert run.result == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["returned_gradients", "note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted"]
-)
+RARER = [
+    "returned_gradients", "enter_function", "leave_function", "note_batch", "root_raised", "glue_raised", "resume_tape",
+    "tape_exhausted",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RARER)
 def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +191,7 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
             out = sum((out * 1.0 for _ in range(5000)), out) if name == "tape_exhausted" else out
             (g,) = torch.autograd.grad(out.sum(), model.weight, create_graph=True, retain_graph=True)
             optimizer.zero_grad()
-            (out.pow(2).mean() + g.sum() * 0).backward()
+            (Doubled.apply(out).pow(2).mean() + g.sum() * 0).backward()
             optimizer.step()
         return bits(list(model.parameters()))
 
@@ -288,6 +292,16 @@ def test_cause_rule(
         run = guard(differentiates_a_root_at_zero)
         assert run.result == differentiates_a_root_at_zero()
     assert run.faults == 1
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
 
 
 def differentiates_a_root_at_zero() -> Any:
@@ -515,9 +529,7 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     text = inspect.getsource(probes) + inspect.getsource(tape)
     called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\.(?:steps\.|tape\.|judge\.|log\.)?(\w+)"
     entries = set(re.findall(called, text))
-    tested = {name for _, name in CALLED_BY_PROBES} | {
-        "returned_gradients", "note_batch", "root_raised", "glue_raised", "resume_tape", "tape_exhausted",
-    }  # fmt: skip
+    tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
     covered_elsewhere = {"count_output"}
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()

@@ -26,9 +26,9 @@ def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
             continue
         seen.add(index)
         event = record.event(index)
-        if isinstance(event, RootCall):
+        if isinstance(event, RootCall) and not event.is_function:
             return True
-        if isinstance(event, GlueOp):
+        if isinstance(event, (GlueOp, RootCall)):
             stack.extend(r.event for r in refs_in((event.args, event.kwargs)) if is_float(record, r))
     return False
 

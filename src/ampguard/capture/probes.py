@@ -55,6 +55,7 @@ class Probes:
         """Begin to observe."""
         self._watch_modules()
         self._watch_backward()
+        self._watch_custom_functions()
         self._watch_functional_calls()
         self._watch_scaler()
         self._watch_optimizers()
@@ -193,6 +194,38 @@ class Probes:
         self._patches.replace(torch.autograd, "backward", watch_backward)
         self._patches.replace(torch.autograd, "grad", watch_grad)
 
+    def _watch_custom_functions(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Any) -> Any:
+            inner = original.__func__
+
+            def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or not recorder.tape.is_taping or compat.is_tracing():
+                    return inner(cls, *args, **kwargs)
+                call = guarded(recorder.enter_function, cls, args, kwargs)
+                if call is None:
+                    return inner(cls, *args, **kwargs)
+                recorder.paused = True
+                try:
+                    if recorder.live is not None:
+                        guarded(recorder.tape.leave)
+                        with recorder.live.watch(call):
+                            output = inner(cls, *args, **kwargs)
+                    else:
+                        output = inner(cls, *args, **kwargs)
+                finally:
+                    recorder.paused = False
+                guarded(recorder.leave_function, call, output)
+                guarded(recorder.resume_tape)
+                return output
+
+            return classmethod(functools.wraps(inner)(apply))
+
+        if isinstance(torch.autograd.Function.__dict__.get("apply"), classmethod):
+            self._patches.replace(torch.autograd.Function, "apply", watch)
+
     def _watch_functional_calls(self) -> None:
         """`torch.func.functional_call` runs a module on other parameters than its own."""
         recorder = self._recorder
@@ -234,6 +267,8 @@ class Probes:
                 before = recorder.attempts
                 if scaler.is_enabled():
                     guarded(recorder.before_update, optimizer, True)
+                    if recorder.suspects_underflow:
+                        guarded(self._look_for_underflow, scaler, optimizer)
                 scaling.append(scaler)
                 try:
                     result = original(scaler, optimizer, *args, **kwargs)
@@ -249,6 +284,9 @@ class Probes:
         self._patches.replace(torch.amp.GradScaler, "scale", watch_scale)
         self._patches.replace(torch.amp.GradScaler, "update", self._bookkeeping(is_last=False))
         self._patches.replace(torch.amp.GradScaler, "step", watch_step)
+
+    def _look_for_underflow(self, scaler: Any, optimizer: Optimizer) -> None:
+        self._recorder.look_for_underflow(optimizer, float(scaler.get_scale()))
 
     def _held_off(self, scaler: Any, optimizer: Optimizer) -> None:
         if scaler.is_enabled():

@@ -156,6 +156,8 @@ class RootCall:
     error: BaseException | None = None
     started: float = 0.0
     seconds: float = 0.0
+    is_function: bool = False
+    """True for a custom `torch.autograd.Function` applied outside every module: its own backward is needed to replay it."""
 
 
 @dataclass(slots=True)
@@ -237,10 +239,11 @@ class BadResult:
 
     `kind`: a loss, an output in evaluation, a buffer that a call poisoned, an operator that PyTorch refused to run, or
     gradients, judged before the optimizer uses them. For gradients, `parameters` are the tensors that they belong to;
-    `loss_scale` is what the loss was multiplied by, where a scaler did (`is_held_off`: and it skipped the update).
+    `loss_scale` is what the loss was multiplied by, where a scaler did (`is_held_off`: and it skipped the update). An
+    `underflow` is a suspicion: gradients that are finite and may have lost a part to zero.
     """
 
-    kind: Literal["loss", "output", "buffer", "raised", "gradient"]
+    kind: Literal["loss", "output", "buffer", "raised", "gradient", "underflow"]
     mode: Literal["train", "eval"]
     step: int
     record: StepRecord
@@ -250,6 +253,10 @@ class BadResult:
     parameters: tuple[Tensor, ...] = ()
     loss_scale: float | None = None
     is_held_off: bool = False
+
+    @property
+    def is_of_gradients(self) -> bool:
+        return self.kind in ("gradient", "underflow")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -312,28 +319,33 @@ def _try_rebuild(kind: type, items: list[Any], original: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in a result, in a fixed order: containers, dataclasses, and the attributes of plain objects."""
-    found: list[Tensor] = []
-    _collect(tree, found, depth=0)
+    return [tensor for _, tensor in named_tensors_in(tree)]
+
+
+def named_tensors_in(tree: Any) -> list[tuple[str, Tensor]]:
+    """Every tensor in a result and what it is called there (`['loss_box']`, `[0]`, `.logits`)."""
+    found: list[tuple[str, Tensor]] = []
+    _collect(tree, "", found, depth=0)
     return found
 
 
-def _collect(tree: Any, found: list[Tensor], depth: int) -> None:
+def _collect(tree: Any, name: str, found: list[tuple[str, Tensor]], depth: int) -> None:
     if isinstance(tree, Tensor):
-        found.append(tree)
+        found.append((name, tree))
     elif tree is None or isinstance(tree, (str, int, float, bool, nn.Module)) or depth > 6:
         return
     elif isinstance(tree, dict):
-        for value in tree.values():
-            _collect(value, found, depth + 1)
+        for key, value in tree.items():
+            _collect(value, f"{name}[{key!r}]", found, depth + 1)
     elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            _collect(value, found, depth + 1)
+        for position, value in enumerate(tree):
+            _collect(value, f"{name}[{position}]", found, depth + 1)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for f in dataclasses.fields(tree):
-            _collect(getattr(tree, f.name, None), found, depth + 1)
+            _collect(getattr(tree, f.name, None), f"{name}.{f.name}", found, depth + 1)
     elif depth <= 1 and hasattr(tree, "__dict__") and not callable(tree):
-        for value in vars(tree).values():
-            _collect(value, found, depth + 1)
+        for key, value in vars(tree).items():
+            _collect(value, f"{name}.{key}", found, depth + 1)
 
 
 def leaves(tree: Any) -> list[Any]:

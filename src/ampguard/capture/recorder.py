@@ -24,6 +24,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.buffers import BufferWatch
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
+from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import all_finite, gradients_of, parameters_of
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import MAX_EVENTS, EventLog
@@ -37,6 +38,7 @@ from ampguard.capture.record import (
     RootCall,
     map_tensors,
     tensors_in,
+    torch_rng_states,
     version_of,
 )
 from ampguard.capture.steps import StepCounter
@@ -95,6 +97,8 @@ class FlightRecorder:
         self.step_seconds = 0.0
         self.thread = threading.get_ident()
         self.between_steps = False
+        self.suspects_underflow = False
+        """Set by whoever samples gradients: the next update's gradients are to be compared with float32's."""
         self.attempts = 0
         """Optimizer steps attempted so far."""
         self._has_root = False
@@ -108,6 +112,7 @@ class FlightRecorder:
         self._empty_prefixes = 0
         """Steps so far in which nothing was computed before the first module."""
         self._prefixes = Prefixes()
+        self.functions = AppliedFunctions()
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 
@@ -174,6 +179,34 @@ class FlightRecorder:
         if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
         self.tape.enter(self._glue_limit)
+
+    def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
+        """Keep a custom function that is applied outside every module."""
+        if self.counting or self.thread != threading.get_ident() or compat.in_backward() or compat.in_functorch():
+            return None
+        root = RootCall(
+            index=self.log.claim_index(),
+            module=self.functions.module_of(function),
+            args=map_tensors(args, self.log.named_argument),
+            kwargs=map_tensors(kwargs, self.log.named_argument) if kwargs else {},
+            modes=current_modes(),
+            rng=torch_rng_states(),
+            training=True,
+            buffers=[],
+            line=user_line(sys._getframe(2)),
+            prefix="",
+            updates_before=self.attempts,
+            is_function=True,
+        )
+        self.log.append(root)
+        return root
+
+    def leave_function(self, root: RootCall, output: Any) -> None:
+        """Note what the function returned."""
+        for position, tensor in enumerate(tensors_in(output)):
+            self.log.define(tensor, Ref(root.index, position))
+            root.outputs.append(weakref.ref(tensor))
+            root.floating.append(tensor.is_floating_point())
 
     def root_raised(self, root: RootCall, error: BaseException) -> None:
         """A module raised."""
@@ -291,8 +324,10 @@ class FlightRecorder:
         self.judge.read_flags(wait=True)
         if has_closure:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
-        else:
-            self._judge_gradients(optimizer)
+            return
+        self._judge_gradients(optimizer)
+        if self.suspects_underflow:
+            self.look_for_underflow(optimizer, None)
 
     def _judge_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """No scaler looks at these gradients before they are used: look, as long as that waits for nothing."""
@@ -320,6 +355,17 @@ class FlightRecorder:
             self.judge.gradients_are_good()
         else:
             self.judge.gradients_are_bad(parameters, None, is_held_off=False)
+
+    def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
+        """Somebody suspects that these gradients have lost a part to zero: have the step run again."""
+        self.suspects_underflow = False
+        if self.counting or not any(isinstance(event, BackwardCall) for event in self.log.record.events):
+            return
+        parameters = tuple(p for p in parameters_of(optimizer) if p.grad is not None)
+        record = self.log.slice()
+        self._report(
+            BadResult("underflow", "train", self.steps.count, record, (), parameters=parameters, loss_scale=loss_scale)
+        )
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""

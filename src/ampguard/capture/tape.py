@@ -99,6 +99,11 @@ class GlueTape(compat.DispatchMode):
             self._on_stack = False
             self._taped.barrier.own_modes = 0
 
+    @property
+    def is_taping(self) -> bool:
+        """Whether operators are being recorded."""
+        return self._on_stack and self._left > 0
+
     def abandon(self) -> None:
         """In a forked child: pass operators through until the process ends."""
         self._left = 0

@@ -16,6 +16,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
 from ampguard.diagnose.skipped import SkippedSteps
+from ampguard.diagnose.underflow import prove_underflow
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
@@ -27,6 +28,8 @@ LOOKS_PER_INVESTIGATION = 4
 """How many further failures are located, to see whether they are new, for each full investigation allowed."""
 
 ARMED_STEPS = 50
+MAX_PROOFS = 3
+"""Suspicions of gradient-underflow that are followed."""
 
 Place = tuple[str, str | None, str | None, int | None]
 
@@ -43,6 +46,8 @@ class Case:
     last_step: int = 0
     is_investigated: bool = True
     """False for what needed no replay: it takes none of the investigations that are allowed."""
+    part_of: Case | None = None
+    """The case of the longer story that this failure belongs to: it is told there."""
 
     def result(self) -> Incident:
         evidence = dict(self.incident.evidence)
@@ -73,6 +78,7 @@ class Casebook:
         self._on_fault = on_fault
         self._looks = 0
         self._skipped = SkippedSteps()
+        self._proofs = 0
         self._poisoned_by: Case | None = None
         self._poisoned_buffers: dict[str, Case] = {}
         self._unknown_since: int | None = None
@@ -96,10 +102,20 @@ class Casebook:
         self._on_new(incident)
         return case
 
+    def retell(self, case: Case, incident: Incident) -> None:
+        """The same failure, better understood: the case goes on under another cause."""
+        case.incident = incident
+        self._on_new(incident)
+
+    def merge(self, case: Case, story: Case) -> None:
+        """This case is a part of a longer story: it is no incident of its own any more."""
+        case.part_of = story
+        story.occurrences += case.occurrences
+
     def incidents(self) -> tuple[Incident, ...]:
         """The incidents so far, the most important first."""
         order = {"error": 0, "warning": 1, "info": 2}
-        found = [case.result() for case in self.cases]
+        found = [case.result() for case in self.cases if case.part_of is None]
         return tuple(sorted(found, key=lambda i: (order[i.severity], i.step)))
 
     @property
@@ -114,6 +130,9 @@ class Casebook:
             self._count_as_known(bad)
             return
         with neutral_thread():
+            if bad.kind == "underflow":
+                self._look_for_underflow(bad)
+                return
             self._examine(bad)
         if self.is_used_up:
             self._recorder.counting = True
@@ -160,6 +179,18 @@ class Casebook:
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
         self._open(incident, evidence, bad)
+
+    def _look_for_underflow(self, bad: BadResult) -> None:
+        """A suspicion: told only if a replay in float32 proves it."""
+        if self._proofs >= MAX_PROOFS or any(c.incident.cause == "gradient-underflow" for c in self.cases):
+            return
+        self._proofs += 1
+        try:
+            incident = prove_underflow(bad, Replayer(bad, self._recorder), self._rank)
+        except Exception:  # it cannot be run again: a suspicion is told to nobody
+            return
+        if incident is not None:
+            self.add(incident)
 
     def _is_known_skip(self, bad: BadResult) -> bool:
         """Whether the scaler skipped this step as it skipped others before: only because of the loss scale."""
@@ -223,6 +254,7 @@ class Casebook:
         place = place_of(evidence)
         for case in self.cases:
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
+                case = case.part_of or case
                 case.occurrences += bad.kind != "buffer"
                 case.last_step = bad.step
                 self._note_poison(bad, case)
@@ -232,7 +264,9 @@ class Casebook:
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
         opinion = self.second_opinion(self._with_history(incident))
         if isinstance(opinion, Case):
-            opinion.occurrences += 1
+            part = Case(opinion.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
+            self.cases.append(part)
+            self.merge(part, opinion)
             opinion.last_step = bad.step
             self._note_poison(bad, opinion)
             return

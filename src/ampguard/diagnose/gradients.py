@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ampguard import numerics
-from ampguard.capture.record import BadResult, RootCall
+from ampguard.capture.record import BadResult
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Chain, Link, chain_from
 from ampguard.errors import DoesNotRepeatError, ReplayError
+from ampguard.replay.names import parameter_names
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.trace import TracedOp, bad_elements, traced
 from ampguard.replay.variants import Variant
@@ -116,14 +117,7 @@ class GradientEvidence(Evidence):
 
     def parameters(self) -> dict[str, Any]:
         """Which parameters have finite gradients and which have not: the boundary is half of the answer."""
-        names: dict[int, str] = {}
-        for event in self.events():
-            if isinstance(event, RootCall):
-                for owner in event.module.modules():
-                    prefix = self.replayer.names.get(id(owner)) if self.replayer is not None else None
-                    for name, parameter in owner._parameters.items():
-                        if parameter is not None and prefix is not None:
-                            names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+        names = parameter_names(self.replayer.events, self.replayer.names) if self.replayer is not None else {}
         finite: list[str] = []
         bad: list[str] = []
         for tensor, gradient in self.outcome.gradients:
@@ -135,6 +129,19 @@ class GradientEvidence(Evidence):
             "finite": finite[-NAMES:],
             "finite_count": len(finite),
         }
+
+    def boundary(self) -> str:
+        """Where the bad gradients end, in words; "" where all are bad."""
+        of = self.parameters()
+        if not of["finite"]:
+            return ""
+        total = of["nonfinite_count"] + of["finite_count"]
+        some = ", ".join(of["finite"][-3:])
+        more = f" and {of['finite_count'] - 3} more" if of["finite_count"] > 3 else ""
+        return (
+            f" {of['nonfinite_count']} of {total} parameters have bad gradients, the first is {of['nonfinite'][0]}; those of "
+            f"{some}{more} are finite."
+        )
 
     def numbers(self) -> dict[str, Any]:
         facts = super().numbers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
 from ampguard.diagnose.minimal import smallest_float32_region
 from ampguard.diagnose.slicing import Chain, at_the_data, chain_from
+from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
@@ -62,6 +64,9 @@ def locate(bad: BadResult, replayer: Replayer) -> Evidence | None:
 def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Incident:
     """Say why it failed, and which fixes were seen to work."""
     finding = find_cause(evidence) or unexplained(evidence)
+    if isinstance(evidence, GradientEvidence) and finding.cause != "loss-scale-overflow" and not budget.is_spent:
+        finding = with_terms(finding, terms_of(evidence))
+        finding = dataclasses.replace(finding, explanation=finding.explanation + evidence.boundary())
     fixes = verified_fixes(evidence, finding, budget)
     return incident_of(evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact")
 
@@ -86,6 +91,15 @@ def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
     if chain is None or is_on_purpose(bad, chain):
         return None
     return Evidence(bad, chain, outcome, None)
+
+
+def with_terms(finding: Finding, terms: list[Term]) -> Finding:
+    """The finding, with what is known about the terms of the loss."""
+    text = in_words(terms)
+    if not text:
+        return finding
+    facts = {**finding.evidence, "terms": [{"term": term.name, "is_bad": term.is_bad} for term in terms]}
+    return dataclasses.replace(finding, explanation=finding.explanation + text, evidence=facts)
 
 
 def explain_trace(evidence: Evidence, rank: int, reason: str) -> Incident:

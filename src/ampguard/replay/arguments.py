@@ -41,6 +41,7 @@ class Values:
     keeps_graph: bool = False
     made: dict[Ref, Tensor] = field(default_factory=dict)
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
+    names: dict[Ref, str] = field(default_factory=dict)
 
     def for_module(self, tree: Any, grad: bool) -> Any:
         """A root call's arguments: clones of earlier events' results as replayed (traced, so that the chain of values

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.capture.record import BackwardCall
+from ampguard.capture.record import BackwardCall, Ref
 from ampguard.errors import ReplayError
 from ampguard.replay.arguments import Values
 
@@ -36,9 +36,22 @@ class Gradients:
         self._sums[id(parameter)] = gradient if before is None else before + gradient
 
 
-def run_backward(call: BackwardCall, values: Values, gradients: Gradients, scale_factor: float) -> list[Tensor]:
-    """Differentiate as the step did, with the loss scale multiplied by `scale_factor`. Returns what `grad` returned."""
+def run_backward(
+    call: BackwardCall,
+    values: Values,
+    gradients: Gradients,
+    scale_factor: float,
+    part: Ref | None = None,
+    loss_scale: float | None = None,
+) -> list[Tensor]:
+    """Differentiate as the step did, with the loss scale multiplied by `scale_factor`. Returns what `grad` returned.
+
+    `part`: differentiate this part of the loss instead, times `loss_scale`.
+    """
     losses, given, inputs = values.for_backward(call.args)
+    if part is not None and not call.is_functional and part in values.made:
+        losses, given = [values.made[part]], None
+        scale_factor *= loss_scale or 1.0
     mode = values.mode
     if not any(loss.requires_grad for loss in losses):
         raise ReplayError(

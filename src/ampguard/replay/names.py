@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from ampguard import compat
+from ampguard.capture.record import Event, RootCall
 
 
 def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
@@ -35,3 +38,16 @@ def _walk(module: nn.Module, name: str, names: dict[int, str]) -> None:
 def strip_wrappers(root: nn.Module, prefix: str) -> str:
     """A prefix found by attribute lookup can itself run through wrappers."""
     return ".".join(part for part in prefix.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+def parameter_names(events: Iterable[Event], modules: dict[int, str]) -> dict[int, str]:
+    """`id(parameter)` to its dotted name, for the root modules of some events; `modules` are theirs."""
+    names: dict[int, str] = {}
+    for event in events:
+        if not isinstance(event, RootCall):
+            continue
+        for owner in event.module.modules():
+            prefix = modules.get(id(owner))
+            for name, parameter in owner.named_parameters(recurse=False) if prefix is not None else ():
+                names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+    return names

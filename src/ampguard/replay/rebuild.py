@@ -25,8 +25,8 @@ from ampguard.capture.record import (
     held_in,
     leaves,
     map_tensors,
+    named_tensors_in,
     refs_in,
-    tensors_in,
 )
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError
@@ -55,6 +55,9 @@ class Outcome:
     seconds: float = 0.0
     error: BaseException | None = None
     captured: dict[int, Captured] = field(default_factory=dict)
+    zero_shares: dict[int, float] = field(default_factory=dict)
+    output_names: dict[Ref, str] = field(default_factory=dict)
+    """What the tensors are called in the results of the root modules (`['loss_box']`)."""
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Each parameter of the script that has a gradient, and that gradient."""
     stand_ins: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -70,6 +73,9 @@ class Replayer:
         self.is_exact = not as_it_is_now
         self.events = events_behind(bad)
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
+        self._differentiated_by = {
+            ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
+        }
         self.scale_factor = 1.0
         """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
         self.names: dict[int, str] = {}
@@ -84,7 +90,7 @@ class Replayer:
             if held.copy is None and is_computed(held.tensor)
         ]
         for event in self.events:
-            if isinstance(event, RootCall):
+            if isinstance(event, RootCall) and not event.is_function:
                 names = module_names(event.module, event.prefix)
                 self.names |= {k: v for k, v in names.items() if k not in self.names}
         self.check()
@@ -159,7 +165,10 @@ class Replayer:
                         break
                     raise
                 for position, tensor in enumerate(outputs):
-                    values.made[Ref(event.index, position)] = tensor
+                    ref = Ref(event.index, position)
+                    if ref in self._differentiated_by and not tensor.requires_grad:
+                        tensor = tensor.detach().requires_grad_()  # as the script did, after it was made
+                    values.made[ref] = tensor
                 ran.append((event, outputs))
         if traced and variant is AS_IT_RAN:  # only now: a result may have been written to later, as in the step itself
             exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
@@ -167,6 +176,8 @@ class Replayer:
         outcome.captured = mode.captured
         self._hidden = mode.hidden
         outcome.stand_ins = mode.stand_ins
+        outcome.zero_shares = mode.zero_shares
+        outcome.output_names = values.names
         return outcome
 
     def _run_event(self, event: Event, values: Values, variant: Variant, gradients: Gradients) -> list[Tensor]:
@@ -174,7 +185,7 @@ class Replayer:
             return self._run_root(event, values, variant)
         if isinstance(event, BackwardCall):
             factor = variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
-            return run_backward(event, values, gradients, factor)
+            return run_backward(event, values, gradients, factor, variant.differentiate, self.bad.loss_scale)
         return self._run_glue(event, values)
 
     def _graph(self) -> contextlib.AbstractContextManager[Any]:
@@ -215,7 +226,7 @@ class Replayer:
                 targets.append((name, values.stand_ins.get(id(target.tensor), target.tensor)))
         bad = error is not None or any(not numerics.is_finite(t) for _, t in targets)
         loss = gradients.loss
-        if loss is None and targets and targets[0][1].numel() == 1 and self.bad.kind != "gradient":
+        if loss is None and targets and targets[0][1].numel() == 1 and not self.bad.is_of_gradients:
             loss = float(targets[0][1].detach())
         if loss is not None and math.isfinite(loss) and self.bad.loss_scale is not None:
             loss /= self.bad.loss_scale
@@ -250,7 +261,9 @@ class Replayer:
                 tensor = owner.get(name)
                 if tensor is not None:
                     values.stand_ins[identity] = tensor
-            return tensors_in(output)
+            named = named_tensors_in(output)
+            values.names |= {Ref(root.index, position): name for position, (name, _) in enumerate(named)}
+            return [tensor for _, tensor in named]
         finally:
             if training != root.training:
                 module.train(training)
@@ -353,7 +366,7 @@ def events_behind(bad: BadResult) -> list[Event]:
                 for event in record.events
                 if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
             }
-    if bad.kind == "gradient" and not wanted:
+    if bad.is_of_gradients and not wanted:
         wanted = backward_calls(record)
     by_index = {event.index: event for event in record.events}
     pending = sorted(wanted)

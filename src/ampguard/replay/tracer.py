@@ -66,6 +66,8 @@ class ReplayMode(compat.DispatchMode):
         self.hidden: dict[tuple[CodePlace, int], int] = {}
         """Where such values were found to be made: the n-th run of an operator at a line, and whose value it is."""
         self.found: dict[int, Tensor] = {}
+        self.zero_shares: dict[int, float] = {}
+        """For operators of a backward pass, where asked for: the share of zeros in the result."""
         self._runs_of: dict[CodePlace, int] = {}
         self.boundary: CodeType | None = None
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
@@ -211,6 +213,10 @@ class ReplayMode(compat.DispatchMode):
             self._seek(noted.func, output)
         if noted.traced is not None:
             self._end(noted.traced, noted.facts, operands, args, kwargs, output)
+            if self.variant.zero_shares and noted.traced.in_backward:
+                first = output[0] if isinstance(output, (tuple, list)) and output else output
+                if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
+                    self.zero_shares[noted.index] = float((first == 0).float().mean())
 
     def _seek(self, func: Any, output: Any) -> None:
         """Is this result one that the step later read without a module having returned it?"""
@@ -268,7 +274,7 @@ class ReplayMode(compat.DispatchMode):
         if isinstance(event, BackwardCall):
             op = self._begin_derivative(index, event, func, facts, sys._getframe(3))
         else:
-            in_root = isinstance(event, RootCall)
+            in_root = isinstance(event, RootCall) and not event.is_function
             module, owner = self._here if in_root else (None, None)
             line = self._line(sys._getframe(3))
             op = TracedOp(index, number, func, facts.name, module, number if in_root else None, line, owner)

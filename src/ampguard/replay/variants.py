@@ -27,7 +27,9 @@ class Variant:
     `convert` computes everything that ran in low precision in another type. `force_fp32` names modules (by object)
     that leave autocast, `fp32_lines` lines outside every module. `interventions` replace single operators.
     `loss_scale_factor` multiplies the loss scale. `tensors` replaces held tensors (a batch, a parameter, a buffer) by
-    identity, made ones by their reference. The operands and results of the operators in `capture` are kept.
+    identity, made ones by their reference. The operands and results of the operators in `capture` are kept. With
+    `zero_shares` the zeros in each result of a backward pass are counted; `differentiate` names a part of the loss to be
+    differentiated in its place.
     """
 
     convert: torch.dtype | None = None
@@ -38,6 +40,8 @@ class Variant:
     loss_scale_factor: float = 1.0
     tensors: dict[int | Ref, Tensor] = field(default_factory=dict)
     capture: frozenset[int] = frozenset()
+    zero_shares: bool = False
+    differentiate: Ref | None = None
 
     def __hash__(self) -> int:
         return id(self)

@@ -1,0 +1,155 @@
+"""gradient-underflow: a large share of gradients is flushed to zero; learning is silently lost.
+
+What happens   a loss that is a mean over many elements has gradients of 1e-8, and float16 ends at 6e-8 below: they become
+               0 on their way back. Nothing fails, the loss may even fall: these weights just do not learn.
+Why it hurts   training looks healthy and ends worse; layers far from the loss stay as they were initialised.
+Instead        scale the loss: torch.amp.GradScaler (its default of 65536 is meant for this), and do not limit its scale;
+               or train in bfloat16, which has float32's range.
+Not this       zeros that ReLU or dropout make: those are zero in float32 too, and are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ampguard.capture.record import BadResult
+from ampguard.diagnose import words
+from ampguard.incident import Fix, Incident
+from ampguard.numerics import dtype_name, is_low_precision
+from ampguard.replay.names import parameter_names
+from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.trace import TracedOp
+from ampguard.replay.variants import Variant
+
+LOST_SHARE = 0.3
+"""Of the gradient elements that float32 has: above it, a layer's learning is lost."""
+
+SAVED_SHARE = 0.02
+SCALES = tuple(2.0**k for k in (16, 12, 8, 4))
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one parameter's gradient lost. `lost` and `present` count elements that are not 0 in float32."""
+
+    name: str
+    lost: int
+    present: int
+
+    @property
+    def share(self) -> float:
+        return self.lost / max(self.present, 1)
+
+
+def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident | None:
+    """Compare the step's gradients with those of the same step in float32. None where little is lost.
+
+    Replays: the step as it ran, in float32, and with a few larger loss scales.
+    """
+    as_it_ran = replayer.run(Variant(zero_shares=True))
+    in_float32 = replayer.run(Variant(convert=torch.float32, zero_shares=True))
+    names = parameter_names(replayer.events, replayer.names)
+    losses = lost_gradients(as_it_ran, in_float32, names)
+    lost, present = sum(loss.lost for loss in losses), sum(loss.present for loss in losses)
+    hit = sorted((loss for loss in losses if loss.share >= LOST_SHARE), key=lambda loss: -loss.share)
+    if not hit or lost < LOST_SHARE * sum(loss.present for loss in hit):
+        return None
+    scale = bad.loss_scale or 1.0
+    saved = saving_scale(replayer, in_float32, names, scale)
+    begin = first_flush(as_it_ran, in_float32)
+    worst = ", ".join(f"{loss.name} {loss.share:.0%}" for loss in hit[:SHOWN])
+    used = f"at a loss scale of {scale:g}" if bad.loss_scale is not None else "without a loss scale"
+    text = (
+        f"{lost} of {present} gradient elements ({lost / max(present, 1):.0%}) that are not 0 in float32 are 0 in this step, "
+        f"{used}: they are below float16's smallest number (6e-08) on their way back. By layer: {worst}."
+    )
+    fixes = tuple(_fixes(saved, scale, bad.loss_scale is not None))
+    line = begin.line if begin is not None else None
+    precision = next((o.dtype for o in begin.outputs if is_low_precision(o.dtype)), None) if begin is not None else None
+    return Incident(
+        step=bad.step,
+        rank=rank,
+        mode="train",
+        phase="backward",
+        severity="warning",
+        cause="gradient-underflow",
+        module=begin.module if begin is not None and begin.root is not None else None,
+        op=begin.name if begin is not None else None,
+        dtype=dtype_name(precision) or "float16",
+        location=line.location() if line is not None else None,
+        explanation=text,
+        evidence={
+            "flushed": lost,
+            "nonzero_in_float32": present,
+            "flushed_share": lost / max(present, 1),
+            "layers": {loss.name: round(loss.share, 4) for loss in hit[:SHOWN]},
+            "loss_scale": bad.loss_scale,
+            "saving_scale": saved,
+            "rung": "replay",
+        },
+        fixes=fixes,
+    )
+
+
+def _fixes(saved: float | None, scale: float, has_scaler: bool) -> Iterable[Fix]:
+    if saved is not None:
+        how = (
+            f"raise the loss scale from {words.number(scale)} to {words.number(saved)}"
+            if has_scaler
+            else f"scale the loss: torch.amp.GradScaler(init_scale={words.number(saved)})"
+        )
+        outcome = (
+            f"replayed at {words.number(saved)}: less than {SAVED_SHARE:.0%} is flushed, and all gradients are finite"
+        )
+        yield Fix("raise-loss-scale", None, how, True, outcome)
+    yield Fix("use-bf16", None, "use bfloat16, which has float32's range: nothing is flushed at any scale")
+
+
+def lost_gradients(as_it_ran: Outcome, in_float32: Outcome, names: dict[int, str]) -> list[Loss]:
+    """What each parameter's gradient lost against float32."""
+    wide = {id(parameter): gradient for parameter, gradient in in_float32.gradients}
+    losses = []
+    for parameter, gradient in as_it_ran.gradients:
+        other = wide.get(id(parameter))
+        if other is None or other.shape != gradient.shape:
+            continue
+        present = other != 0
+        name = names.get(id(parameter), f"a tensor of shape {tuple(parameter.shape)}")
+        losses.append(Loss(name, int((present & (gradient == 0)).sum()), int(present.sum())))
+    return losses
+
+
+def saving_scale(replayer: Replayer, in_float32: Outcome, names: dict[int, str], scale: float) -> float | None:
+    """The largest loss scale tried at which hardly anything is flushed and nothing overflows."""
+    for factor in SCALES:
+        outcome = replayer.run(Variant(loss_scale_factor=factor), traced=False)
+        if outcome.is_bad:
+            continue
+        losses = lost_gradients(outcome, in_float32, names)
+        if sum(loss.lost for loss in losses) <= SAVED_SHARE * sum(loss.present for loss in losses):
+            return scale * factor
+    return None
+
+
+def first_flush(as_it_ran: Outcome, in_float32: Outcome) -> TracedOp | None:
+    """The first operator of the backward pass that flushes a large share of what it has in float32."""
+    for op in as_it_ran.trace.ops:
+        share = as_it_ran.zero_shares.get(op.index)
+        if not op.in_backward or share is None or share < LOST_SHARE:
+            continue
+        twin = in_float32.trace.aligned(op) if op.key else None
+        other = in_float32.zero_shares.get(twin.index) if twin is not None else _before(as_it_ran, op)
+        if other is not None and share - other >= LOST_SHARE * (1 - other) and not math.isclose(other, 1.0):
+            return op
+    return None
+
+
+def _before(outcome: Outcome, op: TracedOp) -> float | None:
+    """For a cast, which has no twin in float32: the zeros in its operand."""
+    made = op.inputs[0].made_by if op.inputs else None
+    return outcome.zero_shares.get(made[0]) if made is not None else None
