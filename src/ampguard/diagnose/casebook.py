@@ -12,11 +12,11 @@ from torch import nn
 
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
 from ampguard.diagnose.skipped import SkippedSteps
-from ampguard.diagnose.underflow import prove_underflow
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite

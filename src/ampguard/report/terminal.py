@@ -69,11 +69,14 @@ class IncidentCard:
         heading = Text.assemble((f"{incident.severity}[{incident.cause}]", style), (f" {_when(incident)}: ", "bold"))
         yield from _folded(heading, what, width, indent=2)
         yield from _where(incident, width)
+        if incident.severity == "info":  # normal operation: a note, and the rest for those who ask
+            yield Text.assemble("no need to act; more: ", (f"ampguard explain {incident.cause}", "bold"))
+            return
         yield from _code_and_numbers(incident, numbers, style, width)
         for paragraph in (*more.splitlines(), *_what_it_rests_on(incident)):
             yield from (Text(line) for line in _wrapped(paragraph, width))
         for fix in incident.fixes:
-            yield from _fix_lines(fix, width)
+            yield from _fix_lines(fix, width, incident.phase not in ("protocol", "optimizer"))
         yield Text.assemble("more: ", (f"ampguard explain {incident.cause}", "bold"))
 
 
@@ -232,8 +235,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, str) and 0 < len(value) <= 24)
 
 
-def _fix_lines(fix: Fix, width: int) -> Iterator[Text]:
-    label, style = _VERDICTS[fix.verified]
+def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
+    """One fix. What a replay cannot show (the order of calls) is not called untried."""
+    label, style = _VERDICTS[fix.verified] if fix.verified is not None or can_be_replayed else ("fix", "cyan")
     first, *rest = fix.how.splitlines() or [fix.action]
     if len(label) + 2 + len(first) > width:
         first, *code = _words_and_code(first, fix.action)

@@ -15,7 +15,7 @@ import math
 from ampguard.diagnose import words
 from ampguard.diagnose.finding import Finding, cause, find_cause
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.proposals import precision_fixes
+from ampguard.diagnose.proposals import precision_fixes, spelled
 from ampguard.diagnose.singular import operand_fixes
 from ampguard.numerics import largest
 
@@ -40,7 +40,7 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
     scale = "" if evidence.bad.loss_scale is None else ", even at a loss scale of 1"
     return Finding(
         "gradient-overflow",
-        f"In the backward pass {name} {words.place(evidence)} gives {evidence.kind}{scale}: the gradient is {found}, and "
+        f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}{scale}: the gradient is {found}, and "
         f"{words.precision(evidence)} ends at {limit:g}. In float32 all gradients of this step are finite.",
         weight=60,
         evidence={"max_abs_fp32": peak, "limit": limit},

@@ -15,6 +15,7 @@ from ampguard import numerics
 from ampguard.diagnose import words
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.diagnose.proposals import spelled
 from ampguard.replay.variants import Variant
 
 
@@ -27,8 +28,8 @@ def loss_scale_overflow(evidence: GradientEvidence) -> Finding | None:
     name = words.operator(evidence)
     peak = evidence.largest_gradient
     text = (
-        f"With the loss multiplied by {scale:g}, {name} {words.place(evidence)} gives {evidence.kind} in the backward pass; "
-        f"the largest gradient itself is {words.number(peak)}. At a loss scale of {words.number(fits)} all gradients are finite."
+        f"With the loss multiplied by {scale:g}, {name} {words.place(evidence)} gives {spelled(evidence.kind)} in the backward "
+        f"pass: the largest gradient itself is {words.number(peak)}. At a loss scale of {words.number(fits)} all gradients are finite."
     )
     if is_low_precision_loss(evidence):
         text += (
@@ -61,6 +62,6 @@ def is_low_precision_loss(evidence: GradientEvidence) -> bool:
         forward is not None
         and forward.short_name == "mul"
         and not forward.outputs[0].shape
-        and numerics.is_low_precision(forward.outputs[0].dtype)
+        and any(numerics.is_low_precision(t.dtype) for t in forward.inputs)
         and forward.root is None
     )
