@@ -6,12 +6,12 @@ only those are kept before each call. Keeping is holding a reference: nothing is
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from ampguard.capture.bymodule import ByModule
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.record import SavedAttribute
 
@@ -30,13 +30,13 @@ class AttributeWatch:
     """Remembers, per root module, which attributes and globals its calls bind anew."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: ByModule[_Watched] = ByModule()
 
     def before_call(self, module: nn.Module) -> list[SavedAttribute]:
         """What the names that calls change stand for now; on a scanning call, all names."""
         watched = self._watched.get(module)
         if watched is None:
-            watched = self._watched[module] = _Watched()
+            watched = self._watched.put(module, _Watched())
         scan = watched.calls % RESCAN_CALLS == 0
         watched.calls += 1
         if not scan:

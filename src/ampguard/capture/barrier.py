@@ -40,7 +40,15 @@ class FaultBarrier:
             finally:
                 self.is_hiding = False
         except Exception as fault:
-            self.tripped = True
-            with contextlib.suppress(Exception):  # the report of a fault must not become a second fault
-                self._on_fault(fault)
+            self.trip(fault)
             return None
+
+    def is_observed(self) -> bool:
+        """Whether modes of the script are active, which must not see what we do."""
+        return compat.is_watched(self.own_modes)
+
+    def trip(self, fault: Exception) -> None:
+        """Something of ours went wrong: from now on every call is passed over."""
+        self.tripped = True
+        with contextlib.suppress(Exception):  # the report of a fault must not become a second fault
+            self._on_fault(fault)

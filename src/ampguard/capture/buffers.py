@@ -6,12 +6,12 @@ buffers that calls really change are copied; which those are, their version coun
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from ampguard.capture.bymodule import ByModule
 from ampguard.capture.record import SavedBuffer, version_of
 from ampguard.numerics import is_finite
 
@@ -32,14 +32,14 @@ class BufferWatch:
     """Remembers, per root module, where its buffers hang and which of them its calls change."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: ByModule[_Watched] = ByModule()
         self._poisoned: set[tuple[int, str]] = set()
 
     def before_call(self, module: nn.Module) -> list[SavedBuffer]:
         """The buffers of `module` as they are now, with copies of those that its calls change."""
         watched = self._watched.get(module)
         if watched is None:
-            watched = self._watched[module] = _Watched()
+            watched = self._watched.put(module, _Watched())
         if watched.calls % RESCAN_CALLS == 0:
             watched.places = [
                 (owner._buffers, name, f"{path}.{name}" if path else name)

@@ -76,6 +76,25 @@ class EventLog:
     def append(self, event: Event) -> None:
         self.record.events.append(event)
 
+    def keep_plain(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_view: bool, frame: Any
+    ) -> None:
+        """Keep an operator that has run and that changed none of its operands: the common case, in one go."""
+        if args and output is args[0]:
+            return  # `lift_fresh`, `contiguous` of what is contiguous: nothing happened
+        op = self.add_operator(func, args, kwargs, None, frame)
+        if op is None:
+            return
+        if is_view and args and isinstance(args[0], Tensor):
+            self._add_views(op, args[0], output)
+        elif type(output) is Tensor:
+            ref = weakref.ref(output)
+            self._producers[id(output)] = (ref, Ref(op.index, 0), version_of(output))
+            op.outputs.append(ref)
+            op.floating.append(output.dtype.is_floating_point)
+        else:
+            self.add_results(op, output, writes=False)
+
     def add_operator(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngStates | None, frame: Any
     ) -> GlueOp | None:
@@ -85,21 +104,22 @@ class EventLog:
             self.record.complete = False
             return None
         producers, closed = self._producers, self.closed_until
-        named = []
+        named: list[Any] = []
         for value in args:
             kind = type(value)
-            if kind in PLAIN_TYPES:
-                named.append(value)
-                continue
             if kind is Tensor:
                 known = producers.get(id(value))
-                is_known = known is not None and known[0]() is value and known[1].event >= closed
-                if known is not None and is_known and known[2] == version_of(value):
+                if known is None:
+                    named.append(Held(value, version_of(value)))
+                elif known[0]() is value and known[1].event >= closed and known[2] == version_of(value):  # type: ignore[arg-type]
                     named.append(known[1])
-                    continue
-            named.append(self.named(value))
+                else:
+                    named.append(self.named(value))
+            else:
+                named.append(value if kind in PLAIN_TYPES else self.named(value))
+        index = self.next_index
         op = GlueOp(
-            self.next_index,
+            index,
             func,
             tuple(named),
             {k: self.named(v) for k, v in kwargs.items()} if kwargs else kwargs,
@@ -109,18 +129,11 @@ class EventLog:
             [],
             [],
         )
-        self.next_index += 1
-        if events and events[0].index < closed and not self.goes_on_after_backward:
+        self.next_index = index + 1
+        if not self.goes_on_after_backward and events and events[0].index < closed:
             self.goes_on_after_backward = any(r.event < closed for r in refs_in((op.args, op.kwargs)))
         events.append(op)
         return op
-
-    def add_result(self, op: GlueOp, output: Tensor) -> None:
-        """The one tensor that an operator returned, newly made."""
-        ref = weakref.ref(output)
-        self._producers[id(output)] = (ref, Ref(op.index, 0), version_of(output))
-        op.outputs.append(ref)
-        op.floating.append(output.dtype.is_floating_point)
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
         """Whatever an operator returned; with `writes`, operands that it wrote to."""
@@ -134,7 +147,7 @@ class EventLog:
             op.outputs.append(weakref.ref(tensor))
             op.floating.append(tensor.is_floating_point())
 
-    def add_views(self, op: GlueOp, base: Tensor, output: Any) -> None:
+    def _add_views(self, op: GlueOp, base: Tensor, output: Any) -> None:
         """A view shares its base's version counter, but only once PyTorch has returned it to the script."""
         version = version_of(base)
         for position, view in enumerate(output if isinstance(output, (tuple, list)) else (output,)):

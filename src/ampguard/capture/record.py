@@ -189,7 +189,6 @@ class BackwardCall:
     line: Line | None
     create_graph: bool
     updates_before: int
-    modes: Modes
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
     error: BaseException | None = None

@@ -264,16 +264,8 @@ class FlightRecorder:
         if inputs is not None:
             inputs = [log.lookup(t) or Held(t, version_of(t)) for t in ((inputs,) if _is_one(inputs) else inputs)]
         index = log.claim_index()
-        call = BackwardCall(
-            index,
-            (named, gradients, inputs),
-            user_line(sys._getframe(3)),
-            create_graph,
-            self.attempts,
-            current_modes(),
-            [],
-            [],
-        )
+        line = user_line(sys._getframe(3))
+        call = BackwardCall(index, (named, gradients, inputs), line, create_graph, self.attempts, [], [])
         log.append(call)
         return call
 

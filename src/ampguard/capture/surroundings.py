@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from ampguard import compat
+from ampguard.capture.bymodule import ByModule
 from ampguard.capture.record import Modes, RngStates, RootCall, cuda_rng_states
 
 RECHECK_DRAWS = 64
@@ -108,12 +108,12 @@ class Prefixes:
     """Where each root module hangs in the module whose method called it (`self.encoder(x)` in a LightningModule)."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._known: ByModule[str] = ByModule()
 
     def of(self, module: nn.Module, frame: Any) -> str:
         known = self._known.get(module)
         if known is None:
-            known = self._known[module] = find_prefix(module, frame)
+            known = self._known.put(module, find_prefix(module, frame))
         return known
 
 

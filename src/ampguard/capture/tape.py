@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
@@ -153,23 +152,15 @@ class GlueTape(compat.DispatchMode):
             if op is not None:
                 taped.barrier.call(taped.glue_raised, op, error)
             raise
-        taped.barrier.call(self._keep_plain, func, args, kwargs, output, facts.is_view)
+        barrier = taped.barrier
+        if barrier.is_observed():
+            barrier.call(taped.log.keep_plain, func, args, kwargs, output, facts.is_view, sys._getframe(1))
+        elif not barrier.tripped:
+            try:
+                taped.log.keep_plain(func, args, kwargs, output, facts.is_view, sys._getframe(1))
+            except Exception as fault:
+                barrier.trip(fault)
         return output
-
-    def _keep_plain(self, func: Any, args: Any, kwargs: Any, output: Any, is_view: bool) -> None:
-        """The common case, in one go after the operator ran: it changed none of its operands."""
-        if args and output is args[0]:
-            return  # `lift_fresh`, `contiguous` of what is contiguous: nothing happened
-        log = self._taped.log
-        op = log.add_operator(func, args, kwargs, None, sys._getframe(3))
-        if op is None:
-            return
-        if is_view and args and isinstance(args[0], Tensor):
-            log.add_views(op, args[0], output)
-        elif type(output) is Tensor:
-            log.add_result(op, output)
-        else:
-            log.add_results(op, output, writes=False)
 
     def _with_care(self, func: Any, args: Any, kwargs: Any, facts: _Facts) -> Any:
         """An operator of which something must be kept before it runs, or that is traced live."""

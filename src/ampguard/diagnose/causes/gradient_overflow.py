@@ -40,8 +40,8 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
     scale = "" if evidence.bad.loss_scale is None else ", even at a loss scale of 1"
     return Finding(
         "gradient-overflow",
-        f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}{scale}: the gradient is {found}, and "
-        f"{words.precision(evidence)} ends at {limit:g}. In float32 all gradients of this step are finite.",
+        f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}{scale}: the gradient is {found}, "
+        f"and {words.precision(evidence)} ends at {limit:g}. In float32 all gradients of this step are finite.",
         weight=60,
         evidence={"max_abs_fp32": peak, "limit": limit},
         proposals=(*precision_fixes(evidence), *operand_fixes(evidence)),

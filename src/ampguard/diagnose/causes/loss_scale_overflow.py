@@ -29,7 +29,8 @@ def loss_scale_overflow(evidence: GradientEvidence) -> Finding | None:
     peak = evidence.largest_gradient
     text = (
         f"With the loss multiplied by {scale:g}, {name} {words.place(evidence)} gives {spelled(evidence.kind)} in the backward "
-        f"pass: the largest gradient itself is {words.number(peak)}. At a loss scale of {words.number(fits)} all gradients are finite."
+        f"pass: the largest gradient itself is {words.number(peak)}. At a loss scale of {words.number(fits)} all "
+        f"gradients are finite."
     )
     if is_low_precision_loss(evidence):
         text += (
