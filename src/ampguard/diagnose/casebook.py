@@ -79,6 +79,8 @@ class Casebook:
         self._looks = 0
         self._skipped = SkippedSteps()
         self._proofs = 0
+        self._changed_gradients: list[BadResult] = []
+        """Bad gradients of steps that have finite ones when they are run again."""
         self._poisoned_by: Case | None = None
         self._poisoned_buffers: dict[str, Case] = {}
         self._unknown_since: int | None = None
@@ -153,7 +155,9 @@ class Casebook:
             evidence = self._located(bad)
         except DoesNotRepeatError as why:
             if not bad.is_held_off:
-                self._unreplayable.append((bad, str(why)))
+                self._changed_gradients.append(bad)
+                if not is_one_of_several_ranks():  # else another rank's gradients are to blame, and it says so
+                    self._unreplayable.append((bad, str(why)))
             return
         except ReplayError as why:
             if not bad.is_held_off or self._skipped.cannot_be_replayed():
@@ -286,7 +290,7 @@ class Casebook:
         """A parameter or buffer that was bad before the step: since when, and what poisoned it."""
         if incident.cause != "nonfinite-parameter":
             return incident
-        changed = next((b for b, _ in self._unreplayable if b.kind == "gradient" and b.step < incident.step), None)
+        changed = next((b for b in self._changed_gradients if b.step < incident.step), None)
         facts = dict(incident.evidence)
         case = self._poisoned_buffers.get(str(facts.get("name")))
         text = incident.explanation
@@ -381,6 +385,12 @@ def place_of(evidence: Evidence) -> Place:
 
 def roots_indices(bad: BadResult) -> list[int]:
     return [e.index for e in bad.record.events if isinstance(e, RootCall)] or [-1]
+
+
+def is_one_of_several_ranks() -> bool:
+    """Whether gradients are summed over ranks."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def has_bad_parameters(module: nn.Module) -> bool:
