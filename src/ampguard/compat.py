@@ -244,6 +244,17 @@ def running_node_number() -> int | None:
     return int(node._sequence_nr())
 
 
+def has_gradient_hooks(leaf: torch.Tensor) -> bool:
+    """Whether something happens when a gradient has been added to this leaf."""
+    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None)) or torch.distributed.is_initialized()
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse gradient as they are stored, without adding up what belongs to one place."""
+    values = getattr(tensor, "_values", None)
+    return values() if tensor.layout == torch.sparse_coo and values is not None else tensor.to_dense()
+
+
 def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
     """All elements of some tensors of one type in one new tensor."""
     with torch.no_grad():

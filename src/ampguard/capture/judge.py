@@ -138,7 +138,12 @@ class Judge:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def gradients_are_bad(
-        self, parameters: Iterable[Tensor], loss_scale: float | None, is_held_off: bool, targets: tuple[Ref, ...] = ()
+        self,
+        parameters: Iterable[Tensor],
+        loss_scale: float | None,
+        is_held_off: bool,
+        targets: tuple[Ref, ...] = (),
+        since: int = 0,
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = [p for p in parameters if p.grad is not None]
@@ -155,6 +160,7 @@ class Judge:
                 parameters=tuple(parameters),
                 loss_scale=loss_scale,
                 is_held_off=is_held_off,
+                since=since,
             )
         )
         self._note_spoilt(parameters)

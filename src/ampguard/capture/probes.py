@@ -146,6 +146,9 @@ class Probes:
                     return original(tensors, *args, **kwargs)
                 gradients = args[0] if args else kwargs.get("grad_tensors")
                 call = guarded(recorder.before_backward, tensors, gradients)
+                only = args[4] if len(args) > 4 else kwargs.get("inputs")
+                if only is not None and call is not None:
+                    call.only = frozenset(map(id, only if isinstance(only, (list, tuple)) else (only,)))
                 recorder.paused = True
                 try:
                     if recorder.live is not None and call is not None:
@@ -202,7 +205,8 @@ class Probes:
             inner = original.__func__
 
             def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active or not recorder.tape.is_taping or compat.is_tracing():
+                is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
+                if not is_ours or cls.__module__.startswith("torch.") or compat.is_tracing():
                     return inner(cls, *args, **kwargs)
                 call = guarded(recorder.enter_function, cls, args, kwargs)
                 if call is None:
@@ -325,6 +329,7 @@ class Probes:
         self._handles += [add_before(before), add_after(after)]
         self._patches.replace(Optimizer, "__init__", watch_init)
         self._patches.replace(Optimizer, "zero_grad", self._bookkeeping(is_last=True))
+        self._patches.replace(nn.Module, "zero_grad", self._clearing())
 
     def _bookkeeping(self, is_last: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Calls between two steps that are not worth taping; what follows them is preprocessing."""
@@ -335,6 +340,8 @@ class Probes:
             @functools.wraps(original)
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if not recorder.between_steps or not recorder.active or recorder.paused:
+                    if is_last and recorder.active and not recorder.paused:
+                        guarded(recorder.cleared_gradients, id(self))
                     return original(self, *args, **kwargs)
                 guarded(recorder.tape.leave)
                 result = original(self, *args, **kwargs)
@@ -342,6 +349,20 @@ class Probes:
                 return result
 
             return call
+
+        return watch
+
+    def _clearing(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        recorder = self._recorder
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if recorder.active and not recorder.paused:
+                    recorder.barrier.call(recorder.cleared_gradients, None)
+                return original(self, *args, **kwargs)
+
+            return zero_grad
 
         return watch
 

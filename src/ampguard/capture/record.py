@@ -189,8 +189,11 @@ class BackwardCall:
     line: Line | None
     create_graph: bool
     updates_before: int
+    modes: Modes
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
+    only: frozenset[int] | None = None
+    """Identities of the leaves that `backward(inputs=...)` was asked for."""
     error: BaseException | None = None
 
     @property
@@ -252,6 +255,8 @@ class BadResult:
     parameters: tuple[Tensor, ...] = ()
     loss_scale: float | None = None
     is_held_off: bool = False
+    since: int = 0
+    """The first event after these gradients were last cleared."""
 
     @property
     def is_of_gradients(self) -> bool:

@@ -113,6 +113,8 @@ class FlightRecorder:
         """Steps so far in which nothing was computed before the first module."""
         self._prefixes = Prefixes()
         self.functions = AppliedFunctions()
+        self._cleared: dict[int | None, int] = {}
+        """For each optimizer, by identity: the event from which on its gradients add up."""
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 
@@ -262,12 +264,21 @@ class FlightRecorder:
         if gradients is not None:
             gradients = log.named((gradients,) if isinstance(gradients, Tensor) else tuple(gradients))
         if inputs is not None:
-            inputs = [log.lookup(t) or Held(t, version_of(t)) for t in ((inputs,) if _is_one(inputs) else inputs)]
+            wanted = (inputs,) if _is_one(inputs) else inputs
+            inputs = [Held(t, version_of(t)) if isinstance(t, nn.Parameter) else log.named(t) for t in wanted]
         index = log.claim_index()
         line = user_line(sys._getframe(3))
-        call = BackwardCall(index, (named, gradients, inputs), line, create_graph, self.attempts, [], [])
+        call = BackwardCall(
+            index, (named, gradients, inputs), line, create_graph, self.attempts, current_modes(), [], []
+        )
         log.append(call)
         return call
+
+    def cleared_gradients(self, of: int | None) -> None:
+        """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) were cleared."""
+        events = self.log.record.events
+        if events and isinstance(events[-1], BackwardCall):
+            self._cleared[of] = self.log.next_index
 
     def returned_gradients(self, call: BackwardCall, gradients: Any) -> None:
         """What `torch.autograd.grad` returned."""
@@ -328,7 +339,11 @@ class FlightRecorder:
         if all_finite(gradients_of(optimizer)):
             self.judge.gradients_are_good()
         else:
-            self.judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False)
+            since = self._cleared_since(optimizer)
+            self.judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False, since=since)
+
+    def _cleared_since(self, optimizer: torch.optim.Optimizer) -> int:
+        return max(self._cleared.get(id(optimizer), 0), self._cleared.get(None, 0))
 
     def _judge_by_hand(self) -> None:
         """Parameters are updated by hand: judge what the last backward call left or returned."""
@@ -364,7 +379,8 @@ class FlightRecorder:
         if self.counting:
             return
         self.judge.read_flags(wait=True)
-        self.judge.gradients_are_bad(parameters_of(optimizer), loss_scale, is_held_off=True)
+        since = self._cleared_since(optimizer)
+        self.judge.gradients_are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
 
     def after_update(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""

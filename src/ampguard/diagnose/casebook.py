@@ -28,6 +28,7 @@ LOOKS_PER_INVESTIGATION = 4
 """How many further failures are located, to see whether they are new, for each full investigation allowed."""
 
 ARMED_STEPS = 50
+NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
 MAX_PROOFS = 3
 """Suspicions of gradient-underflow that are followed."""
 
@@ -153,11 +154,11 @@ class Casebook:
             return
         try:
             evidence = self._located(bad)
-        except DoesNotRepeatError as why:
+        except DoesNotRepeatError:
             if not bad.is_held_off:
                 self._changed_gradients.append(bad)
                 if not is_one_of_several_ranks():  # else another rank's gradients are to blame, and it says so
-                    self._unreplayable.append((bad, str(why)))
+                    self._unreplayable.append((bad, NOT_REPEATED))
             return
         except ReplayError as why:
             if not bad.is_held_off or self._skipped.cannot_be_replayed():
@@ -281,6 +282,8 @@ class Casebook:
             case.is_investigated = False
             self._looks -= 1
         poisons = bad.kind == "loss" or (bad.kind == "gradient" and not bad.is_held_off)
+        if bad.kind == "gradient":  # the update that poisons follows at once, whoever makes it
+            case.updates -= 1
         if bad.mode == "train" and poisons and self._poisoned_by is None:
             self._poisoned_by = case
         self._note_poison(bad, case)

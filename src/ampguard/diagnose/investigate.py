@@ -136,9 +136,17 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
         op=None,
         dtype=dtype_name(low),
         location=last.line.location() if last is not None and last.line is not None else None,
-        explanation=f"{what[bad.kind]} of step {bad.step} was not finite. The step could not be run again ({reason}), and the "
-        f"failure did not come back while the following steps were watched operator by operator.",
+        explanation=f"{what[bad.kind]} of step {bad.step} was not finite. {_why_unknown(bad, reason)}",
         evidence={"rung": "none", "not_replayed_because": reason, "inputs_are_finite": finite},
+    )
+
+
+def _why_unknown(bad: BadResult, reason: str) -> str:
+    if bad.is_of_gradients and reason.startswith("run again"):
+        return f"The step was {reason} (a hook, the script itself)."
+    return (
+        f"The step could not be run again ({reason}), and the failure did not come back while the following steps were "
+        f"watched operator by operator."
     )
 
 
@@ -243,7 +251,20 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         outcome = replayer.run(proposal.trial(evidence), traced=False)
     except Exception as error:
         return Fix(proposal.action, proposal.target, proposal.how, None, f"the replay with it raised: {error}"[:300])
+    changed = changed_loss(evidence, outcome)
+    if changed is not None:
+        return Fix(proposal.action, proposal.target, proposal.how, False, changed)
     return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome))
+
+
+def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
+    """For a value that the loss does not see: a fix must leave the loss as it is. What it did where it does not."""
+    if not isinstance(evidence, GradientEvidence) or not evidence.is_hidden or outcome.is_bad:
+        return None
+    before, after = evidence.outcome.loss, outcome.loss
+    if before is None or after is None or math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-6):
+        return None
+    return f"the replayed step is finite, but its loss is no longer {before:.4g}: it is {after:.4g}"
 
 
 def described(outcome: Outcome) -> str:

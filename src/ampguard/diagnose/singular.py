@@ -16,10 +16,16 @@ from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.proposals import changed_operand, clamp_fix, epsilon_fix
 from ampguard.numerics import is_low_precision
+from ampguard.replay.trace import TracedOp
+from ampguard.replay.variants import Variant
 
 ROOTS = frozenset(["sqrt", "rsqrt", "pow", "log", "log2", "log10", "reciprocal", "norm", "linalg_vector_norm", "cbrt"])
 BETWEEN_ONES = frozenset(["acos", "asin", "atanh", "erfinv"])
 DIVISIONS = frozenset(["div", "true_divide", "floor_divide", "xlogy", "atan2"])
+GROWING = frozenset(["exp", "exp2", "expm1", "sinh", "cosh"])
+LINEAR = frozenset(
+    ["_to_copy", "clone", "view", "mul", "add", "sub", "neg", "sum", "mean", "detach", "expand", "t", "transpose"]
+)
 DECOMPOSITIONS = frozenset(["linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "linalg_eig"])
 
 
@@ -48,9 +54,18 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     elif name in ROOTS:
         fixes.append(epsilon_fix(forward, 0, edge))
         fixes.append(clamp_fix(forward, 0, edge, None))
-    elif not evidence.is_hidden:
+    elif name in GROWING and evidence.is_hidden:
+        low = any(t.dtype == torch.float16 for t in forward.op.inputs)
+        fixes.insert(0, clamp_fix(forward, 0, None, 10.0 if low else 80.0))
+    elif _is_elementwise(forward.op) and not evidence.is_hidden:
         fixes.append(_away_from_here(forward, edge))
     return tuple(fixes)
+
+
+def _is_elementwise(op: TracedOp) -> bool:
+    """Whether the operator is a function of each element by itself: moving its operand by a little makes sense."""
+    floats = [tuple(t.shape) for t in op.inputs if t.dtype.is_floating_point and t.shape]
+    return bool(floats) and op.short_name not in LINEAR and set(floats) == {tuple(op.outputs[0].shape)}
 
 
 def _masked_operand(evidence: Evidence) -> Proposal:
@@ -71,8 +86,6 @@ def _masked_operand(evidence: Evidence) -> Proposal:
             rows = torch.isfinite(first).reshape(first.shape[0], -1).all(1)
             ok = rows.reshape(-1, *[1] * (operand.dim() - 1)).expand_as(operand)
         return func(torch.where(ok, operand, torch.ones_like(operand)), *args[1:], **kwargs)
-
-    from ampguard.replay.variants import Variant
 
     return Proposal(
         "stable-form",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.errors import ReplayError
 from ampguard.replay.arguments import Values
@@ -58,14 +59,21 @@ def run_backward(
             "the loss was made by an operator whose derivative is not recorded (a custom autograd.Function)"
         )
     given = scaled(losses, given, scale_factor)
-    leaves = inputs if call.is_functional else [values.stand_ins.get(id(p), p) for p in gradients.parameters]
+    wanted = [p for p in gradients.parameters if call.only is None or id(p) in call.only]
+    leaves = inputs if call.is_functional else [values.stand_ins.get(id(p), p) for p in wanted]
     with mode.differentiating(run_backward.__code__), torch.enable_grad():
-        found = torch.autograd.grad(
-            losses, leaves, given, retain_graph=True, create_graph=call.create_graph, allow_unused=True
-        )
+        found: Sequence[Tensor | None]
+        try:
+            found = torch.autograd.grad(
+                losses, leaves, given, retain_graph=True, create_graph=call.create_graph, allow_unused=True
+            )
+        except RuntimeError as refusal:
+            if "heckpoint" not in str(refusal) or call.is_functional:
+                raise
+            found = left_in_leaves(losses, leaves, given)
     with torch.no_grad(), mode:
         if not call.is_functional:
-            for parameter, gradient in zip(gradients.parameters, found, strict=True):
+            for parameter, gradient in zip(wanted, found, strict=True):
                 if gradient is not None:
                     gradients.add(parameter, gradient)
     if len(losses) == 1 and losses[0].numel() == 1:
@@ -73,6 +81,24 @@ def run_backward(
     if not call.is_functional:
         return []
     return [g if g is not None else torch.zeros(()) for g in found]
+
+
+def left_in_leaves(losses: Sequence[Tensor], leaves: Sequence[Tensor], given: Any) -> tuple[Tensor | None, ...]:
+    """The gradients by `backward`, which reentrant checkpointing insists on; the leaves' own are put back after it.
+
+    Raises ReplayError where a gradient that arrives sets something off (an optimizer in backward, DDP's reducer).
+    """
+    if any(compat.has_gradient_hooks(leaf) for leaf in leaves):
+        raise ReplayError("reentrant checkpointing with hooks on gradients cannot be differentiated again")
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(losses, given)
+        return tuple(leaf.grad for leaf in leaves)
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
 
 
 def scaled(losses: Sequence[Tensor], given: Any, factor: float) -> list[Tensor]:

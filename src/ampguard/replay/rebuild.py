@@ -72,6 +72,7 @@ class Replayer:
         self.bad = bad
         self.is_exact = not as_it_is_now
         self.events = events_behind(bad)
+        self._sandboxes = contextlib.ExitStack()
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
         self._differentiated_by = {
             ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
@@ -150,6 +151,7 @@ class Replayer:
             neutral_thread(),
             quiet(),
             compat.force_eager(),
+            contextlib.ExitStack() as self._sandboxes,
             self._graph(),
             self._paused(),
             traced_modules(mode),
@@ -185,7 +187,8 @@ class Replayer:
             return self._run_root(event, values, variant)
         if isinstance(event, BackwardCall):
             factor = variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
-            return run_backward(event, values, gradients, factor, variant.differentiate, self.bad.loss_scale)
+            with modes_of(event.modes):
+                return run_backward(event, values, gradients, factor, variant.differentiate, self.bad.loss_scale)
         return self._run_glue(event, values)
 
     def _graph(self) -> contextlib.AbstractContextManager[Any]:
@@ -217,6 +220,9 @@ class Replayer:
         seconds: float,
     ) -> Outcome:
         targets = gradients.results()
+        if self.bad.is_of_gradients and not targets and not self.bad.targets:
+            returned = {e.index for e in self.events if isinstance(e, BackwardCall) and not e.create_graph}
+            targets = [("", tensor) for ref, tensor in values.made.items() if ref.event in returned]
         for position, target in enumerate(self.bad.targets):
             name = self.bad.names[position] if position < len(self.bad.names) else ""
             if isinstance(target, Ref):
@@ -241,6 +247,7 @@ class Replayer:
         sandbox = ModuleSandbox(root, module)
         sandbox.enter()
         training = module.training
+        self._sandboxes.callback(sandbox.leave)
         try:
             self._swap_state(sandbox, module, variant, values)
             self._swap_called_state(sandbox, root, values, variant)
@@ -267,7 +274,8 @@ class Replayer:
         finally:
             if training != root.training:
                 module.train(training)
-            sandbox.leave()
+            if not self.keeps_graph:  # else a backward pass may run parts of the module again
+                sandbox.leave()
 
     def _swap_called_state(self, sandbox: ModuleSandbox, root: RootCall, values: Values, variant: Variant) -> None:
         """The parameters and buffers that `torch.func.functional_call` ran the module on."""
@@ -367,7 +375,7 @@ def events_behind(bad: BadResult) -> list[Event]:
                 if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
             }
     if bad.is_of_gradients and not wanted:
-        wanted = backward_calls(record)
+        wanted = backward_calls(record, bad.since)
     by_index = {event.index: event for event in record.events}
     pending = sorted(wanted)
     while pending:
@@ -386,13 +394,14 @@ def events_behind(bad: BadResult) -> list[Event]:
     return [event for event in record.events if event.index in wanted]
 
 
-def backward_calls(record: StepRecord) -> set[int]:
-    """The backward passes whose gradients an optimizer is about to use: those since the last update."""
-    calls = [
-        e
-        for e in record.events
-        if isinstance(e, BackwardCall) and not e.is_functional and e.index >= record.iteration_start
-    ]
+def backward_calls(record: StepRecord, since: int) -> set[int]:
+    """The backward passes whose gradients an optimizer is about to use: those since the last update.
+
+    Where there is none, the gradients were put there by hand: from those that `torch.autograd.grad` returned.
+    """
+    begin = max(record.iteration_start, since)
+    every = [e for e in record.events if isinstance(e, BackwardCall) and e.index >= begin and not e.create_graph]
+    calls = [call for call in every if not call.is_functional] or every
     latest = max((call.updates_before for call in calls), default=0)
     return {call.index for call in calls if call.updates_before == latest}
 

@@ -13,7 +13,7 @@ import io
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,14 +77,22 @@ def set_streams(states: RngStates) -> None:
         numpy.random.set_state(states.numpy)
 
 
+def _set_autocast(states: Iterable[tuple[str, bool, torch.dtype]]) -> None:
+    for device, enabled, dtype in states:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
 @contextlib.contextmanager
 def modes_of(modes: Modes) -> Iterator[None]:
     """The modes in which an event ran. Inference mode is replayed as `no_grad`: the same kernels, more to see."""
-    for device, enabled, dtype in modes.autocast:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-    with torch.set_grad_enabled(modes.grad and not modes.inference):
-        yield
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _, _ in modes.autocast]
+    _set_autocast(modes.autocast)
+    try:
+        with torch.set_grad_enabled(modes.grad and not modes.inference):
+            yield
+    finally:
+        _set_autocast(before)
 
 
 class ModuleSandbox:
@@ -112,7 +120,10 @@ class ModuleSandbox:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # its state lives in C++, and a replay of it changes none
             self._keep_attributes(module)
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hooks in (
+                *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
+                *(p._backward_hooks for p in module._parameters.values() if p is not None and p._backward_hooks),
+            ):
                 for hook in list(hooks.values()):
                     self._keep_reachable(hook)
             self._keep_function(type(module).forward)

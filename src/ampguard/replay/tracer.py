@@ -314,8 +314,7 @@ class ReplayMode(compat.DispatchMode):
     def _end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         trace = self.trace
         assert trace is not None
-        if torch.is_grad_enabled():
-            self._nodes.setdefault(compat.next_node_number() - 1, op.index)
+        self._nodes.setdefault(compat.next_node_number() - 1, op.index)  # without gradients too: in a custom function
         results = output if isinstance(output, (tuple, list)) else (output,)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):

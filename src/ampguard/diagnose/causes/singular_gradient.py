@@ -12,6 +12,8 @@ Not this       a derivative that float32 can hold: see gradient-overflow.
 
 from __future__ import annotations
 
+import math
+
 from ampguard.diagnose import accused, words
 from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.gradients import GradientEvidence
@@ -62,8 +64,13 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
     return Finding(
         "singular-gradient",
         f"The loss is finite and {of} {words.place(evidence)} is {spelled(evidence.kind)} in any precision{scale}: {name} in the "
-        f"backward pass makes it from finite numbers.",
+        f"backward pass makes it from {_operands(evidence)}.",
         weight=50,
         evidence={"operand_value": value},
         proposals=operand_fixes(evidence),
     )
+
+
+def _operands(evidence: GradientEvidence) -> str:
+    bad = [s for s in evidence.scalars if not math.isfinite(s)]
+    return f"the number {spelled(bad[0])}" if bad else "finite numbers"
