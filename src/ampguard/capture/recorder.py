@@ -302,8 +302,9 @@ class FlightRecorder:
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.loss_of_scaled.clear()
         self.judge.spoil_gradients()
-        if self._in_update is not None:
+        if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic
             self._judge_gradients(self._in_update)
+            return
         if self.steps.counts_backwards:  # parameters updated by hand
             self._judge_by_hand()
         if self.steps.differentiated():

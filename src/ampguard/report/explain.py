@@ -1,7 +1,7 @@
 """What a cause means: the page that its file's docstring is, read without importing anything.
 
-Every cause lives in `ampguard/diagnose/causes/<code>.py`. These files import torch;
-to read a page one must not wait for that.
+Every cause lives in `ampguard/diagnose/causes/<code>.py`, those of the AMP protocol in `ampguard/diagnose/protocol/<code>.py`.
+These files import torch; to read a page one must not wait for that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from ampguard.errors import UsageError
 from ampguard.incident import CAUSES
 
 _CAUSE_FILES = Path(__file__).parents[1] / "diagnose" / "causes"
+_PROTOCOL_FILES = _CAUSE_FILES.parent / "protocol"
+_DYNAMICS_FILES = _CAUSE_FILES.parent / "dynamics"
 
 
 def explain(code: str) -> str:
@@ -31,10 +33,9 @@ def list_causes() -> str:
 
 def page_of(code: str) -> str | None:
     """The docstring of the cause's file, or None where there is none (yet)."""
-    file = _CAUSE_FILES / f"{code.replace('-', '_')}.py"
-    if not file.is_file():
-        return None
-    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    files = [folder / f"{code.replace('-', '_')}.py" for folder in (_CAUSE_FILES, _PROTOCOL_FILES, _DYNAMICS_FILES)]
+    file = next((file for file in files if file.is_file()), None)
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) if file is not None else None
 
 
 def _unknown(code: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Literal
 import torch
 
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.calls import CallProbes
 from ampguard.capture.probes import Probes
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.report.terminal import print_incident, print_summary
+from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.folder import RunFolder, make_run_folder
 
 ISSUES = "https://github.com/ampguard/ampguard/issues"
@@ -53,6 +57,10 @@ class Session:
         self._casebook = Casebook(
             self._recorder, options.max_incidents, self._rank, self._on_new_incident, self._on_small_fault
         )
+        self._dynamics = LearningDynamics(self._recorder, self._casebook, self._rank, self._on_dynamics_fault)
+        self._protocol = ProtocolDesk(self._casebook, self._rank)
+        self._calls = CallProbes(self._recorder, self._protocol)
+        self._protocol.attach(self._calls.models)
         self._stop_at_next_forward: str | None = None
         self._finished = False
         self._told_fault = False
@@ -69,7 +77,10 @@ class Session:
             return
         self._folder = make_run_folder(self._options.out, self._options.script_name)
         _guarding = self
+        rank = self._rank if self._folder.launch.world_size > 1 else None
+        self._dynamics.start(self._folder.path, lambda problem: print(f"ampguard: {problem}", file=sys.stderr), rank)
         self._probes.install()
+        self._calls.install()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Judge what is left, take the probes out, write the report. Only the first call counts."""
@@ -85,10 +96,13 @@ class Session:
             if not isinstance(error, StopRun):
                 self._barrier.call(self._recorder.flush, error)
                 self._barrier.call(self._casebook.close)
+                self._barrier.call(self._protocol.close)
         except StopRun:
             pass  # it is ending already
         finally:
+            self._calls.undo()
             self._probes.undo()
+            self._dynamics.finish()
         try:
             self._conclude()
         except Exception as fault:
@@ -120,9 +134,12 @@ class Session:
     # --- what the recorder tells --------------------------------------------------------------------------------------
 
     def on_bad(self, bad: BadResult) -> None:
+        started = time.perf_counter()
         self._casebook.examine(bad)
+        self._dynamics.pause(time.perf_counter() - started)
 
     def on_step(self, step: int) -> None:
+        self._dynamics.iteration_ended(step - 1)
         self._casebook.tick(step)
         if self._options.steps is not None and step >= self._options.steps:
             self._stop_at_next_forward = f"{step} steps, as asked for"
@@ -130,6 +147,7 @@ class Session:
     def on_forward(self) -> None:
         if self._stop_at_next_forward is not None:
             raise StopRun(self._stop_at_next_forward, 0)
+        self._dynamics.root_entering()
 
     def _on_new_incident(self, incident: Incident) -> None:
         print_incident(incident)
@@ -141,6 +159,9 @@ class Session:
         if not self._told_fault:
             self._told_fault = True
             self._tell(fault, "this failure stays unexplained, the guard goes on watching")
+
+    def _on_dynamics_fault(self, fault: Exception) -> None:
+        self._tell(fault, "the run is no longer watched over many steps, the guard goes on otherwise")
 
     def _on_fault(self, fault: Exception) -> None:
         """Something in ampguard itself went wrong: say it once, step aside."""

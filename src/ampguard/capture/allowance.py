@@ -1,0 +1,70 @@
+"""How much of the training's time looking may take: measured, and never more than a share of it."""
+
+from __future__ import annotations
+
+import time
+
+FIRST_STEPS = frozenset({0, 1, 2, 4})
+"""Steps that are always looked at, so that a short run is seen as well."""
+
+MILESTONES = frozenset(1 << n for n in range(6, 21))
+"""And these, as long as a look costs little beside all the steps before."""
+
+MILESTONE_SHARE = 0.01
+ATTENTIVE_LOOKS = 512
+"""Attentive looks are spread as far as if so many were taken in the whole run: a trend must be seen over a stretch."""
+
+
+class Allowance:
+    """Says when a look is due. `share`: of the time since the first question. Costs some 0.2 us a step."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.spent = 0.0
+        """Seconds of looks that the share has to pay for: all but those at the first steps."""
+        self.estimate = 0.0
+        """Seconds that a look takes."""
+        self._pays = "share"
+        self._last_step = 0
+        self._began: float | None = None
+        self._extra_share = 0.0
+        self._extra_since = 0.0
+        self._extra_spent = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether a look at this step can be paid for."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+        if step in FIRST_STEPS:
+            self._pays = "nobody"
+            return True
+        elapsed = now - self._began
+        estimate = self.estimate
+        is_milestone = step in MILESTONES and estimate <= MILESTONE_SHARE * elapsed
+        if is_milestone or self.spent + estimate <= self.share * elapsed:
+            self._pays = "share"
+            self._last_step = step
+            return True
+        if not self._extra_share or step - self._last_step < step // ATTENTIVE_LOOKS:
+            return False
+        if self._extra_spent + estimate > self._extra_share * (now - self._extra_since):
+            return False
+        self._pays = "attention"
+        self._last_step = step
+        return True
+
+    def spend(self, seconds: float) -> None:
+        """A look has been taken and took this long."""
+        self.estimate = seconds if not self.estimate else min(seconds, 2 * self.estimate)  # a hiccup is no estimate
+        if self._pays == "share":
+            self.spent += seconds
+        elif self._pays == "attention":
+            self._extra_spent += seconds
+
+    def attend(self, share: float) -> None:
+        """Something is going on: look more often from now on, for `share` of the time (0: no longer)."""
+        if share and not self._extra_share:
+            self._extra_since = time.perf_counter()
+            self._extra_spent = 0.0
+        self._extra_share = share

@@ -1,0 +1,493 @@
+"""The probes of the protocol: the calls of a training loop, wrapped while the guard is on and put back after it.
+
+They lie on top of the recorder's own probes. Inside a root module, a backward pass or an investigation
+(`recorder.paused`) nothing is noted. A healthy step takes the shortest way through each wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer, lr_scheduler
+
+from ampguard import compat
+from ampguard.capture.probes import Patches
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.habits import Habits
+from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.moves import BreachListener, Frame, Moves
+from ampguard.capture.protocol.reads import ReadWindow
+from ampguard.capture.protocol.scans import Scans, is_time_to_look
+from ampguard.capture.protocol.watches import ScalerWatch
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.protocol.events import Clear
+
+Call = Callable[..., Any]
+REGION_STEPS = 8
+
+
+class CallProbes:
+    """All protocol probes of one recorder."""
+
+    def __init__(self, recorder: FlightRecorder, listener: BreachListener) -> None:
+        self._recorder = recorder
+        self._guarded = recorder.barrier.call
+        self._patches = Patches()
+        self._handles: list[Any] = []
+        self.moves = Moves(recorder, listener)
+        self.models = Models(recorder)
+        self.scans = Scans(self.moves, self.models)
+        self.habits = Habits(self.moves, self.models)
+        self.window = ReadWindow(self.moves, self._guarded)
+        self._looks = 0
+        self.moves.explain = self.scans.explain_refusal
+
+    def install(self) -> None:
+        """Begin to observe; after the recorder's probes."""
+        self._watch_backward()
+        self._watch_scaling()
+        self._watch_scaler_steps()
+        self._watch_optimizers()
+        self._watch_norms()
+        self._watch_schedulers()
+        self._watch_autocast()
+        habits = self.habits
+        self._patches.replace(
+            torch, "save", self._noting(before=lambda frame, obj, f=None: habits.saving(obj, f, frame))
+        )
+
+    def undo(self) -> None:
+        """Put back every patched attribute."""
+        self._guarded(self.window.close)
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _noting(self, before: Call | None = None, after: Call | None = None) -> Callable[[Call], Call]:
+        """Wrap a function that is called rarely: `before` and `after` get the caller's frame and the first arguments."""
+        guarded, recorder, window = self._guarded, self._recorder, self.window
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active:
+                    return original(*args, **kwargs)
+                if window.is_open:
+                    guarded(window.close)
+                if before is not None:
+                    guarded(before, sys._getframe(1), *args[:2])
+                result = original(*args, **kwargs)
+                if after is not None:
+                    guarded(after, sys._getframe(1), *args[:2])
+                return result
+
+            return call
+
+        return watch
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def _watch_backward(self) -> None:
+        guarded, recorder = self._guarded, self._recorder
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                frame = sys._getframe(1)
+                if frame.f_code is tensor_backward:
+                    frame = frame.f_back or frame
+                if routine.is_on and self._is_usual(tensors):
+                    result = original(tensors, grad_tensors, *args, **kwargs)
+                    guarded(moves.after_usual_backward, frame)
+                    return result
+                guarded(self._before_backward, tensors, grad_tensors)
+                result = original(tensors, grad_tensors, *args, **kwargs)
+                guarded(self._after_backward, frame)
+                return result
+
+            return backward
+
+        moves, routine = self.moves, self.moves.routine
+        tensor_backward = getattr(torch.Tensor.backward, "__code__", None)
+
+        self._patches.replace(torch.autograd, "backward", watch)
+
+    def _is_usual(self, tensors: Any) -> bool:
+        moves = self.moves
+        if moves.looks_closely and moves.routine.is_at_start:
+            self._guarded(moves.routine.leave)
+            return False
+        return bool(self._guarded(moves.is_usual_backward, tensors))
+
+    def _before_backward(self, tensors: Any, gradients: Any) -> None:
+        moves = self.moves
+        if moves.looks_closely or self._looks < 8:
+            self.window.close()
+            self._looks += 1
+            self.models.look()
+        moves.before_backward(tensors, gradients)
+
+    def _after_backward(self, frame: FrameType) -> None:
+        moves = self.moves
+        reached = moves.after_backward(frame)
+        if self.habits.watches_regions:
+            self.habits.differentiated(reached)
+        if moves.looks_closely and moves.machine.scaled:
+            self.window.open()
+
+    # --- the scaler ---------------------------------------------------------------------------------------------------
+
+    def _watch_scaling(self) -> None:
+        kind, replace = torch.amp.GradScaler, self._patches.replace
+        guarded, recorder, moves = self._guarded, self._recorder, self.moves
+        routine = moves.routine
+
+        def watch_scale(original: Call) -> Call:
+            @functools.wraps(original)
+            def scale(self_: Any, outputs: Any) -> Any:
+                result = original(self_, outputs)
+                if recorder.active and not recorder.paused:
+                    if routine.is_on and moves.fresh is None and type(result) is torch.Tensor:
+                        moves.fresh = result  # by the scaler that scales in every iteration, or the backward will tell
+                        if moves.fresh_from is not None and moves.fresh_from.ref() is self_:
+                            return result
+                        moves.fresh = None
+                    guarded(self._scaled, self_, result)
+                return result
+
+            return scale
+
+        def watch_update(original: Call) -> Call:
+            @functools.wraps(original)
+            def update(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active:
+                    return original(self_, *args, **kwargs)
+                of = moves.watches.by_id.get(id(self_)) or guarded(moves.watches.scaler, self_)
+                if of is None or not of.is_enabled:
+                    return original(self_, *args, **kwargs)
+                if routine.is_on:
+                    frame = sys._getframe(1)
+                    if routine.matches(("update", of, frame.f_code, frame.f_lasti)):
+                        of.scale = moves.fresh = None
+                        return original(self_, *args, **kwargs)
+                if moves.machine.open:
+                    guarded(moves.before_update, of)
+                try:
+                    result = original(self_, *args, **kwargs)
+                except Exception as error:
+                    guarded(moves.refused, "update", self_, None, error, sys._getframe(1))
+                    raise
+                guarded(moves.updated, of, sys._getframe(1))
+                return result
+
+            return update
+
+        def read(frame: Frame, scaler: Any) -> None:
+            moves.scale_was_read = True
+
+        replace(kind, "__init__", self._noting(after=lambda frame, scaler, *_: moves.scaler_created(scaler, frame)))
+        replace(kind, "scale", watch_scale)
+        replace(kind, "update", watch_update)
+        replace(kind, "load_state_dict", self._noting(after=lambda frame, scaler, *_: moves.loaded(scaler)))
+        replace(kind, "state_dict", self._noting(before=lambda frame, scaler: self.habits.state_asked(scaler)))
+        replace(kind, "get_scale", self._unclosing(read))
+
+    def _unclosing(self, before: Call) -> Callable[[Call], Call]:
+        """As `_noting`, for a call between computing a norm and using it."""
+        guarded, recorder = self._guarded, self._recorder
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if recorder.active and not recorder.paused:
+                    guarded(before, None, *args)
+                return original(*args, **kwargs)
+
+            return call
+
+        return watch
+
+    def _scaled(self, scaler: Any, result: Any) -> None:
+        if self.window.is_open:
+            self.window.close()
+        of = self.moves.watches.scaler(scaler)
+        if of.is_enabled:
+            if not of.uses:
+                self.habits.first_use(of)
+            self.moves.scaled(of, result)
+
+    def _watch_scaler_steps(self) -> None:
+        guarded, recorder, moves = self._guarded, self._recorder, self.moves
+        routine, by_id = moves.routine, moves.watches.by_id
+
+        def watch_unscale(original: Call) -> Call:
+            @functools.wraps(original)
+            def unscale_(self_: Any, optimizer: Any) -> Any:
+                if moves.stepping is not None:  # inside a step: its wrapper tells all
+                    result = original(self_, optimizer)
+                    moves.unscaled_inside = True
+                    return result
+                if recorder.paused or not recorder.active:
+                    return original(self_, optimizer)
+                if routine.is_on:
+                    of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
+                    if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
+                        return original(self_, optimizer)
+                guarded(self._before_unscale, self_, optimizer, sys._getframe(1))
+                try:
+                    result = original(self_, optimizer)
+                except Exception as error:
+                    guarded(moves.refused, "unscale_", self_, optimizer, error, sys._getframe(1))
+                    raise
+                guarded(moves.unscaled, self_, optimizer, sys._getframe(1))
+                return result
+
+            return unscale_
+
+        def watch_step(original: Call) -> Call:
+            @functools.wraps(original)
+            def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or moves.stepping is not None:
+                    return original(self_, optimizer, *args, **kwargs)
+                if routine.is_on and id(self_) in by_id and id(optimizer) in by_id:
+                    of, watch, frame = by_id[id(self_)], by_id[id(optimizer)], sys._getframe(1)
+                    if routine.matches(("step", of, watch, frame.f_code, frame.f_lasti)):
+                        moves.attempt = recorder.steps.count
+                        watch.stepped = False
+                        moves.stepping = (of, watch, None)
+                        try:
+                            return original(self_, optimizer, *args, **kwargs)
+                        finally:
+                            moves.stepping = None
+                            self._stepped_as_usual(of, watch)
+                guarded(self._before_scaler_step, self_, optimizer, sys._getframe(1))
+                try:
+                    result = original(self_, optimizer, *args, **kwargs)
+                except BaseException as error:
+                    moves.stepping = None
+                    if isinstance(error, Exception):
+                        guarded(moves.refused, "step", self_, optimizer, error, sys._getframe(1))
+                    raise
+                if moves.stepping is not None:
+                    guarded(self._after_scaler_step, self_, optimizer)
+                    moves.stepping = None
+                return result
+
+            return step
+
+        self._patches.replace(torch.amp.GradScaler, "unscale_", watch_unscale)
+        self._patches.replace(torch.amp.GradScaler, "step", watch_step)
+
+    def _before_unscale(self, scaler: Any, optimizer: Any, frame: Frame) -> None:
+        if self.window.is_open:
+            self.window.close()
+        self.moves.before_unscale(scaler, optimizer, frame)
+
+    def _before_scaler_step(self, scaler: Any, optimizer: Any, frame: Frame) -> None:
+        if self.window.is_open:
+            self.window.close()
+        self.moves.before_scaler_step(scaler, optimizer, frame)
+
+    def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        of, watch = self.moves.after_scaler_step(scaler, optimizer)
+        self._stepped(watch)
+        if of.is_enabled:
+            self.habits.after_scaler_step(of, watch)
+
+    def _stepped_as_usual(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
+        of.steps += 1
+        steps = watch.steps = watch.steps + 1
+        watch.taken += watch.stepped
+        watch.was_skipped = not watch.stepped
+        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or self.habits.has_saved:
+            self._guarded(self._stepped, watch)
+
+    def _stepped(self, watch: OptimizerWatch) -> None:
+        habits, steps = self.habits, watch.steps
+        if habits.watches_regions:
+            habits.stepped(watch)
+            habits.watches_regions = steps < REGION_STEPS
+        self.scans.after_step(watch)
+        habits.tick()
+        if self.moves.looks_closely or is_time_to_look(steps):
+            self.moves.looks_closely = any(is_time_to_look(w.steps) for w in self.moves.watches.optimizers)
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def _watch_optimizers(self) -> None:
+        guarded, recorder, moves = self._guarded, self._recorder, self.moves
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if moves.stepping is not None:
+                moves.stepping[1].stepped = True
+            elif recorder.active and not recorder.paused:
+                guarded(self._before_direct_step, optimizer)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if moves.stepping is None and recorder.active and not recorder.paused:
+                guarded(self._after_direct_step, optimizer, sys._getframe(1))
+
+        def watch_clear(original: Call) -> Call:
+            @functools.wraps(original)
+            def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(optimizer, *args, **kwargs)
+                if recorder.active and not recorder.paused:
+                    watch = moves.watches.by_id.get(id(optimizer))
+                    if routine.is_on and watch is not None:
+                        frame = sys._getframe(1)
+                        if routine.matches(("clear", watch, frame.f_code, frame.f_lasti)):
+                            return result
+                    if watch is None or not moves.machine.clear(watch):
+                        guarded(self._cleared, optimizer, sys._getframe(1))
+                    else:
+                        frame = sys._getframe(1)
+                        routine.note(("clear", watch, frame.f_code, frame.f_lasti), Clear(watch))
+                return result
+
+            return zero_grad
+
+        def watch_register(original: Call) -> Call:
+            @functools.wraps(original)
+            def register_parameter(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                for watch in moves.watches.optimizers:  # a layer is made while others train: perhaps it replaces one
+                    watch.lost_one = watch.steps > 0
+                original(module, *args, **kwargs)
+
+            return register_parameter
+
+        routine = moves.routine
+        add_before, add_after = compat.optimizer_step_hooks()
+        self._handles += [add_before(before), add_after(after)]
+        replace, habits = self._patches.replace, self.habits
+        replace(Optimizer, "__init__", self._noting(after=lambda frame, opt, *_: moves.created(opt, frame)))
+        replace(Optimizer, "zero_grad", watch_clear)
+        loaded = self._noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
+        replace(Optimizer, "load_state_dict", loaded)
+        replace(nn.Module, "register_parameter", watch_register)
+        replace(nn.Module, "zero_grad", self._noting(after=lambda frame, *_: moves.cleared_by_module(frame)))
+
+    def _before_direct_step(self, optimizer: Optimizer) -> None:
+        if self.window.is_open:
+            self.window.close()
+        self.moves.before_direct_step(optimizer)
+
+    def _after_direct_step(self, optimizer: Optimizer, frame: Frame) -> None:
+        self._stepped(self.moves.after_direct_step(optimizer, frame))
+
+    def _cleared(self, optimizer: Optimizer, frame: Frame) -> None:
+        if self.window.is_open:
+            self.window.close()
+        self.moves.cleared(optimizer, frame)
+
+    # --- norms --------------------------------------------------------------------------------------------------------
+
+    def _watch_norms(self) -> None:
+        found = compat.total_norm_function()
+        places: list[tuple[Any, str]] = [found] if found is not None else [(clip_grad, "clip_grad_norm_")]
+        if hasattr(torch.nn.utils, "get_total_norm"):
+            places.append((torch.nn.utils, "get_total_norm"))
+        for owner, name in places:
+            self._patches.replace(owner, name, self._measuring(compat.clipping_limit))
+        for owner in (clip_grad, torch.nn.utils):
+            self._patches.replace(owner, "clip_grad_value_", self._measuring(lambda: 0.0))
+        for owner in (clip_grad, torch.nn.utils):
+            after = self._noting(
+                after=lambda frame, *_: self.moves.after_clipping() if self.moves.machine.scaled else None
+            )
+            self._patches.replace(owner, "clip_grad_norm_", after)
+
+    def _measuring(self, limit: Callable[[], float | None]) -> Callable[[Call], Call]:
+        guarded, recorder, machine = self._guarded, self._recorder, self.moves.machine
+        routine = self.moves.routine
+
+        def measured(tensors: Any, frame: Frame) -> None:
+            if self.window.is_open:
+                self.window.close()
+            at_most = limit()
+            self.moves.measured(tensors, at_most is not None and at_most != float("inf"), frame)
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def measure(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if routine.is_on and recorder.active and not recorder.paused:
+                    frame = sys._getframe(1)
+                    if routine.matches(("norm", frame.f_code, frame.f_lasti)):
+                        return original(tensors, *args, **kwargs)
+                if recorder.active and not recorder.paused:
+                    frame = sys._getframe(1)
+                    routine.note(("norm", frame.f_code, frame.f_lasti), None)
+                if machine.scaled and recorder.active and not recorder.paused:
+                    if not isinstance(tensors, torch.Tensor):
+                        tensors = list(tensors)
+                    guarded(measured, tensors, sys._getframe(1))
+                return original(tensors, *args, **kwargs)
+
+            return measure
+
+        return watch
+
+    # --- schedulers and autocast --------------------------------------------------------------------------------------
+
+    def _watch_schedulers(self) -> None:
+        guarded, recorder, habits = self._guarded, self._recorder, self.habits
+        kinds = [k for k in vars(lr_scheduler).values() if isinstance(k, type) and "step" in vars(k)]
+        depth = [0]
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+                initial = getattr(scheduler, "_is_initial", False)
+                if depth[0] or initial or recorder.paused or not recorder.active:
+                    return original(scheduler, *args, **kwargs)
+                depth[0] += 1
+                try:
+                    result = original(scheduler, *args, **kwargs)
+                finally:
+                    depth[0] -= 1
+                guarded(habits.scheduler_moved, scheduler, sys._getframe(1))
+                return result
+
+            return step
+
+        for kind in dict.fromkeys(k for k in kinds if issubclass(k, lr_scheduler.LRScheduler)):
+            self._patches.replace(kind, "step", watch)
+
+    def _watch_autocast(self) -> None:
+        guarded, recorder, habits, window = self._guarded, self._recorder, self.habits, self.window
+
+        def watch_enter(original: Call) -> Call:
+            @functools.wraps(original)
+            def __enter__(region: Any) -> Any:  # noqa: N807
+                if (habits.watches_regions or window.is_open) and recorder.active:
+                    guarded(entered, region, sys._getframe(1))
+                return original(region)
+
+            return __enter__
+
+        def entered(region: Any, frame: Frame) -> None:
+            if torch.compiler.is_compiling():
+                return
+            window.close()
+            habits.entered_autocast(region, frame)
+
+        def watch_clear(original: Call) -> Call:
+            @functools.wraps(original)
+            def clear_autocast_cache() -> None:
+                original()
+                if habits.watches_regions and not recorder.paused:
+                    guarded(habits.cache_cleared)
+
+            return clear_autocast_cache
+
+        self._patches.replace(torch.amp.autocast_mode.autocast, "__enter__", watch_enter)
+        self._patches.replace(torch, "clear_autocast_cache", watch_clear)

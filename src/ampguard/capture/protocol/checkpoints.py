@@ -1,0 +1,95 @@
+"""What an object that is being saved holds, told by its content: weights, an optimizer's state, a scaler's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.numerics import is_finite
+
+MAX_DEPTH = 6
+MAX_ITEMS = 100_000
+SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval"})
+
+
+@dataclass
+class Contents:
+    """What was found in it."""
+
+    has_model: bool = False
+    has_optimizer: bool = False
+    has_scaler: bool = False
+    weights: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Floating-point tensors by their names, those of an optimizer's state left out."""
+    items: int = 0
+
+
+def contents_of(saved: Any) -> Contents:
+    """Look through dictionaries, lists and modules."""
+    found = Contents()
+    _look(saved, "", found, 0)
+    return found
+
+
+def _look(value: Any, name: str, found: Contents, depth: int) -> None:
+    found.items += 1
+    if depth > MAX_DEPTH or found.items > MAX_ITEMS:
+        return
+    if isinstance(value, nn.Module):
+        found.has_model = True
+        _add_weights({**dict(value.named_parameters()), **dict(value.named_buffers())}, name, found)
+    elif isinstance(value, torch.optim.Optimizer):
+        found.has_optimizer = True
+    elif isinstance(value, torch.amp.GradScaler):
+        found.has_scaler = True
+    elif isinstance(value, Tensor):
+        _add_weights({"": value}, name, found)
+    elif isinstance(value, Mapping):
+        _look_into(value, name, found, depth)
+    elif isinstance(value, (list, tuple)):
+        for position, inner in enumerate(value):
+            _look(inner, f"{name}[{position}]", found, depth + 1)
+
+
+def _look_into(value: Mapping[Any, Any], name: str, found: Contents, depth: int) -> None:
+    if "state" in value and "param_groups" in value:
+        found.has_optimizer = True
+    elif value.keys() >= SCALER_KEYS:
+        found.has_scaler = True
+    elif value and all(isinstance(inner, Tensor) and isinstance(key, str) for key, inner in value.items()):
+        found.has_model = True
+        _add_weights(value, name, found)
+    else:
+        for key, inner in value.items():
+            _look(inner, str(key) if not name else f"{name}.{key}", found, depth + 1)
+
+
+def _add_weights(tensors: Mapping[str, Tensor], name: str, found: Contents) -> None:
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.layout == torch.strided and compat.has_values(tensor):
+            found.weights.append((key or name, tensor))
+
+
+def spoiled(
+    weights: list[tuple[str, Tensor]], trained: set[int], live: Callable[[], dict[str, Tensor]]
+) -> list[tuple[str, Tensor, float | None]]:
+    """Weights that are not finite, and the largest value of the live tensor where that is still finite.
+
+    NaN anywhere; Inf in what an optimizer trains (`trained`: its memory), or in a copy of what is finite in the live
+    model (a cast has overflowed). A buffer may begin at Inf on purpose. Waits for the device, as saving does.
+    """
+    bad = [(name, t.detach()) for name, t in weights if not is_finite(t.detach())]
+    found = []
+    for name, tensor in bad:
+        source = live().get(name)
+        largest = None
+        if source is not None and source.shape == tensor.shape and is_finite(source.detach()):
+            largest = float(source.detach().abs().max())
+        if largest is not None or bool(tensor.isnan().any()) or compat.storage_key(tensor) in trained:
+            found.append((name, tensor, largest))
+    return found

@@ -1,0 +1,168 @@
+"""One optimizer under watch: whose gradients changed in a backward pass, and did anybody else write to them?
+
+Asked of a few of its parameters, by the identity and the version counter of their gradients: nothing is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.record import Line
+
+SAMPLE = 3
+"""Parameters that stand for all of an optimizer's."""
+
+SMALL = 1 << 16
+"""Elements up to which a gradient is copied or looked at."""
+
+Seen = tuple[Tensor | None, int]
+
+
+class OptimizerWatch:
+    """An optimizer by its weak reference, and what its sampled gradients were when last seen."""
+
+    __slots__ = (
+        "__weakref__",
+        "at_rest",
+        "before",
+        "by_scaler",
+        "candidates",
+        "copy",
+        "created",
+        "lost_one",
+        "number",
+        "ref",
+        "resumed_at",
+        "sample",
+        "stepped",
+        "steps",
+        "taken",
+        "was_skipped",
+    )
+
+    def __init__(self, optimizer: Optimizer, number: int, created: Line | None) -> None:
+        self.ref = weakref.ref(optimizer)
+        self.number = number
+        self.created = created
+        self.steps = 0
+        """Attempted; `taken`: those that were not skipped."""
+        self.taken = 0
+        self.resumed_at: Line | None = None
+        self.lost_one = False
+        """A parameter that stands for others had gradients and has none any more."""
+        self.stepped = False
+        """Its own step ran (inside the scaler's: the scaler did not skip it)."""
+        self.was_skipped = False
+        self.candidates: list[Tensor] | None = None
+        """Parameters that have not been seen with a gradient; None before the first look."""
+        self.copy: tuple[Tensor, Tensor] | None = None
+        """A parameter and a copy of its gradient right after backward, in iterations that are looked at closely."""
+        self.by_scaler = False
+        """Its last step went through a scaler."""
+        self.before: list[Seen] | None = None
+        self.at_rest: list[tuple[int, int]] | None = None
+        self.sample: list[Tensor] = []
+        self.resample()
+
+    def parameters(self) -> list[Tensor]:
+        """All tensors that the optimizer holds."""
+        optimizer = self.ref()
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def trained(self) -> list[Tensor]:
+        """Those that want a gradient; all of them where none does (flat buffers whose gradients are set by hand)."""
+        held = self.parameters()
+        return [p for p in held if p.requires_grad and p.is_leaf] or held
+
+    def resample(self) -> None:
+        """Choose those that stand for all: spread evenly, with a gradient where any has one."""
+        found = self.trained()
+        found = [p for p in found if p.grad is not None] or found
+        last = len(found) - 1
+        self.sample = (
+            [found[i] for i in sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)})] if found else []
+        )
+
+    def before_backward(self) -> bool:
+        """Note the gradients. True where there are none."""
+        for p in self.sample:
+            if p.grad is not None:
+                self.before = [(g, g._version if g is not None else -1) for g in [p.grad for p in self.sample]]
+                return False
+        self.before = None
+        return True
+
+    def after_backward(self, notes: bool) -> bool:
+        """Whether the backward pass changed any. `notes`: remember how it left them, for `is_untouched`."""
+        before, self.before = self.before, None
+        if notes:
+            self.rest()
+        if before is None:
+            with_grad = [p for p in self.sample if p.grad is not None]
+            self.lost_one = self.lost_one or (self.steps > 0 and 0 < len(with_grad) < len(self.sample))
+            return bool(with_grad)
+        return any(
+            (new := p.grad) is not old or (new is not None and new._version != version)
+            for p, (old, version) in zip(self.sample, before, strict=False)
+        )
+
+    def glance(self) -> tuple[Tensor | None, int]:
+        """One gradient, and how often it was written to."""
+        grad = self.sample[0].grad if self.sample else None
+        return grad, -1 if grad is None else grad._version
+
+    def has_gradients(self) -> bool:
+        """Whether any of the sampled parameters has a gradient."""
+        return any(p.grad is not None for p in self.sample)
+
+    def rest(self) -> None:
+        """What was just done to the gradients is known."""
+        grads = [p.grad for p in self.sample]
+        self.at_rest = [(id(g), g._version if g is not None else -1) for g in grads]
+
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to the sampled gradients since they were last at rest."""
+        if self.at_rest is None:
+            return False
+        for p, (identity, version) in zip(self.sample, self.at_rest, strict=False):
+            grad = p.grad
+            if id(grad) != identity or (grad is not None and grad._version != version):
+                return False
+        return True
+
+    def keep_copy(self) -> None:
+        """Copy one small gradient, to tell later by what somebody has divided it."""
+        with_grad = [p for p in self.sample if p.grad is not None and not p.grad.is_sparse and p.numel() <= SMALL]
+        if with_grad:
+            smallest = min(with_grad, key=lambda p: p.numel())
+            assert smallest.grad is not None
+            with compat.unseen():
+                self.copy = (smallest, smallest.grad.detach().clone())
+
+    def divided_by(self) -> float | None:
+        """By what the copied gradient was divided since; None where that is not one number. Waits for the device."""
+        if self.copy is None:
+            return None
+        parameter, old = self.copy
+        new: Any = parameter.grad
+        if new is None or new.shape != old.shape:
+            return None
+        with torch.no_grad(), compat.unseen():
+            a, b = old.double().flatten(), new.detach().double().flatten()
+            dot = float(b @ b)
+            if not dot or not bool(a.isfinite().all()):
+                return None
+            ratio = float(a @ b) / dot
+            return ratio if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
+
+    def are_zero(self) -> bool:
+        """Whether all small sampled gradients are zero (they were cleared in place). Waits for the device."""
+        grads = [p.grad for p in self.sample if p.grad is not None and p.grad.numel() <= SMALL]
+        with compat.unseen():
+            return bool(grads) and not any(bool(g.detach().any()) for g in grads)

@@ -1,0 +1,213 @@
+"""What shows only over some iterations: a scaler that is not needed, a scheduler that runs ahead, a checkpoint.
+
+Also a region of autocast that outlasts a step, in which the casts of the old weights go on being used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.checkpoints import contents_of, spoiled
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.moves import Frame, Moves
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.watches import ScalerWatch
+from ampguard.capture.record import Line
+from ampguard.protocol.events import Breach
+
+NEEDLESS_STEPS = 3
+LOST_MOVES = 3
+LOST_SHARE = 0.1
+
+
+class Habits:
+    """Everything that needs no state machine. Every method is called through the fault barrier."""
+
+    def __init__(self, moves: Moves, models: Models) -> None:
+        self._moves = moves
+        self._models = models
+        self._half_regions = 0
+        self._dtypes: set[str] = set()
+        self._region: Line | None = None
+        self.watches_regions = True
+        """False once enough steps have passed: a region that outlasts a step shows at once."""
+        self._stepped_in_region: dict[OptimizerWatch, Line | None] = {}
+        self._schedulers: dict[int, list[int]] = {}
+        self._told_needless: set[ScalerWatch] = set()
+        self._saved_without: tuple[Breach, int] | None = None
+        self._model_loaded = False
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint without the scaler was written just now."""
+        return self._saved_without is not None
+
+    # --- autocast -----------------------------------------------------------------------------------------------------
+
+    def entered_autocast(self, region: Any, frame: Frame) -> None:
+        """A region of autocast begins."""
+        if self._region is None:
+            self._region = script_line(frame)
+        if not getattr(region, "_enabled", False):
+            return
+        if torch.is_grad_enabled():
+            if region.fast_dtype is torch.float16:
+                self._half_regions += 1
+            elif len(self._dtypes) < 4:
+                self._dtypes.add(str(region.fast_dtype))
+
+    def cache_cleared(self) -> None:
+        """The outermost region ends: the casts are forgotten."""
+        self._region = None
+        self._stepped_in_region.clear()
+
+    def stepped(self, watch: OptimizerWatch) -> None:
+        """Weights have changed; inside a region of autocast their casts have not."""
+        device = next((p.device.type for p in watch.sample), "cpu")
+        if self._region is not None and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+            self._stepped_in_region.setdefault(watch, self._moves.machine.ledger(watch).stepped_at)
+
+    def differentiated(self, reached: tuple[Any, ...]) -> None:
+        """A backward pass: its forward pass used casts from before the step."""
+        for watch in reached if self._stepped_in_region else ():
+            if watch not in self._stepped_in_region:
+                continue
+            weights = [p for p in watch.parameters() if p.dtype is torch.float32 and p.dim() > 1]
+            if weights:
+                stepped = self._stepped_in_region[watch]
+                facts = {"stale": True, "weights": len(weights), "parameters": weights}
+                breach = Breach("autocast-cache", watch, None, self._region, stepped, None, facts)
+                self._moves.tell([breach], self._moves.recorder.steps.count)
+
+    # --- a scaler that does nothing ---------------------------------------------------------------------------------
+
+    def after_scaler_step(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
+        """Has any forward pass been in float16 at all?"""
+        if of.steps != NEEDLESS_STEPS or not of.is_enabled or of in self._told_needless:
+            return
+        self._told_needless.add(of)
+        known = self._dtypes | self._models.autocasts
+        if self._half_regions or "torch.float16" in known or not self._models.roots():
+            return
+        tensors = [*watch.parameters(), *self._models.parameters()]
+        tensors += [b for module, _ in self._models.roots() for b in module.buffers()]
+        if any(t.dtype is torch.float16 for t in tensors):
+            return
+        bf16 = "torch.bfloat16" in known or any(t.dtype is torch.bfloat16 for t in tensors)
+        dtype = "bfloat16" if bf16 else "float32"
+        breach = Breach("needless-scaler", watch, of, of.created, of.created, None, {"dtype": dtype, "steps": of.steps})
+        self._moves.tell([breach], self._moves.attempt)
+
+    # --- schedulers ---------------------------------------------------------------------------------------------------
+
+    def scheduler_moved(self, scheduler: Any, frame: Frame) -> None:
+        """A learning-rate scheduler has stepped; did its optimizer, since the last time?"""
+        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return
+        watch = self._moves.watches.optimizer(optimizer)
+        known = self._schedulers.setdefault(id(scheduler), [0, 0, -1, 0])
+        moves, lost, at_steps, taken = known
+        now_taken = watch.taken
+        is_lost = watch.was_skipped and at_steps >= 0 and now_taken == taken and watch.steps > at_steps
+        is_lost = is_lost or (at_steps < 0 and watch.was_skipped and now_taken == 0)
+        self._schedulers[id(scheduler)] = known = [moves + 1, lost + is_lost, watch.steps, now_taken]
+        if is_lost:
+            self._lost_move(scheduler, watch, known, frame)
+
+    def _lost_move(self, scheduler: Any, watch: OptimizerWatch, known: list[int], frame: Frame) -> None:
+        moves, lost = known[:2]
+        ledger = self._moves.machine.ledger(watch)
+        facts = {"lost": lost, "moves": moves, "scheduler": scheduler, "rates": rates_of(scheduler)}
+        facts["settling"] = lost < LOST_MOVES or lost < LOST_SHARE * moves
+        breach = Breach("scheduler-on-skipped-step", watch, None, ledger.stepped_at, script_line(frame), None, facts)
+        key = ("scheduler", id(scheduler))
+        if facts["settling"]:
+            self._moves.listener.on_suspicion(key, breach, self._moves.attempt)
+        else:
+            self._moves.listener.on_suspicion(key, None, 0)
+            self._moves.tell([breach], self._moves.attempt)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def saving(self, saved: Any, file: Any, frame: Frame) -> None:
+        """`torch.save`: are the weights finite, and is the scaler among them?"""
+        found = contents_of(saved)
+        where = script_line(frame)
+        path = (
+            str(Path(os.fspath(file)))
+            if isinstance(file, (str, os.PathLike))
+            else str(getattr(file, "name", "a stream"))
+        )
+        trained = {compat.storage_key(p) for w in self._moves.watches.optimizers for p in w.parameters()}
+        with compat.unseen():
+            bad = spoiled(found.weights, trained, self._models.state)
+        step = max(self._moves.recorder.steps.count - 1, 0)
+        if bad:
+            facts = {
+                "path": path,
+                "names": [name for name, *_ in bad],
+                "values": [t for _, t, _ in bad],
+                "largest": max((largest for *_, largest in bad if largest is not None), default=None),
+                "of": len(found.weights),
+                "last_good_step": self._moves.recorder.judge.last_good_step,
+            }
+            self._moves.tell([Breach("nonfinite-parameter", None, None, None, where, None, facts)], step)
+        used = [s for s in self._moves.watches.scalers if s.is_enabled and s.uses]
+        if found.has_scaler:
+            for scaler in used:
+                scaler.state_asked = True
+        elif found.has_model and found.has_optimizer and used and not any(s.state_asked for s in used):
+            facts = {"path": path, "scale": float(used[0].current_scale())}
+            self._saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
+            self._moves.listener.on_suspicion(("saved",), self._saved_without[0], step)
+
+    def tick(self) -> None:
+        """An iteration after a checkpoint without a scaler: nobody has saved it beside."""
+        if self._saved_without is None:
+            return
+        breach, step = self._saved_without
+        if self._moves.attempt > step + 1:
+            self._saved_without = None
+            self._moves.listener.on_suspicion(("saved",), None, 0)
+            if isinstance(breach.scaler, ScalerWatch) and not breach.scaler.state_asked:
+                self._moves.tell([breach], step)
+
+    def state_asked(self, scaler: Any) -> None:
+        """`scaler.state_dict()`: somebody saves it."""
+        self._moves.watches.scaler(scaler).state_asked = True
+        if self._saved_without is not None:
+            self._saved_without = None
+            self._moves.listener.on_suspicion(("saved",), None, 0)
+
+    def optimizer_loaded(self, optimizer: Any, state: Any, frame: Frame) -> None:
+        """An optimizer goes on from a checkpoint."""
+        if isinstance(state, dict) and state.get("state"):
+            self._moves.watches.optimizer(optimizer).resumed_at = script_line(frame)
+
+    def first_use(self, of: ScalerWatch) -> None:
+        """A scaler begins to scale: does it begin anew beside an optimizer that goes on?"""
+        resumed = [w for w in self._moves.watches.optimizers if w.resumed_at is not None and w.steps == 0]
+        if resumed and not of.loaded and of.is_enabled:
+            facts = {"resumed": True, "scale": float(of.current_scale())}
+            breach = Breach("scaler-not-saved", resumed[0], of, of.created, resumed[0].resumed_at, None, facts)
+            self._moves.tell([breach], self._moves.recorder.steps.count)
+
+
+def rates_of(scheduler: Any) -> list[float]:
+    """The learning rates that it has set."""
+    last: Callable[[], list[Any]] | None = getattr(scheduler, "get_last_lr", None)
+    try:
+        values = last() if last is not None else []
+    except AttributeError:
+        return []
+    return [float(v) for v in values if not isinstance(v, Tensor) or v.is_cpu]

@@ -1,0 +1,193 @@
+"""By which scale was a loss multiplied before it was differentiated?
+
+What `scaler.scale()` returned is remembered. A loss that was made from it (`scaler.scale(loss) / 4`, a sum of two) is
+recognised by a short walk from its node in the autograd graph, through operators that are linear in their input.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.record import tensors_in
+
+MAX_NODES = 96
+MAX_REMEMBERED = 64
+_LINEAR = frozenset(
+    {
+        "Add",
+        "Sub",
+        "Neg",
+        "Mul",
+        "Div",
+        "Sum",
+        "Mean",
+        "Stack",
+        "Cat",
+        "View",
+        "Squeeze",
+        "Unsqueeze",
+        "Select",
+        "ToCopy",
+    }
+    | {
+        "Clone",
+        "Expand",
+        "ReshapeAlias",
+        "Unbind",
+        "Alias",
+        "UnsafeView",
+        "T",
+        "Transpose",
+        "Slice",
+        "Index",
+        "Permute",
+    }
+)
+
+
+class DeviceScale:
+    """A scaler's scale as it was between two updates. Read only when asked for, and kept before it changes."""
+
+    __slots__ = ("_live", "_value", "watch")
+
+    def __init__(self, scaler: Any, watch: Any) -> None:
+        self.watch = watch
+        self._live: Tensor | None = compat.loss_scale(scaler)
+        self._value: float | Tensor | None = None
+
+    def keep(self) -> None:
+        """The scale is about to change."""
+        if self._live is not None and self._value is None:
+            self._value = self._live.item() if self._live.is_cpu else self._live.detach().clone()
+            self._live = None
+
+    def __float__(self) -> float:
+        value = self._value if self._value is not None else self._live
+        return float(value) if value is not None else math.nan
+
+
+@dataclass(slots=True)
+class Scaled:
+    """Something that a scaler has scaled."""
+
+    result: weakref.ref[Tensor]
+    node: Any
+    scale: DeviceScale
+
+
+class ScaledLosses:
+    """Remembers what was scaled until it is differentiated."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Scaled] = {}
+
+    def note(self, result: Any, scale: DeviceScale) -> None:
+        """`scaler.scale()` returned `result`."""
+        for tensor in (result,) if type(result) is Tensor else tensors_in(result):
+            if len(self._known) >= MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[id(tensor)] = Scaled(weakref.ref(tensor), tensor.grad_fn, scale)
+
+    def forget_dead(self) -> None:
+        """An iteration is over: a loss that nobody holds any more will not be differentiated again."""
+        if self._known:
+            self._known = {key: known for key, known in self._known.items() if known.result() is not None}
+
+    def scale_of_one(self, loss: Any) -> DeviceScale | None:
+        """The common case: what `scaler.scale()` returned is differentiated as it is."""
+        known = self._known.get(id(loss))
+        return known.scale if known is not None and known.result() is loss else None
+
+    def scale_of(
+        self, losses: Iterable[Tensor], gradients: Iterable[Any], current: Iterable[DeviceScale]
+    ) -> tuple[DeviceScale | None, bool]:
+        """The scale that the losses (or the gradients passed with them) carry, and whether a part carries none."""
+        found: DeviceScale | None = None
+        is_plain = False
+        for loss, gradient in zip(losses, gradients, strict=False):
+            scale, plain = self._of_one(loss, gradient, current)
+            found = scale or found
+            is_plain = is_plain or plain
+        return found, is_plain
+
+    def _of_one(self, loss: Tensor, gradient: Any, current: Iterable[DeviceScale]) -> tuple[DeviceScale | None, bool]:
+        known = self._known.get(id(loss))
+        if known is not None and known.result() is loss:
+            return known.scale, False
+        if isinstance(gradient, Tensor):
+            known = self._known.get(id(gradient))
+            if known is not None and known.result() is gradient:
+                return known.scale, False
+            by_hand = _equal_scale(gradient, current)
+            if by_hand is not None:
+                return by_hand, False
+        with compat.unseen():
+            return self._walk(loss.grad_fn, tuple(current))
+
+    def _walk(self, start: Any, current: tuple[DeviceScale, ...]) -> tuple[DeviceScale | None, bool]:
+        nodes = {id(known.node): known.scale for known in self._known.values() if known.node is not None}
+        found: DeviceScale | None = None
+        is_plain = False
+        stack, seen = [start], set[int]()
+        while stack:
+            node = stack.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            scale = nodes.get(id(node)) or _by_hand(node, current)
+            if scale is not None:
+                found = scale
+            elif len(seen) > MAX_NODES or not _is_linear(node):
+                is_plain = True
+            elif not _is_times_zero(node):
+                stack += [inner for inner, _ in node.next_functions]
+        return found, is_plain
+
+
+def _is_linear(node: Any) -> bool:
+    name: str = type(node).__name__
+    return name.partition("Backward")[0] in _LINEAR and any(inner is not None for inner, _ in node.next_functions)
+
+
+def _by_hand(node: Any, current: tuple[DeviceScale, ...]) -> DeviceScale | None:
+    """`loss * scaler.get_scale()`: a multiplication by exactly the present scale."""
+    for factor in _factors(node):
+        scale = _equal_scale(factor, current)
+        if scale is not None:
+            return scale
+    return None
+
+
+def _is_times_zero(node: Any) -> bool:
+    """`0.0 * unused.sum()`: part of the graph, nothing of the gradient."""
+    return any(factor.numel() == 1 and factor.is_cpu and factor.item() == 0 for factor in _factors(node))
+
+
+def _factors(node: Any) -> list[Tensor]:
+    if type(node).__name__ != "MulBackward0":
+        return []
+    found = []
+    for (inner, _), name in zip(node.next_functions, ("_saved_self", "_saved_other"), strict=False):
+        try:
+            value = getattr(node, name, None)
+        except RuntimeError:  # the graph was freed
+            return []
+        if inner is None and isinstance(value, Tensor):
+            found.append(value)
+    return found
+
+
+def _equal_scale(factor: Tensor, current: Iterable[DeviceScale]) -> DeviceScale | None:
+    if factor.numel() != 1 or not factor.is_floating_point() or not factor.is_cpu:
+        return None
+    with torch.no_grad():
+        value = float(factor)
+    return next((scale for scale in current if float(scale) == value and value != 1.0), None)

@@ -1,0 +1,82 @@
+"""The modules of a run, as far as the recorder has seen them called: whose parameters does nobody train?"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.record import RootCall
+from ampguard.capture.recorder import FlightRecorder
+
+MAX_ROOTS = 64
+
+
+class Models:
+    """Root modules that were called, by weak reference."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+        self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.trained_in_half = False
+        """A module was called under float16 autocast, with gradients."""
+        self.autocasts: set[str] = set()
+
+    def look(self) -> None:
+        """Note the modules of the present step, and the precision that they were called under."""
+        for event in self._recorder.log.record.events:
+            if not isinstance(event, RootCall):
+                continue
+            known = any(ref() is event.module for ref, _ in self._roots)
+            if not known and len(self._roots) < MAX_ROOTS:
+                self._roots.append((weakref.ref(event.module), event.prefix))
+            if event.modes.grad:
+                self.autocasts |= {str(dtype) for _, enabled, dtype in event.modes.autocast if enabled}
+
+    def roots(self) -> list[tuple[nn.Module, str]]:
+        """The modules that are still alive, each with the dotted name under which it hangs in the user's module."""
+        found = [(ref(), prefix) for ref, prefix in self._roots]
+        return [(module, prefix) for module, prefix in found if module is not None]
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their names in the module that was called."""
+        found: dict[str, Tensor] = {}
+        for module, _ in self.roots():
+            inner = compat.unwrapped(module)
+            found |= {**dict(inner.named_parameters()), **dict(inner.named_buffers()), **found}
+        return found
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for module, _ in self.roots():
+            yield from module.parameters()
+
+
+def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
+    """Parameters of called modules that receive gradients and that no optimizer holds."""
+    ids = {id(p) for p in held}
+    return [p for p in models.parameters() if p.requires_grad and p.grad is not None and id(p) not in ids]
+
+
+def orphans(models: Models, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have no gradient and belong to no module that was called."""
+    known = {id(p) for p in models.parameters()}
+    return [p for p in parameters if p.grad is None and id(p) not in known]
+
+
+def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether any of them are views of the same memory (flat buffers and the parameters cut from them)."""
+    keys: set[Any] = {compat.storage_key(t) for t in some} - {0}
+    return any(compat.storage_key(t) in keys for t in others)
+
+
+def look_alike(lost: list[Tensor], found: list[Tensor]) -> bool:
+    """Whether the shapes of `lost` are among those of `found`: a copy of the same layers."""
+    shapes = [tuple(t.shape) for t in found]
+    for tensor in lost:
+        if tuple(tensor.shape) not in shapes:
+            return False
+        shapes.remove(tuple(tensor.shape))
+    return True

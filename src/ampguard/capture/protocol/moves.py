@@ -1,0 +1,344 @@
+"""The calls of a training loop, told to the state machine in the order in which they happen.
+
+`frame` is the caller's: the line of the script is looked up in it only where it may be needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
+from ampguard.capture.protocol.routine import Routine
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
+from ampguard.capture.record import Line
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.protocol.events import Backward, Breach, Clear, Read, Refused, Step, Unscale, Update, reason_of
+from ampguard.protocol.machine import Machine
+from ampguard.protocol.states import Stage
+
+ZERO_CHECKS = 8
+HAND_SCALE = 8.0
+"""A smaller number may divide gradients for many reasons (ranks, accumulation)."""
+
+Frame = FrameType | None
+
+
+class BreachListener(Protocol):
+    """Who is told of a breach, in the very frame in which it happened."""
+
+    def on_breach(self, breach: Breach, step: int) -> None: ...
+    def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
+        """A breach that may yet turn out to be none; None withdraws it. What is left at the end is told then."""
+
+
+class Moves:
+    """Feeds the machine. Every method is called through the fault barrier."""
+
+    def __init__(self, recorder: FlightRecorder, listener: BreachListener) -> None:
+        self.recorder = recorder
+        self.listener = listener
+        self.machine = Machine()
+        self.watches = Watches(self.machine.forget)
+        self.losses = ScaledLosses()
+        self.attempt = 0
+        """The iteration of the last attempted step."""
+        self.scale_was_read = False
+        """The script asked for the scale since the last backward: it may divide by hand."""
+        self.looks_closely = True
+        self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None
+        """The scaler's step that is under way: the optimizer's own step and unscaling are part of it."""
+        self.unscaled_inside = False
+        self.explain: Callable[[Breach], Breach] = lambda breach: breach
+        """What looks at the tensors, where the machine alone cannot tell."""
+        self.fresh: Tensor | None = None
+        """What the scaler has scaled last, until it is differentiated: not yet among the scaled losses."""
+        self.fresh_from: ScalerWatch | None = None
+        self.routine = Routine(self.machine, recorder.barrier.call)
+        self._glances: list[tuple[Tensor | None, int]] = []
+        self._next: tuple[DeviceScale | None, bool] = (None, True)
+        self._step_frame: Frame = None
+        self._untouched = True
+        self._zero_checks = 0
+
+    # --- scaling and backward -----------------------------------------------------------------------------------------
+
+    def created(self, optimizer: Optimizer, frame: Frame) -> None:
+        self.watches.optimizer(optimizer, script_line(frame))
+
+    def scaler_created(self, scaler: Any, frame: Frame) -> None:
+        self.watches.scaler(scaler, script_line(frame))
+
+    def scaled(self, of: ScalerWatch, result: Any) -> None:
+        """`scaler.scale()` returned `result`."""
+        of.uses += 1
+        self.remember_fresh()
+        if type(result) is Tensor:
+            self.fresh, self.fresh_from = result, of
+            of.current_scale()
+        else:
+            self.losses.note(result, of.current_scale())
+        if not of.is_own and of.uses == 1:
+            of.is_own = only_scales_itself(of.ref())
+
+    def remember_fresh(self) -> None:
+        """The last scaled loss is not the only one."""
+        if self.fresh is not None and self.fresh_from is not None:
+            self.losses.note(self.fresh, self.fresh_from.current_scale())
+        self.fresh = None
+
+    def is_usual_backward(self, losses: Any) -> bool:
+        """Whether a backward pass begins as the routine has it; then a glance at one gradient each is enough."""
+        event = self.routine.expected_backward()
+        if event is None or (losses is self.fresh) is not (event.scale is not None):
+            self.routine.leave()
+            return False
+        self._glances = [watch.glance() for watch in event.reached]  # type: ignore[attr-defined]
+        return True
+
+    def after_usual_backward(self, frame: FrameType) -> None:
+        """It has ended, as usual or not."""
+        event = self.routine.expected_backward()
+        assert event is not None
+        watches: tuple[OptimizerWatch, ...] = event.reached  # type: ignore[assignment]
+        glances, self._glances = self._glances, []
+        empty = tuple([grad is None for grad, _ in glances])
+        now = [watch.glance() for watch in watches]
+        reached = [w for w, a, b in zip(watches, glances, now, strict=True) if a[0] is not b[0] or a[1] != b[1]]
+        key = ("backward", event.scale is not None, frame.f_code, frame.f_lasti, empty)
+        self.scale_was_read = False
+        if len(reached) == len(watches) and self.routine.matches(key):
+            return
+        if self.routine.is_on:
+            self.routine.leave()
+        for watch, was_empty in zip(watches, empty, strict=True):
+            if was_empty:
+                self.machine.feed(Clear(watch))
+        of = self.fresh_from
+        scale = of.current_scale() if event.scale is not None and of is not None else None
+        event = Backward(tuple(reached), scale, script_line(frame))
+        self.machine.feed(event)
+        self.routine.note(key, event)
+
+    def before_backward(self, losses: Any, gradients: Any) -> None:
+        """Note what the gradients are before they change, and by what the loss was scaled."""
+        machine = self.machine
+        for watch in self.watches.optimizers:
+            is_empty = watch.before_backward()
+            stage = machine.stage(watch)
+            if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
+                machine.feed(Clear(watch))
+        self._next = self._scale_of(losses, gradients)
+
+    def _scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
+        if losses is self.fresh and self.fresh_from is not None:
+            return self.fresh_from.current_scale(), False
+        self.remember_fresh()
+        known = self.losses.scale_of_one(losses)
+        if known is not None:
+            return known, False
+        scales = [w.current_scale() for w in self.watches.scalers if w.is_enabled and w.uses]
+        if not scales:
+            return None, True
+        tensors = [losses] if isinstance(losses, Tensor) else [t for t in losses if isinstance(t, Tensor)]
+        given = gradients if isinstance(gradients, Sequence) else [gradients] * len(tensors)
+        return self.losses.scale_of(tensors, given, scales)
+
+    def _was_zeroed(self, watch: OptimizerWatch) -> bool:
+        """In place, by a loop of the script's own: looked at a few times only where looking waits for a device."""
+        if self._zero_checks >= ZERO_CHECKS and not watch.sample[0].is_cpu:
+            return False
+        self._zero_checks += 1
+        return watch.are_zero()
+
+    def after_backward(self, frame: FrameType) -> tuple[OptimizerWatch, ...]:
+        """Tell the machine whose gradients have changed."""
+        scale, is_plain = self._next
+        closely = self.looks_closely
+        was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in self.watches.optimizers}
+        reached = tuple([w for w in self.watches.optimizers if w.after_backward(closely or not w.by_scaler)])
+        self.scale_was_read = False
+        event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
+        self.machine.feed(event)
+        empty = tuple([was_empty[watch] for watch in reached])
+        self.routine.note(("backward", scale is not None, frame.f_code, frame.f_lasti, empty), event)
+        if event.also_plain:
+            self.routine.spoil()
+        if closely and scale is not None:
+            for watch in reached:
+                watch.keep_copy()
+        return reached
+
+    # --- the scaler ---------------------------------------------------------------------------------------------------
+
+    def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
+        """Somebody may have divided the gradients already, by hand."""
+        watch = self.watches.optimizer(optimizer)
+        if watch.copy is None or self.machine.stage(watch) is not Stage.SCALED or watch.is_untouched():
+            watch.copy = None
+            return
+        by, of = watch.divided_by(), self.watches.scaler(scaler)
+        watch.copy = None
+        scale = float(of.current_scale())
+        if by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2:
+            first = self.machine.ledger(watch).parts[-1].where
+            facts = {"by_hand": True, "scale": scale, "backward": first}
+            breach = Breach("double-unscale", watch, of, first, script_line(frame), 1.0 / scale, facts)
+            self.tell([breach], self.recorder.steps.count)
+
+    def unscaled(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
+        """The script has let the scaler divide an optimizer's gradients."""
+        of = self.watches.scaler(scaler)
+        if not of.is_enabled:
+            return
+        watch = self.watches.optimizer(optimizer)
+        event = Unscale(watch, of, of.current_scale(), script_line(frame))
+        self.machine.feed(event)
+        watch.rest()
+        if frame is not None:
+            self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)
+
+    def before_scaler_step(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
+        watch, of = self.watches.optimizer(optimizer), self.watches.scaler(scaler)
+        watch.stepped = False
+        self.unscaled_inside = False
+        self.attempt = self.recorder.steps.count
+        self.stepping = (of, watch, script_line(frame))
+        self._step_frame = frame
+        if watch.copy is not None and of.is_enabled:
+            self.before_unscale(scaler, optimizer, frame)
+
+    def after_scaler_step(self, scaler: Any, optimizer: Optimizer) -> tuple[ScalerWatch, OptimizerWatch]:
+        """The scaler has stepped, or skipped."""
+        assert self.stepping is not None
+        of, watch, where = self.stepping
+        self.stepping = None
+        watch.steps += 1
+        watch.taken += watch.stepped
+        watch.was_skipped = not watch.stepped
+        watch.by_scaler = True
+        if of.is_enabled:
+            of.steps += 1
+            unscales = self.unscaled_inside or compat.unscales_as_it_steps(optimizer)
+            scale = of.current_scale() if unscales else None
+            event = Step(watch, of, where, watch.was_skipped, scale)
+            frame, self._step_frame = self._step_frame, None
+            if frame is not None:
+                self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)
+        else:
+            event = Step(watch, None, where)
+        breaches = self.machine.feed(event)
+        if breaches:
+            self.routine.spoil()
+        if breaches and of.is_own:
+            self.tell(breaches, self.attempt)
+        return of, watch
+
+    def before_update(self, of: ScalerWatch) -> None:
+        """Keep the scale: gradients are about that carry it."""
+        if of.scale is not None:
+            of.scale.keep()
+
+    def updated(self, of: ScalerWatch, frame: FrameType) -> None:
+        """The scale may have changed."""
+        of.scale = None
+        self.fresh = None
+        event = Update(of, script_line(frame))
+        self.machine.feed(event)
+        self.losses.forget_dead()
+        self.routine.note(("update", of, frame.f_code, frame.f_lasti), event)
+        self.routine.iteration_ended(not self.looks_closely)
+
+    def loaded(self, scaler: Any) -> None:
+        watch = self.watches.scaler(scaler)
+        watch.scale = None
+        watch.loaded = True
+
+    def refused(self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: Frame) -> None:
+        """PyTorch has raised; say which of the possible causes it is."""
+        reason = reason_of(str(error))
+        if reason is None:
+            return
+        self.routine.spoil()
+        of = self.watches.scaler(scaler)
+        watch = self.watches.optimizer(optimizer) if optimizer is not None else None
+        found_inf = compat.found_inf(scaler, optimizer) if optimizer is not None else None
+        if watch is not None and not watch.has_gradients() and self.machine.ledger(watch).parts:
+            self.machine.feed(Clear(watch))
+        step = self.recorder.steps.count
+        if call == "update" and self.attempt == step - 1:
+            step = self.attempt
+        breaches = self.machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf))
+        self.tell([self.explain(breach) for breach in breaches], step)
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def before_direct_step(self, optimizer: Optimizer) -> None:
+        """An optimizer's own step begins, without a scaler."""
+        self.routine.spoil()
+        watch = self.watches.optimizer(optimizer)
+        self.attempt = self.recorder.steps.count
+        self._untouched = self.machine.stage(watch) in _TRUE or watch.is_untouched()
+
+    def after_direct_step(self, optimizer: Optimizer, frame: Frame) -> OptimizerWatch:
+        """It has stepped."""
+        watch = self.watches.optimizer(optimizer)
+        watch.steps += 1
+        watch.taken += 1
+        watch.was_skipped = watch.by_scaler = False
+        watch.lost_one = watch.lost_one or not watch.has_gradients()
+        found_inf = None
+        if self.machine.stage(watch) is Stage.UNSCALED:
+            found_inf = any(compat.found_inf(w.ref(), optimizer) for w in self.watches.scalers)
+        step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
+        self.tell(self.machine.feed(step), self.attempt)
+        return watch
+
+    def cleared(self, optimizer: Optimizer, frame: Frame) -> None:
+        """zero_grad of an optimizer, before it has stepped."""
+        self.routine.spoil()
+        self.machine.feed(Clear(self.watches.optimizer(optimizer), script_line(frame)))
+
+    def cleared_by_module(self, frame: Frame) -> None:
+        """zero_grad of a module: whichever optimizers' gradients are gone now."""
+        self.routine.spoil()
+        for watch in self.watches.optimizers:
+            if self.machine.stage(watch) is not Stage.EMPTY and (not watch.has_gradients() or watch.are_zero()):
+                self.machine.feed(Clear(watch, script_line(frame)))
+
+    # --- norms --------------------------------------------------------------------------------------------------------
+
+    def measured(self, gradients: Any, clips: bool, frame: Frame) -> None:
+        """The norm of some gradients was computed, or they were clipped."""
+        if self.scale_was_read:
+            return
+        tensors = [gradients] if isinstance(gradients, Tensor) else gradients
+        measured = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
+        for watch in self.watches.optimizers:
+            if any(p.grad is not None and id(p.grad) in measured for p in watch.sample):
+                breaches = self.machine.feed(Read(watch, script_line(frame), clips))
+                self.tell(breaches, self.recorder.steps.count)
+
+    def after_clipping(self) -> None:
+        """Clipping writes to gradients, which is known."""
+        for watch in self.watches.optimizers:
+            if watch.at_rest is not None:
+                watch.rest()
+            watch.copy = None
+
+    def tell(self, breaches: Sequence[Breach], step: int) -> None:
+        for breach in breaches:
+            self.routine.spoil()
+            if breach.scaler is None and breach.optimizer is not None:
+                breach.scaler = next((w for w in self.watches.scalers if w.is_enabled and w.uses), None)
+            self.listener.on_breach(breach, step)
+
+
+_TRUE = (Stage.EMPTY, Stage.PLAIN, Stage.UNSCALED, Stage.USED)

@@ -1,0 +1,93 @@
+"""A healthy loop makes the same calls from the same places in every iteration: then the machine need not be asked.
+
+An iteration that was fed to the machine in full and broke nothing becomes the routine. While calls come as it expects
+them, they are only compared with it. The first that does not leaves the routine: what was left out of this iteration
+is fed to the machine, which so knows all that it would have known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ampguard.capture.protocol.watches import ScalerWatch
+from ampguard.protocol.events import Backward, Event, Step, Unscale
+from ampguard.protocol.machine import Machine
+
+Key = tuple[Any, ...]
+MAX_CALLS = 256
+
+
+class Routine:
+    """Expected calls, and how many of them have come."""
+
+    def __init__(self, machine: Machine, guarded: Callable[..., Any]) -> None:
+        self.is_on = False
+        self._machine = machine
+        self._guarded = guarded
+        self._expected: list[tuple[Key, Event | None]] = []
+        self._next = 0
+        self._noted: list[tuple[Key, Event | None]] = []
+        self._is_plain = True
+
+    # --- an iteration in full ---------------------------------------------------------------------------------------
+
+    def note(self, key: Key, event: Event | None) -> None:
+        """A call of the iteration that was told to the machine (or needed not to be)."""
+        if len(self._noted) < MAX_CALLS:
+            self._noted.append((key, event))
+
+    def spoil(self) -> None:
+        """This iteration is no routine."""
+        self._is_plain = False
+        if self.is_on:
+            self.leave()
+
+    def iteration_ended(self, may_rest: bool) -> None:
+        """An update: from here on the same is expected again, if nothing was out of order."""
+        noted, self._noted = self._noted, []
+        if may_rest and self._is_plain and self._machine.is_at_rest and len(noted) < MAX_CALLS:
+            self._expected, self._next, self.is_on = noted, 0, True
+        self._is_plain = True
+
+    # --- the routine ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_at_start(self) -> bool:
+        return self._next == 0
+
+    def matches(self, key: Key) -> bool:
+        """Whether this call is the one that is expected now; if not, the routine is over."""
+        if self._expected[self._next][0] == key:
+            self._next += 1
+            if self._next == len(self._expected):
+                self._next = 0
+            return True
+        self._guarded(self.leave)
+        return False
+
+    def expected_backward(self) -> Backward | None:
+        """The backward pass that is expected now."""
+        event = self._expected[self._next][1]
+        return event if type(event) is Backward else None
+
+    def leave(self) -> None:
+        """Feed what was left out of this iteration."""
+        self.is_on = False
+        self._noted = self._expected[: self._next]
+        self._next = 0
+        for _, event in self._noted:
+            if event is not None:
+                self._machine.feed(_as_now(event))
+
+
+def _as_now(event: Event) -> Event:
+    """The same event with the present scale."""
+    if isinstance(event, (Backward, Unscale)) and event.scale is not None:
+        scaler = event.scaler if isinstance(event, Unscale) else getattr(event.scale, "watch", None)
+        if isinstance(scaler, ScalerWatch):
+            return dataclasses.replace(event, scale=scaler.current_scale())
+    if isinstance(event, Step) and event.unscales_with is not None and isinstance(event.scaler, ScalerWatch):
+        return dataclasses.replace(event, unscales_with=event.scaler.current_scale())
+    return event

@@ -1,0 +1,181 @@
+"""Looking at every parameter of an optimizer, rarely: which have never had a gradient, and why.
+
+In the first steps and then at powers of two; in between, only parameters that have had none are asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.models import Models, look_alike, orphans, share_memory, unowned
+from ampguard.capture.protocol.moves import Moves
+from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.protocol.events import Breach
+
+EARLY_STEPS = 3
+ASKED_EACH_STEP = 64
+UNUSED_STEPS = 8
+"""Steps after which a parameter without any gradient is called unused, at the end of a run. Less says nothing: a batch
+may miss a branch; in a long run it is said live after `LIVE_STEPS`, when a warm-up or a rare task would have shown."""
+
+LIVE_STEPS = 256
+STALE_STEPS = 2
+RESCAN_STEPS = 32
+"""A layer may be replaced at any time."""
+
+
+class Scans:
+    """One look at an optimizer after its step, while the gradients are still there."""
+
+    def __init__(self, moves: Moves, models: Models) -> None:
+        self._moves = moves
+        self._models = models
+        self._told: set[tuple[str, int]] = set()
+
+    def after_step(self, watch: OptimizerWatch) -> None:
+        """Look, where it is time to."""
+        steps = watch.steps
+        if steps <= EARLY_STEPS or steps & (steps - 1) == 0 or steps % RESCAN_STEPS == 0 or watch.lost_one:
+            self._scan(watch)
+        elif watch.candidates:
+            self._ask_some(watch, steps)
+
+    def _ask_some(self, watch: OptimizerWatch, steps: int) -> None:
+        """Has one of them got a gradient after all? Some of them in turn."""
+        candidates = watch.candidates
+        assert candidates is not None
+        first = steps * ASKED_EACH_STEP % len(candidates) if len(candidates) > ASKED_EACH_STEP else 0
+        found = [p for p in candidates[first : first + ASKED_EACH_STEP] if p.grad is not None]
+        if found:
+            ids = {id(p) for p in found}
+            watch.candidates = [p for p in candidates if id(p) not in ids]
+
+    def _scan(self, watch: OptimizerWatch) -> None:
+        trained = watch.trained()
+        without = [p for p in trained if p.grad is None]
+        known = None if watch.candidates is None else {id(p) for p in watch.candidates}
+        watch.candidates = [p for p in without if known is None or id(p) in known]
+        if watch.steps <= EARLY_STEPS or watch.lost_one:
+            watch.resample()
+            watch.rest()
+        watch.lost_one = False
+        if watch.steps < STALE_STEPS or not without:
+            if not watch.candidates:
+                self._moves.listener.on_suspicion(("unused", watch), None, 0)
+            return
+        self._models.look()
+        stale = self.stale(watch, without)
+        if stale is not None:
+            if ("stale", id(watch)) not in self._told:
+                self._told.add(("stale", id(watch)))
+                self._moves.tell([stale], self._moves.attempt)
+        elif watch.candidates:
+            self._judge(watch)
+        else:
+            self._moves.listener.on_suspicion(("unused", watch), None, 0)
+
+    def _judge(self, watch: OptimizerWatch) -> None:
+        step = self._moves.attempt
+        assert watch.candidates is not None
+        none_at_all = len(watch.candidates) == len(watch.trained())
+        if watch.steps >= (EARLY_STEPS if none_at_all else UNUSED_STEPS):
+            breach = self._without(watch, none_at_all)
+            self._moves.listener.on_suspicion(("unused", watch), breach, step)
+            if watch.steps >= LIVE_STEPS and ("unused", id(watch)) not in self._told:
+                self._told.add(("unused", id(watch)))
+                self._moves.listener.on_suspicion(("unused", watch), None, 0)
+                self._moves.tell([breach], step)
+
+    def _without(self, watch: OptimizerWatch, none_at_all: bool) -> Breach:
+        candidates = watch.candidates or []
+        ledger = self._moves.machine.ledger(watch)
+        facts: dict[str, Any] = {"parameters": candidates, "steps": watch.steps, "of": len(watch.parameters())}
+        if not none_at_all:
+            return Breach("unused-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
+        last = self._moves.machine.last_backward
+        facts |= {"why": "not-reached", "silent": True, "reached": last.reached if last is not None else ()}
+        facts["alone"] = len(self._moves.watches.optimizers) == 1
+        first = last.where if last is not None else None
+        return Breach("no-gradients", watch, None, first, ledger.stepped_at, None, facts)
+
+    def stale(self, watch: OptimizerWatch, without: list[Tensor]) -> Breach | None:
+        """Whether the optimizer holds other tensors than those that receive the gradients."""
+        lost = orphans(self._models, without)
+        if not lost:
+            return None
+        held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
+        others = unowned(self._models, held)
+        if not others:
+            return None
+        flat = share_memory(lost, others)
+        if not flat:
+            lost = [p for p in lost if p.requires_grad]
+            if not lost or not (look_alike(lost, others) or all(held_by_optimizers_only(p, held) for p in lost)):
+                return None
+        ledger = self._moves.machine.ledger(watch)
+        facts: dict[str, Any] = {
+            "parameters": others,
+            "lost": [tuple(p.shape) for p in lost],
+            "flat_buffers": flat,
+            "of": len(watch.parameters()),
+        }
+        return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
+
+    def explain_refusal(self, breach: Breach) -> Breach:
+        """PyTorch found no gradient in an optimizer: which of the possible reasons it is."""
+        watch = breach.optimizer
+        if breach.cause == "fp16-parameters" and isinstance(watch, OptimizerWatch):
+            held = watch.parameters()
+            breach.facts |= {"parameters": [p for p in held if p.dtype is torch.float16], "of": len(held)}
+        if breach.facts.get("why") != "not-reached" or not isinstance(watch, OptimizerWatch):
+            return breach
+        parameters = watch.parameters()
+        self._models.look()
+        stale = self.stale(watch, [p for p in parameters if p.grad is None])
+        if stale is not None:
+            stale.facts |= {"refused": breach.facts.get("refused"), "backward": breach.first}
+            stale.scaler, stale.again = breach.scaler, breach.again
+            return stale
+        breach.facts |= {"parameters": parameters, "of": len(parameters)}
+        if parameters and not any(p.requires_grad for p in parameters):
+            breach.facts["why"] = "frozen"
+        return breach
+
+
+def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:
+    """Whether no module and no name of the script refers to this tensor any more, but the optimizer.
+
+    (And the lists of parameters from which the optimizer was built.)
+    """
+    ids = {id(p) for p in held}
+    for holder in gc.get_referrers(parameter):
+        if isinstance(holder, dict) and any(value is parameter for value in holder.values()):
+            return False  # a module's parameters, the names of a script
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_script_code(frame.f_code) and any(_holds(value, parameter, ids) for value in frame.f_locals.values()):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
+
+
+def _holds(value: Any, parameter: Tensor, held: set[int]) -> bool:
+    if value is parameter:
+        return True
+    if not isinstance(value, (list, tuple)) or not any(item is parameter for item in value):
+        return False
+    return not all(id(item) in held for item in value)
+
+
+def is_time_to_look(steps: int) -> bool:
+    """Whether the coming iteration is one that is looked at closely."""
+    return steps < EARLY_STEPS or steps & (steps - 1) == 0
+
+
+__all__ = ["Scans", "held_by_optimizers_only", "is_time_to_look"]

@@ -1,0 +1,60 @@
+"""The line of a protocol call: the user's own, rather than the framework's that makes the call for them.
+
+`opt.step()` in a LightningModule ends in Lightning's precision plugin; what has to be changed stands in the former.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from types import CodeType, FrameType
+
+from ampguard.capture.frames import is_user_code
+from ampguard.capture.record import Line
+
+_paths = {sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_LIBRARY_ROOTS = tuple(path + os.sep for path in {*_paths, *site.getsitepackages()} if path)
+_is_script: dict[int, tuple[bool, CodeType]] = {}
+"""By identity, as in `frames`."""
+
+MAX_LINES = 4096
+_lines: dict[tuple[int, int], Line] = {}
+
+
+def is_script_code(code: CodeType) -> bool:
+    """Whether this is code of the user's project: neither ours nor PyTorch's nor an installed library's."""
+    known = _is_script.get(id(code))
+    if known is None:
+        is_script = is_user_code(code) and not code.co_filename.startswith(_LIBRARY_ROOTS)
+        known = _is_script[id(code)] = (is_script, code)
+    return known[0]
+
+
+def script_line(frame: FrameType | None) -> Line | None:
+    """The innermost line of the user's project from `frame` on outwards; where there is none, of an installed library.
+
+    Remembered by code and instruction: a training loop makes the same calls from the same places all the time.
+    """
+    start = frame
+    while frame is not None:
+        code = frame.f_code
+        line = _lines.get((id(code), frame.f_lasti))
+        if line is not None:
+            return line
+        judged = _is_script.get(id(code))
+        if judged[0] if judged is not None else is_script_code(code):
+            line = Line(code, frame.f_lineno)
+            if len(_lines) < MAX_LINES:
+                _lines[id(code), frame.f_lasti] = line
+            return line
+        frame = frame.f_back
+    return _library_line(start)
+
+
+def _library_line(frame: FrameType | None) -> Line | None:
+    while frame is not None:
+        if is_user_code(frame.f_code):
+            return Line(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,61 @@
+"""The registry of rules over many steps.
+
+A rule is a function from Situation to an Incident or None. It reads what was measured; it never prints, changes the
+training, or knows another rule. `asked` says when: after a step, after a look at the weights, after sampled
+activations, when a failure was explained (the rule may say that it ends a longer story), when the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.capture.record import Line
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.incident import Incident
+
+Moment = Literal["step", "look", "peaks", "failure", "end"]
+
+
+@dataclass(slots=True)
+class Situation:
+    """What a rule is given: the course of the run, and the failure that was just explained, where there is one."""
+
+    trajectory: Trajectory
+    step: int
+    rank: int = 0
+    failure: Incident | None = None
+    """The failure that was just explained, where a rule is asked about one."""
+    known: Incident | None = None
+    """What was told of the steps that the scaler is skipping, where something was."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    lines: dict[int, Line] = field(default_factory=dict)
+    """Where each optimizer is stepped, by its identity."""
+    name_of: Callable[[Tensor], str | None] = lambda parameter: None
+    """A parameter's dotted name, None where it hangs in no module that was called."""
+
+
+Rule = Callable[[Situation], "Incident | None"]
+RULES: dict[str, tuple[frozenset[Moment], Rule]] = {}
+
+
+def cause(code: str, asked: Iterable[Moment]) -> Callable[[Rule], Rule]:
+    """Register the rule of a cause under its code, and when it is asked."""
+
+    def register(rule: Rule) -> Rule:
+        RULES[code] = (frozenset(asked), rule)
+        return rule
+
+    return register
+
+
+def ask(moment: Moment, situation: Situation) -> Iterable[Incident]:
+    """What the rules that are asked at this moment answer."""
+    from ampguard.diagnose import dynamics
+
+    dynamics.load()
+    return [answer for moments, rule in RULES.values() if moment in moments and (answer := rule(situation)) is not None]

@@ -1,0 +1,172 @@
+"""lost-update: updates are below the spacing of the weights' own low precision.
+
+What happens   a bfloat16 number near 1 has neighbours 0.004 and 0.008 away. weight - 1e-3 is rounded back to weight, in
+               every step: the weight has a gradient and never moves. Weight decay (lr * wd * weight) is lost first.
+Why it hurts   nothing fails. The loss stops too early, and a smaller learning rate makes it worse.
+Instead        float32 weights under autocast, or float32 master weights in the optimizer; stochastic rounding or Kahan
+               summation where memory forbids that.
+Not this       gradients that are 0 already: see gradient-underflow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.capture.weights import LayerSample, watchable
+from ampguard.diagnose.dynamics.alone import update_alone
+from ampguard.diagnose.dynamics.finding import Situation, cause
+from ampguard.incident import Fix, Incident
+from ampguard.numerics import dtype_name, is_low_precision
+
+MIN_STEPS = 16
+MIN_LOOKS = 4
+LOST_SHARE = 0.5
+ELEMENTS = 1024
+MOVES_IN_FLOAT32 = 0.9
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A layer most of whose weights have had gradients since `since` and have never moved."""
+
+    name: str
+    share: float
+    in_float32: float
+    step_size: float
+    spacing: float
+    layer: LayerSample
+    parameter: Tensor
+
+
+@cause("lost-update", asked=("look", "end"))
+def lost_update(situation: Situation) -> Incident | None:
+    looks = situation.trajectory.looks
+    if len(looks) < MIN_LOOKS or situation.step < MIN_STEPS or usual_rate(situation) == 0:
+        return None
+    layers = {id(p): layer for layer in looks[-1].layers if (p := layer.parameter()) is not None}
+    candidates = [layer for layer in layers.values() if is_stuck(layer, situation.step)]
+    if not candidates:
+        return None
+    seen = [layer for layer in situation.trajectory.layers.values() if layer.active]
+    lost = [found for o in situation.optimizers for found in lost_layers(o, candidates, situation)]
+    stuck, active = sum(layer.stuck for layer in seen), sum(layer.active for layer in seen)
+    if not lost or stuck < LOST_SHARE * active:
+        return None
+    return told(lost, stuck / active, situation)
+
+
+def is_stuck(layer: LayerSample, step: int) -> bool:
+    """Whether most of its sampled weights stand where they stood long ago, in spite of their gradients."""
+    return (
+        layer.active >= 0.1 * layer.elements
+        and layer.stuck > LOST_SHARE * layer.active
+        and layer.stuck_now > LOST_SHARE * layer.active_now
+        and step - layer.since >= MIN_STEPS
+    )
+
+
+def lost_layers(optimizer: Optimizer, candidates: list[LayerSample], situation: Situation) -> list[Lost]:
+    """Those of the candidates whose weights do move if the same update is computed in float32."""
+    own = {id(p) for p in watchable(optimizer) if is_low_precision(p.dtype)}
+    found = []
+    for layer in candidates:
+        parameter = layer.parameter()
+        if parameter is None or id(parameter) not in own:
+            continue
+        elements = elements_with_gradient(parameter)
+        wide = update_alone(
+            optimizer, parameter, elements, torch.float32, **rate_of_step(parameter, optimizer, situation)
+        )
+        if wide is None or not elements.numel() or float(wide.moved.float().mean()) < MOVES_IN_FLOAT32:
+            continue
+        size = float((wide.after - wide.before).abs().median())
+        spacing = float(spacing_of(wide.before, parameter.dtype).median())
+        if size < spacing:
+            name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+            share = layer.stuck / layer.active
+            found.append(Lost(name, share, float(wide.moved.float().mean()), size, spacing, layer, parameter))
+    return sorted(found, key=lambda lost: -lost.share * lost.parameter.numel())
+
+
+def usual_rate(situation: Situation) -> float:
+    """The largest learning rate of the looks so far: at the end of a schedule it is 0."""
+    return max(look.rate for look in situation.trajectory.looks)
+
+
+def rate_of_step(parameter: Tensor, optimizer: Optimizer, situation: Situation) -> dict[str, float]:
+    """The learning rate to try an update with, where the present one is 0."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return {"lr": usual_rate(situation)} if "lr" in group and float(group["lr"]) == 0 else {}
+
+
+def elements_with_gradient(parameter: Tensor) -> Tensor:
+    """Flat positions of elements with a gradient; the first ones where the gradient has been cleared."""
+    gradient = parameter.grad
+    if gradient is None or not bool(gradient.any()):
+        return torch.arange(min(parameter.numel(), ELEMENTS), device=parameter.device)
+    return gradient.reshape(-1).nonzero().reshape(-1)[:ELEMENTS]
+
+
+def spacing_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from each value to its neighbour in `dtype`."""
+    info = torch.finfo(dtype)
+    exponent = torch.floor(torch.log2(values.abs().clamp_min(float(info.tiny))))
+    return torch.exp2(exponent) * info.eps
+
+
+def told(lost: list[Lost], share: float, situation: Situation) -> Incident:
+    worst = lost[0]
+    dtype = dtype_name(worst.parameter.dtype)
+    line = next((situation.lines[id(o)] for o in situation.optimizers if id(o) in situation.lines), None)
+    since = worst.layer.since
+    names = [item.name for item in lost[:SHOWN]]
+    return Incident(
+        step=situation.step,
+        rank=situation.rank,
+        mode="train",
+        phase="optimizer",
+        severity="warning",
+        cause="lost-update",
+        module=worst.name.rpartition(".")[0] if situation.name_of(worst.parameter) is not None else None,
+        op=None,
+        dtype=dtype,
+        location=line.location() if line is not None else None,
+        explanation=(
+            f"{worst.share:.0%} of the weights of {worst.name} have not moved since step {since}, although they have "
+            f"gradients: an update is {worst.step_size:.2g} and {dtype}'s spacing there {worst.spacing:.2g}, so it is "
+            f"rounded away. Of all sampled {dtype} weights {share:.0%} never moved; in float32 the same update moves "
+            f"{worst.in_float32:.0%}."
+        ),
+        evidence={
+            "stuck_share": share,
+            "since_step": since,
+            "layers": names,
+            "layer_stuck_share": worst.share,
+            "update": worst.step_size,
+            "spacing": worst.spacing,
+            "moves_in_float32": worst.in_float32,
+        },
+        fixes=fixes(worst),
+    )
+
+
+def fixes(worst: Lost) -> tuple[Fix, ...]:
+    outcome = f"the same update in float32 moves {worst.in_float32:.0%} of the weights"
+    return (
+        Fix(
+            "fp32-parameters", None, "keep the weights in float32 and run the model under torch.autocast", True, outcome
+        ),
+        Fix(
+            "master-weights",
+            None,
+            "let the optimizer update float32 copies of the weights, and copy them back",
+            True,
+            outcome,
+        ),
+        Fix("stochastic-rounding", None, "round the updated weights up or down at random, in proportion"),
+    )

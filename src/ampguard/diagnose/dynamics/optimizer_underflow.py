@@ -1,0 +1,166 @@
+"""optimizer-underflow: gradients are finite and the optimizer's own arithmetic is not.
+
+What happens   Adam divides by sqrt(exp_avg_sq) + eps. With float16 weights its state is float16 too: eps = 1e-8 is 0
+               there, and the square of a gradient below 2.4e-4 as well. The update is 0/0 or x/0.
+Why it hurts   the weights are NaN after a step whose loss and gradients were fine; every later step fails.
+Instead        keep the weights in float32 and use autocast (or float32 master weights); at the very least an eps that
+               the precision has, such as 1e-4.
+Not this       gradients that are not finite: see gradient-overflow. Updates too small to count: see lost-update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.capture.weights import watchable
+from ampguard.diagnose.dynamics.alone import Update, update_alone
+from ampguard.diagnose.dynamics.finding import Situation, cause
+from ampguard.diagnose.words import number
+from ampguard.incident import Fix, Incident
+from ampguard.numerics import dtype_name, is_finite, is_low_precision
+
+ELEMENTS = 512
+SAFE_EPS = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Poisoned:
+    """A low-precision parameter that its optimizer made non-finite, and where."""
+
+    optimizer: Optimizer
+    parameter: Tensor
+    group: dict[str, Any]
+    bad: Tensor
+    update: Update
+
+
+@cause("optimizer-underflow", asked=("look", "failure"))
+def optimizer_underflow(situation: Situation) -> Incident | None:
+    incident = situation.failure
+    if incident is None:
+        sample = situation.trajectory.looks[-1] if situation.trajectory.looks else None
+        if sample is None or sample.weight_norm is None or is_finite(torch.tensor(sample.weight_norm)):
+            return None
+    elif incident.cause != "nonfinite-parameter":
+        return None
+    found = next((p for o in situation.optimizers if (p := poisoned(o)) is not None), None)
+    return None if found is None else told(found, situation)
+
+
+def poisoned(optimizer: Optimizer) -> Poisoned | None:
+    """The first parameter that only its own precision made non-finite: the same update in float32 is finite."""
+    for parameter in watchable(optimizer):
+        if not is_low_precision(parameter.dtype) or is_finite(parameter):
+            continue
+        if parameter.grad is not None and not is_finite(parameter.grad):
+            continue
+        bad = (~torch.isfinite(parameter.detach())).reshape(-1).nonzero().reshape(-1)
+        some = bad[:ELEMENTS]
+        own = update_alone(optimizer, parameter, some)
+        wide = update_alone(optimizer, parameter, some, torch.float32)
+        if own is None or wide is None or own.is_finite or not wide.is_finite:
+            continue
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        return Poisoned(optimizer, parameter, group, bad, own)
+    return None
+
+
+def told(found: Poisoned, situation: Situation) -> Incident:
+    parameter, optimizer = found.parameter, found.optimizer
+    dtype = dtype_name(parameter.dtype)
+    name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+    kind = type(optimizer).__name__
+    zeros, facts = zeros_of(found)
+    step = situation.step if situation.failure is None else max(0, situation.failure.step - 1)
+    line = situation.lines.get(id(optimizer))
+    of = f"{found.bad.numel()} of {parameter.numel()} elements"
+    return Incident(
+        step=step,
+        rank=situation.rank,
+        mode="train",
+        phase="optimizer",
+        severity="error",
+        cause="optimizer-underflow",
+        module=name.rpartition(".")[0] if situation.name_of(parameter) is not None else None,
+        op=found.update.first_bad_op,
+        dtype=dtype,
+        location=line.location() if line is not None else None,
+        explanation=(
+            f"{kind}'s update of {name} is not finite although its gradients are: {of} of it became NaN or Inf, because "
+            f"{zeros}. The same update in float32 is finite."
+        ),
+        evidence={"name": name, "bad_elements": found.bad.numel(), "elements": parameter.numel(), **facts},
+        fixes=fixes(found),
+    )
+
+
+def zeros_of(found: Poisoned) -> tuple[str, dict[str, Any]]:
+    """What became 0 in the weights' precision, in words and in numbers."""
+    dtype = dtype_name(found.parameter.dtype)
+    facts: dict[str, Any] = {}
+    words = []
+    eps = found.group.get("eps")
+    if isinstance(eps, (int, float)):
+        rounded = float(torch.tensor(float(eps), dtype=found.parameter.dtype))
+        facts |= {"eps": float(eps), "eps_in_low_precision": rounded}
+        if rounded == 0:
+            words.append(f"eps {eps:g} is 0 in {dtype}")
+    state = found.optimizer.state.get(found.parameter, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == found.parameter.shape and value.dtype == found.parameter.dtype:
+            there = value.reshape(-1)[found.bad]
+            zeros = int((there == 0).sum())
+            if zeros and "sq" in key:
+                facts |= {"state": key, "state_zeros": zeros}
+                words.append(f"{key} is 0 in {zeros} of these")
+    gradient = found.parameter.grad
+    if gradient is not None:
+        facts["max_abs_gradient"] = float(gradient.reshape(-1)[found.bad].abs().max())
+        words.append(f"where the gradient is at most {number(facts['max_abs_gradient'])}")
+    return " and ".join(words) or f"its arithmetic leaves {dtype}'s range", facts
+
+
+def fixes(found: Poisoned) -> tuple[Fix, ...]:
+    """Each tried on the elements that went bad."""
+    elements = found.bad[:ELEMENTS]
+    wide = update_alone(found.optimizer, found.parameter, elements, torch.float32)
+    ok = wide is not None and wide.is_finite
+    outcome = "the same update is finite in float32" if ok else None
+    tried = [
+        Fix(
+            "fp32-parameters",
+            None,
+            "keep the model in float32 (no .half()) and run it under torch.autocast",
+            ok,
+            outcome,
+        ),
+        Fix(
+            "master-weights",
+            None,
+            "let the optimizer update float32 copies of the weights, and copy them back",
+            ok,
+            outcome,
+        ),
+    ]
+    if "eps" in found.group:
+        safe = update_alone(found.optimizer, found.parameter, elements, eps=SAFE_EPS)
+        if safe is not None:
+            how = (
+                f"{type(found.optimizer).__name__}(..., eps={SAFE_EPS:g}): eps must not be 0 in {found.parameter.dtype}"
+            )
+            finite = safe.is_finite
+            tried.append(
+                Fix(
+                    "add-epsilon",
+                    None,
+                    how,
+                    finite,
+                    "the same update is finite" if finite else "it is still not finite",
+                )
+            )
+    return tuple(tried)

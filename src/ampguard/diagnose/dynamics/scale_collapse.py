@@ -1,0 +1,94 @@
+"""scale-collapse: the loss scale fell and fell and nearly every step is skipped.
+
+What happens   some gradient overflows at every scale that is tried. GradScaler halves the scale and skips the step,
+               again and again: nothing is learned any more, and no error comes.
+Why it hurts   the loss stays where it is, the run looks slow rather than broken. A scale below 1 even makes the
+               gradients that are left smaller than they are.
+Instead        cure what overflows (the incident names it where it was seen); bfloat16 needs no scale at all.
+Not this       a few skipped steps at the start, or one every 2,000 steps: the scaler finding its scale.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.dynamics.finding import Situation, cause
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.words import number
+from ampguard.incident import Fix, Incident
+
+ITS_GRADIENTS = frozenset({"gradient-overflow", "loss-scale-overflow"})
+"""Failures of which a collapse is made; any other that makes every step fail is told as itself."""
+
+MIN_SKIPS = 8
+SKIPPED_SHARE = 0.75
+LOWEST_SANE_SCALE = 1.0
+FALLEN = 2.0**10
+SHOWN = 12
+
+
+@cause("scale-collapse", asked=("step",))
+def scale_collapse(situation: Situation) -> Incident | None:
+    trajectory = situation.trajectory
+    since, before = trajectory.falling_since, trajectory.scale_before
+    if since is None or before is None or trajectory.skips_in_fall < MIN_SKIPS:
+        return None
+    if trajectory.bad_losses_in_fall > trajectory.skips_in_fall / 2:
+        return None  # the loss itself is bad: that is the failure
+    if trajectory.skips_in_fall < SKIPPED_SHARE * trajectory.attempts_in_fall:
+        return None
+    scale = next((v.scale for v in reversed(trajectory.recent) if v.scale is not None), None)
+    if scale is None or not has_collapsed(trajectory, scale, before):
+        return None
+    known = situation.known
+    is_other = known is not None and known.cause not in ITS_GRADIENTS
+    if (
+        known is not None
+        and is_other
+        and known.severity == "error"
+        and known.occurrences >= trajectory.skips_in_fall / 2
+    ):
+        return None  # what makes every step fail has been told: this is its consequence
+    facts = {
+        "since_step": since,
+        "scale_before": before,
+        "scale": scale,
+        "skipped_steps": trajectory.skips_in_fall,
+        "attempted_steps": trajectory.attempts_in_fall,
+        "scales": [[step, s] for step, s, _ in list(trajectory.used_scales())[-SHOWN:]],
+    }
+    place = f" What overflows is {known.op} in {known.module or 'the root module'}." if known and known.op else ""
+    return Incident(
+        step=situation.step,
+        rank=situation.rank,
+        mode="train",
+        phase="backward",
+        severity="error",
+        cause="scale-collapse",
+        module=known.module if known else None,
+        op=known.op if known else None,
+        dtype=known.dtype if known else "float16",
+        location=known.location if known else None,
+        explanation=(
+            f"The loss scale has collapsed: since step {since} it fell from {number(before)} to "
+            f"{number(scale)}, and {trajectory.skips_in_fall} of {trajectory.attempts_in_fall} steps were "
+            f"skipped. The losses are finite, gradients overflow at every scale, and nothing is learned.{place}"
+        ),
+        evidence={**(known.evidence if known else {}), **facts},
+        fixes=fixes(known),
+    )
+
+
+def fixes(known: Incident | None) -> tuple[Fix, ...]:
+    """What cured the gradient when it was replayed; no other loss scale does."""
+    tried = [f for f in known.fixes if f.action not in ("wait", "lower-loss-scale")] if known else []
+    general = [
+        Fix("use-bf16", None, "autocast in torch.bfloat16, which needs no loss scale, and drop the GradScaler"),
+        Fix("clamp", None, "bound what overflows in backward: leave autocast there, or clamp its input"),
+    ]
+    return (*tried, *(fix for fix in general if all(fix.action != other.action for other in tried)))
+
+
+def has_collapsed(trajectory: Trajectory, scale: float, before: float) -> bool:
+    """Below 1; or far below where it was, after it had found its level (steps had succeeded at it)."""
+    first = next(iter(trajectory.recent), None)
+    had_level = first is not None and trajectory.falling_since is not None and trajectory.falling_since > first.step
+    return scale < LOWEST_SANE_SCALE or (had_level and scale <= before / FALLEN)

@@ -1,0 +1,47 @@
+"""gradient-underflow, suspected: gradients that stand at the lower edge of float16.
+
+A share of zeros alone says nothing: ReLU, dropout and unused embedding rows make as many. What gives it away is that
+the gradients that are left are whole multiples, 1 to 8 times, of the smallest number that float16 has, which is what
+the flushed ones were a little smaller than. Where nothing is left there is no telling. A replay at another loss scale
+can prove it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampguard.capture.weights import LayerSample
+from ampguard.diagnose.dynamics.finding import Situation
+
+ZERO_SHARE = 0.3
+FAINT_SHARE = 0.2
+SETTLED = 2
+SHOWN = 8
+
+
+def gradient_underflow(situation: Situation) -> Iterator[str]:
+    """A note on the layers of the newest look that seem to lose gradients, if any."""
+    look = situation.trajectory.looks[-1]
+    suspects = [layer for layer in look.layers if is_suspect(layer, look.step) and layer.parameter() is not None]
+    if not suspects or look.step & (look.step - 1):
+        return  # told at steps 1, 2, 4, 8...: a note, not a log
+    names = []
+    for layer in suspects[:SHOWN]:
+        parameter = layer.parameter()
+        name = situation.name_of(parameter) if parameter is not None else None
+        names.append(f"{name or 'a parameter'} {layer.zeros / layer.elements:.0%}")
+    yield f"gradient elements that are exactly 0 (at float16's lower edge, or all of them): {', '.join(names)}"
+
+
+def is_suspect(layer: LayerSample, step: int) -> bool:
+    """Many zeros, and a good part of what is not zero at the lower edge; or nothing but zeros, though not at the start.
+
+    A layer behind one that was initialised to zero has no gradient in the first step, and a run that fails at once has
+    another trouble.
+    """
+    if layer.zeros == layer.elements:
+        return step >= SETTLED
+    if step == 0:
+        return False
+    left = layer.elements - layer.zeros
+    return layer.zeros >= ZERO_SHARE * layer.elements and layer.faint >= FAINT_SHARE * max(left, 1)

@@ -1,0 +1,43 @@
+"""accumulation-broken: within an accumulation window the scale changed, or gradients were unscaled before it was complete.
+
+What happens   scaler.unscale_(optimizer) (often for clipping or for a norm to log), or scaler.update(), runs for every
+               micro-batch instead of once in a window.
+Why it hurts   RuntimeError "unscale_() has already been called"; or, silently, one micro-batch's gradients weigh 65536 times
+               more or less than another's.
+Instead        in the window only scaler.scale(loss / n).backward(); at its end unscale_, clip, step, update, zero_grad.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at, number
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("accumulation-broken")
+def accumulation_broken(scene: Scene) -> Telling:
+    facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    head = "An accumulation window is broken: "
+    if facts.get("refused"):
+        n = facts.get("backwards", 1)
+        text = (
+            f"the gradients of `{name}` were unscaled at {at(scene.first)}, {n} more backward "
+            f"{'pass' if n == 1 else 'passes'} added scaled ones, and {at(scene.again)} unscales again. PyTorch refuses that."
+        )
+    elif facts.get("scales") and len(facts["scales"]) > 1:
+        scales = " and ".join(number(s) for s in facts["scales"])
+        text = (
+            f"its micro-batches carry the loss scales {scales}, because update() was called inside it, and all are divided by "
+            f"{number(facts['divided_by'])} at {at(scene.again)}. Some of the gradients of `{name}` are {scene.factor}."
+        )
+    else:
+        text = (
+            f"the gradients of `{name}` were unscaled at {at(scene.first)} before it was complete; scaled ones were added after "
+            f"that. At {at(scene.again)} a part of them is {scene.factor}."
+        )
+    how = (
+        f"in the window only {scaler}.scale(loss).backward(); at its end {scaler}.unscale_({name}), clip, {scaler}.step({name}), "
+        f"{scaler}.update(), {name}.zero_grad()"
+    )
+    keys = ("scale", "scales", "divided_by", "refused", "backwards")
+    evidence = {key: facts[key] for key in keys if facts.get(key) is not None}
+    return Telling(head + text, scene.again, (order(scene, how),), evidence=evidence)

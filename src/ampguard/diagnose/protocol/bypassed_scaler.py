@@ -1,0 +1,32 @@
+"""bypassed-scaler: an optimizer is stepped directly on gradients that are still scaled.
+
+What happens   scaler.scale(loss).backward(), then optimizer.step() instead of scaler.step(optimizer).
+Why it hurts   the gradients are 65536 times too large; Adam hides it until weight decay, clipping or its eps matter. An
+               overflow is not noticed, and the step makes the weights NaN. Later scaler.update() may say "No inf checks were
+               recorded prior to update."
+Instead        scaler.step(optimizer); scaler.update().
+Not this       an optimizer whose loss was never scaled, or whose gradients the script divides by the scale itself.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("bypassed-scaler")
+def bypassed_scaler(scene: Scene) -> Telling:
+    name = scene.optimizer
+    scaler = scene.scaler
+    if scene.facts.get("found_inf"):
+        text = (
+            f"`{name}` was stepped past the scaler on gradients with Inf or NaN: the scaler had found them at "
+            f"{at(scene.first)}, and only {scaler}.step({name}) skips such a step. It was made at {at(scene.again)}."
+        )
+    else:
+        text = (
+            f"`{name}` was stepped past the scaler on gradients that are still scaled: those from {at(scene.first)} are "
+            f"{scene.factor} at {at(scene.again)}. An overflow is not noticed either."
+        )
+    how = f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
+    return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts.get("scale")})

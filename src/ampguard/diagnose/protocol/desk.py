@@ -1,0 +1,76 @@
+"""Takes breaches as they happen: known ones are counted, new ones become incidents at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampguard.capture.protocol.models import Models
+from ampguard.diagnose import protocol
+from ampguard.diagnose.casebook import Case, Casebook
+from ampguard.diagnose.protocol.scene import Scene
+from ampguard.diagnose.protocol.telling import BREACH_RULES, incident_of
+from ampguard.incident import Incident
+from ampguard.protocol.events import Breach
+
+MAX_CASES = 24
+"""Different breaches told in full; what comes after them is most likely their doing."""
+
+
+class ProtocolDesk:
+    """Between the probes and the casebook."""
+
+    def __init__(self, casebook: Casebook, rank: int) -> None:
+        self._casebook = casebook
+        self._rank = rank
+        self._cases: dict[tuple[Any, ...], Case] = {}
+        self._suspicions: dict[tuple[Any, ...], tuple[tuple[Any, ...], Incident]] = {}
+        self._models: Models | None = None
+
+    def attach(self, models: Models) -> None:
+        """The modules whose parameters are to be named."""
+        self._models = models
+
+    def on_breach(self, breach: Breach, step: int) -> None:
+        """A breach happened; look at it in full only the first time."""
+        key = _key(breach)
+        known = self._cases.get(key)
+        if known is not None:
+            known.occurrences += 1
+            known.last_step = step
+        elif len(self._cases) < MAX_CASES:
+            self._open(key, self._incident(breach, step))
+
+    def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
+        """What may yet turn out to be nothing is written down with the names that can be found now."""
+        if breach is None:
+            self._suspicions.pop(key, None)
+        else:
+            known = self._suspicions.get(key)
+            since = known[1].step if known is not None else step
+            self._suspicions[key] = (_key(breach), self._incident(breach, since))
+
+    def close(self) -> None:
+        """The run ends: what was not withdrawn is so."""
+        suspicions, self._suspicions = self._suspicions, {}
+        for key, incident in suspicions.values():
+            if key not in self._cases:
+                self._open(key, incident)
+
+    def _open(self, key: tuple[Any, ...], incident: Incident) -> None:
+        self._cases[key] = Case(incident, ("", None, None, None), last_step=incident.step)
+        self._cases[key] = self._casebook.add(incident)
+
+    def _incident(self, breach: Breach, step: int) -> Incident:
+        protocol.load()
+        assert self._models is not None
+        scene = Scene(breach, self._models)
+        return incident_of(scene, BREACH_RULES[breach.cause](scene), step, self._rank)
+
+
+def _key(breach: Breach) -> tuple[Any, ...]:
+    """What makes two breaches the same: the cause, the optimizer, the line."""
+    return (breach.cause, breach.optimizer, _spot(breach.again) or _spot(breach.first))
+
+
+def _spot(line: Any) -> Any:
+    return (id(line.code), line.number) if line is not None else None

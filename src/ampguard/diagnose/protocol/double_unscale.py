@@ -1,0 +1,32 @@
+"""double-unscale: gradients are unscaled twice between updates.
+
+What happens   scaler.unscale_(optimizer) is called twice, or after scaler.step(optimizer), which unscales by itself; or the
+               script divides the gradients by the scale and the scaler divides them again.
+Why it hurts   RuntimeError "unscale_() has already been called on this optimizer since the last update()." By hand nothing
+               is said, and the gradients are 65536 times too small.
+Instead        call it once, right before clipping; scaler.step() sees that it was done.
+Not this       the second call comes in the next iteration, because update() was left out: see missing-update. It comes in
+               the same accumulation window: see accumulation-broken.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("double-unscale")
+def double_unscale(scene: Scene) -> Telling:
+    name, scaler = scene.optimizer, scene.scaler
+    head = f"The gradients of `{name}` are unscaled twice: "
+    if scene.facts.get("by_hand"):
+        text = f"by the script itself after {at(scene.first)}, and by the scaler at {at(scene.again)}. They are {scene.factor}."
+        how = f"let the scaler divide, once: {scaler}.unscale_({name}) in place of the division by hand"
+    elif scene.facts.get("after_step"):
+        text = f"by the step at {at(scene.first)}, and again at {at(scene.again)}. PyTorch refuses that."
+        how = f"unscale before the step: {scaler}.unscale_({name}); {scaler}.step({name}); {scaler}.update()"
+    else:
+        refused = " PyTorch refuses that." if scene.facts.get("refused") else f" They are {scene.factor}."
+        text = f"first at {at(scene.first)}, again at {at(scene.again)}, with no backward pass between.{refused}"
+        how = f"delete the second call, {at(scene.again)}: {scaler}.step({name}) sees that they are unscaled already"
+    return Telling(head + text, scene.again, (order(scene, how),), evidence={"refused": scene.facts.get("refused")})

@@ -1,0 +1,70 @@
+"""missing-update: the scaler's update is not called, or not once an iteration.
+
+What happens   scaler.update() is left out, or jumped over by a `continue`; or it is called without a step before it; or, with
+               several optimizers, it is called after each of them, as Lightning and Accelerate do.
+Why it hurts   left out: the next iteration's unscale_() or step() "has already been called since the last update()". Once too
+               often: "No inf checks were recorded prior to update.", or, where an optimizer's gradients were made before and
+               are unscaled after it, they are divided by another scale than theirs, or twice, and nothing is said.
+Instead        one scaler.update() at the end of the iteration, after the last optimizer's step, also where a step is skipped.
+Not this       an update after each optimizer that did no harm.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at, number
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("missing-update")
+def missing_update(scene: Scene) -> Telling:
+    facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    once = f"{scaler}.step({name}); {scaler}.update()"
+    if facts.get("without_step"):
+        since = f"since {at(scene.first)}" if facts.get("repeated") else f"before {at(scene.again)}"
+        text = (
+            f"`{scaler}.update()` was called without a step: no optimizer went through the scaler {since}. PyTorch says "
+            f'"No inf checks were recorded prior to update."'
+        )
+        how = f"call update once an iteration, right after its step (in accumulation inside the same `if`): {once}"
+    elif facts.get("refused"):
+        text = _left_out(scene)
+        how = f"call {scaler}.update() in every iteration, also where the step is skipped (before a `continue`): {once}"
+    elif facts.get("not_unscaled"):
+        text = (
+            f"`{scaler}.update()` was left out: since {at(scene.first)} the scaler takes the gradients of `{name}` as unscaled "
+            f"already. At {at(scene.again)} they still carry the loss scale, {scene.factor}."
+        )
+        how = f"call {scaler}.update() also where the step is skipped (before a `continue`): {once}"
+    else:
+        text = _between(scene)
+        how = f"one {scaler}.update() an iteration, after the last optimizer's step, not after each"
+    line = scene.first if not facts.get("refused") and facts.get("updated_between") is not None else scene.again
+    return Telling(text, line, (order(scene, how, target=scaler),), evidence=_evidence(scene))
+
+
+def _left_out(scene: Scene) -> str:
+    facts = scene.facts
+    when = "in the next iteration" if facts.get("next_iteration") else "in the same iteration"
+    jumped = (
+        " The first found Inf or NaN, and the script left that iteration early." if facts.get("first_found_inf") else ""
+    )
+    return (
+        f"`{scene.scaler}.update()` was left out: for `{scene.optimizer}` the scaler still remembers {at(scene.first)} when "
+        f"{at(scene.again)} comes, {when}.{jumped} PyTorch refuses the second."
+    )
+
+
+def _between(scene: Scene) -> str:
+    facts = scene.facts
+    before = f"`{scene.scaler}.update()` came between a backward pass and the step of `{scene.optimizer}`: "
+    after = f" The scale was updated at {at(facts.get('updated_between'))}. The gradients are {scene.factor}."
+    if facts.get("twice"):
+        done = "they had been unscaled, the update made the scaler forget it, and they were divided again at"
+        return f"{before}{done} {at(scene.again)}.{after}"
+    scales = ", ".join(number(s) for s in facts.get("scales", []))
+    return f"{before}they carry the scale {scales} and were divided by {number(facts['divided_by'])} at {at(scene.again)}.{after}"
+
+
+def _evidence(scene: Scene) -> dict[str, object]:
+    keys = ("scale", "scales", "divided_by", "twice", "refused", "first_found_inf", "next_iteration")
+    return {key: scene.facts[key] for key in keys if scene.facts.get(key) is not None}

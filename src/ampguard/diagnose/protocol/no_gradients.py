@@ -1,0 +1,82 @@
+"""no-gradients: an optimizer is stepped and none of its parameters has a gradient.
+
+What happens   every parameter is frozen; or the loss was computed from a detached tensor; or zero_grad was called between
+               backward and step; or the backward pass belonged to another optimizer's parameters.
+Why it hurts   with a GradScaler: AssertionError "No inf checks were recorded for this optimizer." Without one nothing is
+               said, and nothing ever learns.
+Instead        let the loss reach the parameters, and step an optimizer only after its own backward pass.
+Not this       the optimizer holds other tensors than the model: see stale-parameters. A few parameters without a
+               gradient among others that have one: see unused-parameters.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at, listed
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("no-gradients")
+def no_gradients(scene: Scene) -> Telling:
+    why = scene.facts.get("why")
+    name = scene.optimizer
+    explain = {"cleared": _cleared, "frozen": _frozen, "no-backward": _no_backward}.get(str(why), _not_reached)
+    text, how = explain(scene)
+    refused = scene.facts.get("refused")
+    said = ' PyTorch says "No inf checks were recorded".' if refused else " Without a scaler no error comes of it."
+    count = scene.facts.get("of")
+    head = f"No parameter of `{name}` has a gradient" + (f" ({count} parameters): " if count else ": ")
+    alone = bool(refused) or bool(scene.facts.get("alone"))
+    return Telling(
+        head + text + said,
+        scene.again,
+        (order(scene, how),),
+        severity="error" if alone else "warning",
+        evidence={"why": why, "steps": scene.facts.get("steps")},
+        module=scene.module,
+    )
+
+
+def _cleared(scene: Scene) -> tuple[str, str]:
+    backward = at(scene.facts.get("backward"))
+    place = f"at {at(scene.first)}" if scene.first is not None else "by hand"
+    text = f"backward at {backward} made them, and they were cleared {place} before the step."
+    how = f"clear the gradients before backward or after the step, never between: {_right_order(scene)}"
+    return text, how
+
+
+def _frozen(scene: Scene) -> tuple[str, str]:
+    text = f"all have requires_grad=False, as {listed(scene.parameters)}."
+    return text, (
+        f"unfreeze what is to be trained, or build {scene.optimizer} from the parameters that want a gradient: "
+        f"[p for p in model.parameters() if p.requires_grad]"
+    )
+
+
+def _no_backward(scene: Scene) -> tuple[str, str]:
+    return "no backward pass came before the step.", f"differentiate the loss first: {_right_order(scene)}"
+
+
+def _not_reached(scene: Scene) -> tuple[str, str]:
+    others = scene.others(watch for watch in scene.facts.get("reached", ()) if watch is not scene.breach.optimizer)
+    backward = at(scene.first)
+    if others:
+        text = f"the last backward, {backward}, reached only the parameters of `{others}`: it is not this optimizer's turn."
+        return text, f"step `{scene.optimizer}` only after the backward pass of its own loss: {_right_order(scene)}"
+    whose = f" (they are {listed(scene.parameters)})" if scene.parameters else ""
+    text = (
+        f"the loss differentiated at {backward} does not depend on them{whose}. It was detached on the way "
+        f"(.detach(), .data, .item(), no_grad, argmax), or computed without them."
+    )
+    return (
+        text,
+        "compute the loss from the outputs themselves, without detach, .data or no_grad between them and the loss",
+    )
+
+
+def _right_order(scene: Scene) -> str:
+    if scene.breach.scaler is None:
+        return f"{scene.optimizer}.zero_grad(); loss.backward(); {scene.optimizer}.step()"
+    return (
+        f"{scene.optimizer}.zero_grad(); {scene.scaler}.scale(loss).backward(); {scene.scaler}.step({scene.optimizer}); "
+        f"{scene.scaler}.update()"
+    )

@@ -1,0 +1,142 @@
+"""Names as the user's code has them: of an optimizer, a scaler, a parameter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.frames import is_user_code
+from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.replay.names import module_names
+
+MAX_FRAMES = 60
+MAX_LOOKS = 4000
+
+
+def variable_name(subject: object) -> str | None:
+    """What the script calls `subject`: a name in its frames, an attribute of `self`, an item of a list."""
+    frames = list(_frames())
+    for wanted in (is_script_code, is_user_code):
+        for frame in frames:
+            if not wanted(frame.f_code):
+                continue
+            for names in (frame.f_locals, frame.f_globals):
+                found = _name_among(names, subject)
+                if found is not None:
+                    return found
+    return None
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _name_among(names: dict[str, Any], subject: object) -> str | None:
+    for name, value in list(names.items()):
+        if _is_it(value, subject):
+            return name
+    for name, value in list(names.items()):
+        if name.startswith("__"):
+            continue
+        inner = _name_inside(name, value, subject)
+        if inner is not None:
+            return inner
+    return None
+
+
+def _name_inside(name: str, value: Any, subject: object) -> str | None:
+    if isinstance(value, (list, tuple)) and len(value) <= 64:
+        return next((f"{name}[{i}]" for i, item in enumerate(value) if _is_it(item, subject)), None)
+    if isinstance(value, dict) and len(value) <= 64:
+        return next((f"{name}[{key!r}]" for key, item in list(value.items()) if _is_it(item, subject)), None)
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(value, type) or len(attributes) > 400:
+        return None
+    for key, item in list(attributes.items()):
+        if _is_it(item, subject):
+            return f"{name}.{key}"
+        if isinstance(item, (list, tuple)) and len(item) <= 16 and name == "self":
+            for position, inner in enumerate(item):
+                if _is_it(inner, subject):
+                    return f"{name}.{key}[{position}]"
+    return None
+
+
+def _is_it(value: Any, subject: object) -> bool:
+    """Whether `value` is the thing itself, or a framework's wrapper around it."""
+    if value is subject:
+        return True
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return False
+    return (
+        attributes.get("optimizer") is subject and hasattr(value, "step") and not hasattr(value, "get_last_lr")
+    ) or (attributes.get("_optimizer") is subject)
+
+
+def modules_in_frames() -> list[nn.Module]:
+    """Modules that the script's frames name, or that their objects hold."""
+    found: list[nn.Module] = []
+    for frame in _frames():
+        if not is_script_code(frame.f_code):
+            continue
+        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+            if isinstance(value, nn.Module):
+                found.append(value)
+            elif not isinstance(value, type) and type(value).__module__ not in ("builtins", "torch"):
+                inner = getattr(value, "__dict__", {})
+                found += [v for v in list(inner.values())[:200] if isinstance(v, nn.Module)] if inner else []
+    return found
+
+
+def parameter_names(roots: Iterable[tuple[nn.Module, str]], wanted: list[Tensor]) -> dict[int, str]:
+    """`id(parameter)` to dotted name, in the called modules first, then in those that the script's frames name."""
+    names: dict[int, str] = {}
+    containers = modules_in_frames()
+    for root, prefix in roots:
+        outer = root if prefix else _outermost(root, containers)
+        _add_names(outer, prefix if outer is root else "", names)
+    if any(id(p) not in names for p in wanted):
+        for module in containers:
+            _add_names(module, "", names)
+    return names
+
+
+def _outermost(root: nn.Module, containers: list[nn.Module]) -> nn.Module:
+    """The module of the script in which `root` hangs, where only a part of it was called."""
+    return next((c for c in containers if c is not root and any(m is root for m in c.modules())), root)
+
+
+def _add_names(root: nn.Module, prefix: str, names: dict[int, str]) -> None:
+    root = compat.unwrapped(root)
+    dotted = module_names(root, prefix)
+    for module in root.modules():
+        name = dotted.get(id(module))
+        if name is None:
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), f"{name}.{key}" if name else key)
+
+
+def common_module(names: list[str]) -> str | None:
+    """The innermost module that owns all these parameters; None where that is the root."""
+    if not names:
+        return None
+    parts = [name.split(".")[:-1] for name in names]
+    shared: list[str] = []
+    for position in zip(*parts, strict=False):
+        if len(set(position)) > 1:
+            break
+        shared.append(position[0])
+    return ".".join(shared) or None

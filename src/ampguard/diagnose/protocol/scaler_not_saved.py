@@ -1,0 +1,41 @@
+"""scaler-not-saved: a checkpoint carries the model and the optimizer and not the scaler.
+
+What happens   torch.save({"model": ..., "optimizer": ...}) in a run that uses a GradScaler; or a run that loads such a
+               checkpoint and begins with a fresh scaler.
+Why it hurts   after resuming, the scale starts at 65536 again: the first steps are skipped while it settles, each taking an
+               update, and a schedule moves on without them. A run that had settled at a low scale may lose many.
+Instead        "scaler": scaler.state_dict() in the checkpoint, scaler.load_state_dict(checkpoint["scaler"]) on resuming.
+Not this       a file with weights only.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at, number
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("scaler-not-saved")
+def scaler_not_saved(scene: Scene) -> Telling:
+    scaler, scale = scene.scaler, number(scene.facts["scale"])
+    if scene.facts.get("resumed"):
+        text = (
+            f"The run was resumed without the state of its scaler: `{scaler}` begins anew at {scale}. `{scene.optimizer}` took "
+            f"over its state at {at(scene.again)}. The steps in which the scale settles again are skipped."
+        )
+    else:
+        text = (
+            f"The checkpoint holds the model and the optimizer and not the scaler: {scene.facts['path']}. It was saved at "
+            f"{at(scene.again)} while the scale was {scale}; a resumed run begins at its initial scale and skips steps until "
+            f"it settles."
+        )
+    how = (
+        f'save it with the rest: "scaler": {scaler}.state_dict(); and on resuming '
+        f'{scaler}.load_state_dict(checkpoint["scaler"])'
+    )
+    evidence = {
+        "scale": scene.facts["scale"],
+        "path": scene.facts.get("path"),
+        "resumed": scene.facts.get("resumed", False),
+    }
+    fix = order(scene, how, "save-scaler-state", scaler)
+    return Telling(text, scene.again, (fix,), severity="warning", evidence=evidence)

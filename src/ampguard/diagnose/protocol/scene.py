@@ -1,0 +1,94 @@
+"""The scene of a breach: its numbers and places in the words of the user's code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.watches import ScalerWatch
+from ampguard.capture.record import Line
+from ampguard.diagnose.protocol.owners import common_module, parameter_names, variable_name
+from ampguard.protocol.events import Breach
+
+MAX_NAMES = 12
+
+
+class Scene:
+    """Built in the frame of the breach, while the script's names can be looked up."""
+
+    def __init__(self, breach: Breach, models: Models) -> None:
+        self.breach = breach
+        self.facts = breach.facts
+        self.first: Line | None = breach.first
+        self.again: Line | None = breach.again
+        self._models = models
+        self.optimizer = self.name_of(breach.optimizer) or "the optimizer"
+        self.scaler = self.name_of(breach.scaler) or "scaler"
+        self.parameters = self._names(breach.facts.get("parameters") or [])
+
+    @staticmethod
+    def name_of(watch: Any) -> str | None:
+        """What the script calls an optimizer or a scaler; its class and number where no name is found."""
+        if not isinstance(watch, (OptimizerWatch, ScalerWatch)):
+            return None
+        subject = watch.ref()
+        if subject is None:
+            return None
+        if isinstance(watch, ScalerWatch):
+            return variable_name(subject)
+        return variable_name(subject) or f"{type(subject).__name__} number {watch.number}"
+
+    def _names(self, parameters: list[Tensor]) -> list[str]:
+        names = parameter_names(self._models.roots(), parameters) if parameters else {}
+        return [names.get(id(p)) or f"a tensor of shape {tuple(p.shape)}" for p in parameters]
+
+    @property
+    def module(self) -> str | None:
+        """The module that owns all the parameters in question."""
+        named = [name for name in self.parameters if not name.startswith("a tensor")]
+        return common_module(named)
+
+    def others(self, watches: Any) -> str:
+        """Names of other optimizers."""
+        return ", ".join(filter(None, (self.name_of(watch) for watch in watches)))
+
+    @property
+    def factor(self) -> str:
+        """ "65536 times too large", "too small": by how much the gradients are wrong."""
+        return factor_words(self.breach.factor)
+
+
+def factor_words(factor: float | None) -> str:
+    """
+    >>> factor_words(65536.0), factor_words(2**-16), factor_words(2.0)
+    ('65536 times too large', '65536 times too small', '2 times too large')
+    """
+    if factor is None or not factor > 0:
+        return "wrong by the loss scale"
+    times, way = (factor, "large") if factor > 1 else (1 / factor, "small")
+    return f"{number(times)} times too {way}"
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) and value < 1e12 else f"{value:.4g}"
+
+
+def at(line: Line | None) -> str:
+    """ "train.py:88 (`scaler.unscale_(opt_d)`)"."""
+    if line is None:
+        return "an unknown line"
+    place = line.location()
+    name = place.file.rsplit("/", 1)[-1]
+    return f"{name}:{place.line} (`{place.code}`)" if place.code else f"{name}:{place.line}"
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """
+    >>> listed(["a", "b", "c"], most=2)
+    '`a`, `b` and 1 more'
+    """
+    shown = ", ".join(f"`{name}`" for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

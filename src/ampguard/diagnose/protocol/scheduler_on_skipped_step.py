@@ -1,0 +1,37 @@
+"""scheduler-on-skipped-step: a learning-rate scheduler moves on although the optimizer's step was skipped.
+
+What happens   the scaler found Inf in the gradients and skipped the step; scheduler.step() is called all the same.
+Why it hurts   that part of the schedule is used up without an update: a warm-up gets shorter, the first rate is never used.
+               One or two lost moves while the scale settles are nothing (info); many are a schedule that runs ahead (warning).
+Instead        step the scheduler only where the scale did not fall:
+               scale = scaler.get_scale(); scaler.step(opt); scaler.update(); if scaler.get_scale() >= scale: scheduler.step()
+Not this       a scheduler that is stepped once an epoch.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("scheduler-on-skipped-step")
+def scheduler_on_skipped_step(scene: Scene) -> Telling:
+    facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    lost, moves = facts["lost"], facts["moves"]
+    settling = facts["settling"]
+    rates = facts.get("rates") or []
+    rate = f" It stands at a learning rate of {rates[0]:.3g}." if rates else ""
+    text = (
+        f"The learning-rate scheduler moved on without the optimizer: {lost} of its {moves} moves at {at(scene.again)} followed "
+        f"a skipped step of `{name}`, at {at(scene.first)}.{rate}"
+    )
+    if settling:
+        text += " So few are normal while the loss scale settles."
+    gate = (
+        f"scale = {scaler}.get_scale(); {scaler}.step({name}); {scaler}.update(); "
+        f"if {scaler}.get_scale() >= scale: scheduler.step()"
+    )
+    fix = order(scene, f"step the scheduler only after a step that was not skipped: {gate}", "gate-scheduler")
+    fixes = (fix, order(scene, "or leave it: the scale settles in a few steps", "wait")) if settling else (fix,)
+    evidence = {"lost_moves": lost, "moves": moves, "scheduler": type(facts["scheduler"]).__name__}
+    return Telling(text, scene.again, fixes, severity="info" if settling else "warning", evidence=evidence)

@@ -1,0 +1,50 @@
+"""stale-parameters: the tensors that an optimizer holds are not those that receive gradients.
+
+What happens   a layer was replaced, or the model copied, re-created or moved, after the optimizer was built; or an
+               optimizer holds flat buffers of which the parameters are views, and zero_grad(set_to_none=True), PyTorch's
+               default, drops their gradients: backward then gives each parameter a gradient of its own.
+Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler and no gradient at all PyTorch says "No inf
+               checks were recorded for this optimizer."; otherwise nothing is said, and those layers never learn.
+Instead        build the optimizer last, from the model that is trained; with flat buffers zero_grad(set_to_none=False).
+Not this       flat buffers whose gradients are views of one buffer as well: they are healthy.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at, listed
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("stale-parameters")
+def stale_parameters(scene: Scene) -> Telling:
+    lost = scene.facts.get("lost", [])
+    flat = bool(scene.facts.get("flat_buffers"))
+    name = scene.optimizer
+    what = f"{len(lost)} of its {scene.facts.get('of', len(lost))} tensors"
+    if flat:
+        why = (
+            f"it holds {what} as flat buffers that share their memory with {listed(scene.parameters)}. "
+            f"zero_grad(set_to_none=True) has dropped the buffers' gradients, and backward now fills the parameters' own."
+        )
+        how = f"{name}.zero_grad(set_to_none=False)"
+        fix = order(scene, f"keep the flat gradient buffers: {how}", "keep-grad-buffers")
+    else:
+        why = (
+            f"{what} belong to no module that is called and never get a gradient, while {listed(scene.parameters)} "
+            f"get one and belong to no optimizer. A layer was replaced, or the model copied or moved, after the optimizer "
+            f"was built."
+        )
+        built = f" (now at {at(scene.first)})" if scene.first is not None else ""
+        fix = order(
+            scene, f"build {name} after the model is complete and on its device{built}, from its parameters() then",
+            "rebuild-optimizer",
+        )  # fmt: skip
+    refused = ' PyTorch says "No inf checks were recorded".' if scene.facts.get("refused") else " No error comes of it."
+    shapes = [list(shape) for shape in lost[:8]]
+    return Telling(
+        f"The optimizer `{name}` does not hold the tensors that are trained: {why}{refused}",
+        scene.again if scene.again is not None else scene.first,
+        (fix,),
+        evidence={"flat_buffers": flat, "lost_shapes": shapes, "lost_count": len(lost)},
+        module=scene.module,
+    )

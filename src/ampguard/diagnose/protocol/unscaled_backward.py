@@ -1,0 +1,66 @@
+"""unscaled-backward: the scaler is asked to unscale or step and the loss was never scaled.
+
+What happens   loss.backward() instead of scaler.scale(loss).backward(), for the only loss or for a second one; in
+               Lightning's manual optimisation loss.backward() instead of self.manual_backward(loss).
+Why it hurts   never scaled at all: AssertionError "Attempted unscale_ but _scale is None". Scaled before: the gradients are
+               divided by a scale that they do not carry, 65536 times too small, and nothing is said.
+Instead        scaler.scale(loss).backward() for every loss whose optimizer the scaler steps.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, at, number
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("unscaled-backward")
+def unscaled_backward(scene: Scene) -> Telling:
+    refused = scene.facts.get("refused")
+    name, scaler = scene.optimizer, scene.scaler
+    if refused is None:
+        scale = number(float(scene.facts.get("scale", 0.0)))
+        text = (
+            f"A loss was not scaled, and `{scaler}` divides its gradients all the same: what `{name}` gets from "
+            f"{at(scene.first)} is {scene.factor}. It was divided by {scale} at {at(scene.again)}."
+        )
+    elif scene.facts.get("scaled_by_another"):
+        text = (
+            f"The loss was scaled by another scaler: `{scaler}` has never scaled anything when `{refused}` is called at "
+            f'{at(scene.again)}. PyTorch says "Attempted {refused} but _scale is None".'
+        )
+    elif scene.first is None:
+        text = (
+            f"`{scaler}.{refused}` was called and nothing had been scaled: no backward pass was seen before "
+            f'{at(scene.again)}. PyTorch says "Attempted {refused} but _scale is None".'
+        )
+    else:
+        text = (
+            f"The loss was differentiated without being scaled: {at(scene.first)}. `{scaler}.{refused}` at {at(scene.again)} "
+            f'has no scale to divide by. PyTorch says "Attempted {refused} but _scale is None".'
+        )
+    return Telling(
+        text,
+        scene.first if scene.first is not None else scene.again,
+        (order(scene, _how(scene)),),
+        evidence={"scale": scene.facts.get("scale"), "refused": refused},
+    )
+
+
+def _how(scene: Scene) -> str:
+    code = scene.first.location().code if scene.first is not None else ""
+    loss = code.split(".backward(")[0].strip() if ".backward(" in code else "loss"
+    is_name = loss.replace(".", "").replace("_", "").isalnum()
+    loss = loss if is_name else "loss"
+    library = scene.again.location().file if scene.again is not None else ""
+    lightning = "lightning" in library.replace("\\", "/").split("/")
+    manual = f" (in a LightningModule: self.manual_backward({loss}))" if lightning or _in_lightning(scene) else ""
+    return f"scale the loss before it is differentiated: {scene.scaler}.scale({loss}).backward(){manual}"
+
+
+def _in_lightning(scene: Scene) -> bool:
+    """Whether the scaler belongs to Lightning's precision plugin."""
+    return scene.scaler.endswith("precision_plugin.scaler") or (
+        scene.scaler == "self.scaler"
+        and scene.first is not None
+        and (scene.first.location().function.endswith(".training_step"))
+    )

@@ -1,0 +1,37 @@
+"""unused-parameters: parameters that should train never receive a gradient.
+
+What happens   an optimizer holds them and they want a gradient, but no loss has ever depended on them: a head that forward
+               does not call, a branch behind detach() or no_grad(), a layer left over from an earlier design.
+Why it hurts   they stay as they were initialised. DistributedDataParallel waits for their gradients, or says that it does.
+Instead        use them, or freeze them with requires_grad_(False) and leave them out of the optimizer.
+Not this       parameters that are used in some steps only: they had a gradient at least once.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, listed
+from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+@breach("unused-parameters")
+def unused_parameters(scene: Scene) -> Telling:
+    facts, count = scene.facts, len(scene.parameters)
+    text = (
+        f"{count} of the {facts['of']} parameters of `{scene.optimizer}` have never had a gradient: {listed(scene.parameters)}, "
+        f"in {facts['steps']} steps in which others had one. They want one (requires_grad), and stay as they were initialised."
+    )
+    where = f"`{scene.module}`" if scene.module else "these parameters"
+    fixes = (
+        order(scene, f"let the loss depend on {where}: call it in forward, without detach() or no_grad()", "call-order"),
+        order(scene, f"or, if it is not to be trained: requires_grad_(False) for {where}, and leave it out of {scene.optimizer}",
+              "rebuild-optimizer"),
+    )  # fmt: skip
+    line = scene.again if scene.again is not None else scene.first
+    return Telling(
+        text,
+        line,
+        fixes,
+        severity="warning",
+        evidence={"steps": facts["steps"], "of": facts["of"]},
+        module=scene.module,
+    )

@@ -1,0 +1,101 @@
+"""What the machine keeps of one optimizer: whose gradients are summed up in it, and by what each was divided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import SupportsFloat
+
+from ampguard.protocol.events import Breach, Place
+from ampguard.protocol.states import Stage
+
+TOLERANCE = 1e-3
+
+
+@dataclass(slots=True)
+class Contribution:
+    """The gradients of one backward pass. `scale` is None where its loss was not scaled."""
+
+    scale: SupportsFloat | None
+    where: Place
+    divided_by: list[SupportsFloat] = field(default_factory=list)
+
+    @property
+    def factor(self) -> float:
+        """The gradients as they are over what they should be."""
+        if len(self.divided_by) == 1 and self.divided_by[0] is self.scale:
+            return 1.0
+        factor = float(self.scale) if self.scale is not None else 1.0
+        for scale in self.divided_by:
+            factor /= float(scale)
+        return factor
+
+    @property
+    def is_right(self) -> bool:
+        """Whether they are what they should be (or it cannot be told any more)."""
+        return not abs(self.factor - 1.0) >= TOLERANCE
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The gradients that one optimizer holds, and what was done with them."""
+
+    stage: Stage = Stage.EMPTY
+    parts: list[Contribution] = field(default_factory=list)
+    has_leftovers: bool = False
+    """Gradients of an earlier step were still there when new ones came."""
+    piled_up: int = 0
+    """Steps in a row that were made with leftovers."""
+    leftover_from: Place = None
+    pending: Breach | None = None
+    """A breach that does harm once the optimizer steps."""
+    unscaled_at: Place = None
+    stepped_at: Place = None
+    cleared_at: Place = None
+    cleared_part: Contribution | None = None
+    """The last gradients that were cleared before they were used."""
+    session: Stage = Stage.EMPTY
+    """What the scaler itself remembers since its last update: EMPTY, UNSCALED or USED."""
+    backwards_since_unscale: int = 0
+    backwards_since_step: int = 0
+    backwards_per_step: int = 0
+    """In the last iteration that was stepped."""
+    steps: int = 0
+
+    def add(self, scale: SupportsFloat | None, where: Place) -> None:
+        """A backward pass added gradients."""
+        if self.stage is Stage.USED:
+            self.has_leftovers = True
+            self.leftover_from = self.parts[-1].where if self.parts else None
+            self.parts = []
+        self.parts.append(Contribution(scale, where))
+        self.cleared_part = None
+
+    def divide(self, scale: SupportsFloat) -> None:
+        for part in self.parts:
+            part.divided_by.append(scale)
+
+    def clear(self, where: Place) -> None:
+        """The gradients are gone."""
+        if self.parts and self.stage is not Stage.USED:
+            self.cleared_part = self.parts[-1]
+        self.cleared_at = where
+        self.parts = []
+        self.pending = None
+        self.has_leftovers = False
+        self.piled_up = 0
+
+    def use(self, where: Place) -> None:
+        """The optimizer has stepped with them."""
+        self.stepped_at = where
+        self.steps += 1
+        self.pending = None
+        self.piled_up = self.piled_up + 1 if self.has_leftovers else 0
+        self.has_leftovers = False
+        if self.backwards_since_step:
+            self.backwards_per_step = self.backwards_since_step
+        self.backwards_since_step = 0
+
+    def worst(self) -> Contribution | None:
+        """The part whose factor is farthest from 1."""
+        return max(self.parts, key=lambda part: abs(math.log2(part.factor)) if part.factor > 0 else 0.0, default=None)

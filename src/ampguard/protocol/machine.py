@@ -1,0 +1,330 @@
+"""The machine: takes events in the order in which they happen, answers with the breaches they are.
+
+It knows what each optimizer's gradients are made of (`ledger`), which move may follow which (`states`), and what a
+scaler remembers between two updates. A wrong division is a breach only once an optimizer has stepped with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ampguard.protocol.events import Backward, Breach, Clear, Event, Key, Place, Read, Refused, Step, Unscale, Update
+from ampguard.protocol.ledger import Ledger
+from ampguard.protocol.states import BREACHES, MOVES, Move, Stage
+
+PILED_STEPS = 3
+"""Steps in a row on top of old gradients, after which nobody can have meant it."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """What happened with a scaler since its last update."""
+
+    touched: list[Key] = field(default_factory=list)
+    stepped: list[Key] = field(default_factory=list)
+    updated_at: Place = None
+    updates: int = 0
+
+
+class Machine:
+    """One per process; keys of different scalers and optimizers live side by side."""
+
+    def __init__(self) -> None:
+        self._ledgers: dict[Key, Ledger] = {}
+        self._sessions: dict[Key, _Session] = {}
+        self._bypassed: list[Breach] = []
+        self.open = 0
+        """Optimizers that hold gradients of a scaled loss with which they have not stepped."""
+        self.scaled = 0
+        """Those among them whose gradients are still scaled."""
+        self.last_backward: Backward | None = None
+        self._handlers: dict[type, Callable[[Any], Sequence[Breach]]] = {
+            Backward: self._backward,
+            Unscale: self._unscale,
+            Read: self._read,
+            Step: self._step,
+            Update: self._update,
+            Clear: self._clear,
+            Refused: self._refused,
+        }
+
+    def feed(self, event: Event) -> Sequence[Breach]:
+        """What this event breaks, if anything."""
+        return self._handlers[type(event)](event)
+
+    def ledger(self, optimizer: Key) -> Ledger:
+        """What is known of an optimizer's gradients."""
+        found = self._ledgers.get(optimizer)
+        if found is None:
+            found = self._ledgers[optimizer] = Ledger()
+        return found
+
+    def stage(self, optimizer: Key) -> Stage:
+        """What an optimizer's gradients are now."""
+        found = self._ledgers.get(optimizer)
+        return found.stage if found is not None else Stage.EMPTY
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nobody holds gradients that have not been used, or that pile up."""
+        return not self.open and not any(ledger.piled_up for ledger in self._ledgers.values())
+
+    def forget(self, key: Key) -> None:
+        """An optimizer or a scaler is gone."""
+        ledger = self._ledgers.get(key)
+        if ledger is not None:
+            self._enter(ledger, Stage.EMPTY)
+            del self._ledgers[key]
+        self._sessions.pop(key, None)
+
+    def clear(self, optimizer: Key) -> bool:
+        """A `Clear` without a place, for gradients that nobody is waiting for. False where somebody is."""
+        ledger = self._ledgers.get(optimizer)
+        if ledger is None or ledger.stage is Stage.EMPTY:
+            return True
+        if ledger.stage is not Stage.USED:
+            return False
+        ledger.clear(None)
+        ledger.stage = Stage.EMPTY
+        return True
+
+    def _enter(self, ledger: Ledger, stage: Stage) -> None:
+        old = ledger.stage
+        if old is not stage:
+            self.open += stage.is_open - old.is_open
+            self.scaled += stage.is_scaled - old.is_scaled
+            ledger.stage = stage
+
+    def _session(self, scaler: Key) -> _Session:
+        found = self._sessions.get(scaler)
+        if found is None:
+            found = self._sessions[scaler] = _Session()
+        return found
+
+    # --- moves ------------------------------------------------------------------------------------------------------
+
+    def _backward(self, event: Backward) -> Sequence[Breach]:
+        self.last_backward = event
+        for optimizer in event.reached:
+            ledger = self.ledger(optimizer)
+            ledger.backwards_since_unscale += 1
+            ledger.backwards_since_step += 1
+            ledger.add(event.scale, event.where)
+            self._enter(ledger, _after_backward(ledger.stage, event.scale is not None))
+            if event.also_plain:
+                ledger.add(None, event.where)
+                self._enter(ledger, _after_backward(ledger.stage, False))
+        return ()
+
+    def _unscale(self, event: Unscale) -> Sequence[Breach]:
+        ledger = self.ledger(event.optimizer)
+        session = self._session(event.scaler)
+        session.touched.append(event.optimizer)
+        move = (ledger.stage, Move.UNSCALE)
+        if move in BREACHES:
+            cause, stage = BREACHES[move]
+            self._suspect(ledger, cause, event, session)
+        else:
+            stage = MOVES.get(move, ledger.stage)
+            ledger.divide(event.scale)
+            self._compare_scales(ledger, event, session)
+        self._enter(ledger, stage)
+        ledger.session = Stage.UNSCALED
+        ledger.unscaled_at = event.where
+        ledger.backwards_since_unscale = 0
+        return ()
+
+    def _suspect(self, ledger: Ledger, cause: str, event: Unscale, session: _Session) -> None:
+        """A division that is wrong, once somebody steps with it."""
+        first = ledger.unscaled_at
+        if cause == "unscaled-backward":
+            first = next((part.where for part in ledger.parts if part.scale is None), None)
+        by_another = cause == "double-unscale" and any(key != event.optimizer for key in session.stepped)
+        ledger.divide(event.scale)
+        facts = {"twice": True, "updated_between": session.updated_at} if by_another else {}
+        self._pend(ledger, "missing-update" if by_another else cause, event, first, facts)
+
+    def _compare_scales(self, ledger: Ledger, event: Unscale, session: _Session) -> None:
+        """Gradients scaled by one scale and divided by another."""
+        if all(part.scale is event.scale for part in ledger.parts):
+            return
+        if all(part.is_right for part in ledger.parts):
+            return
+        scales = {float(part.scale) for part in ledger.parts if part.scale is not None}
+        cause = "accumulation-broken" if len(scales) > 1 else "missing-update"
+        first = ledger.parts[0].where if cause == "accumulation-broken" else session.updated_at
+        facts = {"scales": sorted(scales), "divided_by": float(event.scale), "updated_between": session.updated_at}
+        self._pend(ledger, cause, event, first, facts)
+
+    def _pend(self, ledger: Ledger, cause: str, event: Unscale, first: Place, facts: dict[str, Any]) -> None:
+        worst = ledger.worst()
+        if worst is None or worst.is_right:
+            return
+        facts = {**facts, "scale": float(event.scale), "backward": worst.where}
+        ledger.pending = Breach(cause, event.optimizer, event.scaler, first, event.where, worst.factor, facts)
+
+    def _read(self, event: Read) -> Sequence[Breach]:
+        ledger = self.ledger(event.optimizer)
+        found = BREACHES.get((ledger.stage, Move.CLIP))
+        if found is None:
+            return ()
+        worst = ledger.worst()
+        if worst is None or worst.is_right:
+            return ()  # a loss scale of 1
+        facts = {"clips": event.clips, "scale": worst.factor}
+        return (Breach(found[0], event.optimizer, None, worst.where, event.where, worst.factor, facts),)
+
+    def _step(self, event: Step) -> Sequence[Breach]:
+        ledger = self.ledger(event.optimizer)
+        breaches: list[Breach] = []
+        if event.scaler is None:
+            breaches += self._direct_step(ledger, event)
+        else:
+            breaches += self._step_of_scaler(ledger, event, self._session(event.scaler))
+        old = ledger.leftover_from
+        last = ledger.parts[-1].where if ledger.parts else None
+        if ledger.parts and ledger.stage is not Stage.USED:
+            ledger.use(event.where)
+            self._enter(ledger, Stage.USED)
+        else:
+            ledger.steps += 1
+            ledger.stepped_at = event.where
+        if ledger.piled_up >= PILED_STEPS:
+            facts = {"steps": ledger.piled_up, "has_scaler": event.scaler is not None}
+            breaches.append(
+                Breach("missing-zero-grad", event.optimizer, event.scaler, old or last, event.where, None, facts)
+            )
+        return breaches
+
+    def _step_of_scaler(self, ledger: Ledger, event: Step, session: _Session) -> list[Breach]:
+        assert event.scaler is not None
+        if event.unscales_with is not None and ledger.session is Stage.EMPTY:
+            self._unscale(Unscale(event.optimizer, event.scaler, event.unscales_with, event.where, True))
+        session.stepped.append(event.optimizer)
+        ledger.session = Stage.USED
+        breach, ledger.pending = ledger.pending, None
+        if breach is None:
+            found = BREACHES.get((ledger.stage, Move.STEP))
+            if found is None:
+                return []
+            breach = self._step_breach(ledger, event, found[0])
+        return [] if event.skipped or breach is None else [breach]
+
+    def _step_breach(self, ledger: Ledger, event: Step, cause: str) -> Breach | None:
+        """The scaler steps with gradients that it has not unscaled."""
+        worst = ledger.worst()
+        if worst is None or worst.is_right:
+            return None
+        facts = {"not_unscaled": True, "backward": worst.where, "scale": worst.factor}
+        return Breach(cause, event.optimizer, event.scaler, ledger.unscaled_at, event.where, worst.factor, facts)
+
+    def _direct_step(self, ledger: Ledger, event: Step) -> list[Breach]:
+        pending, ledger.pending = ledger.pending, None
+        if not event.is_untouched:
+            return []
+        if ledger.stage is Stage.UNSCALED and pending is not None:
+            return [pending]
+        if ledger.stage is Stage.UNSCALED and event.found_inf:
+            facts = {"found_inf": True}
+            breach = Breach("bypassed-scaler", event.optimizer, None, ledger.unscaled_at, event.where, None, facts)
+            return [breach]
+        found = BREACHES.get((ledger.stage, Move.DIRECT_STEP))
+        worst = ledger.worst()
+        if found is None or worst is None or worst.is_right:
+            return []
+        breach = Breach(
+            found[0], event.optimizer, None, worst.where, event.where, worst.factor, {"scale": worst.factor}
+        )
+        self._bypassed.append(breach)
+        return [breach]
+
+    def _update(self, event: Update) -> Sequence[Breach]:
+        session = self._session(event.scaler)
+        for optimizer in session.touched + session.stepped:
+            if (ledger := self._ledgers.get(optimizer)) is not None:
+                ledger.session = Stage.EMPTY
+        session.touched = []
+        session.stepped = session.stepped[-1:]  # who made the script update
+        session.updated_at = event.where
+        session.updates += 1
+        self._bypassed.clear()
+        return ()
+
+    def _clear(self, event: Clear) -> Sequence[Breach]:
+        if event.optimizer in self._ledgers:
+            ledger = self._ledgers[event.optimizer]
+            ledger.clear(event.where)
+            self._enter(ledger, Stage.EMPTY)
+        return ()
+
+    # --- what PyTorch refuses -----------------------------------------------------------------------------------------
+
+    def _refused(self, event: Refused) -> Sequence[Breach]:
+        ledger = self.ledger(event.optimizer) if event.optimizer is not None else Ledger()
+        cause, first, facts = getattr(self, f"_{event.reason.replace('-', '_')}")(event, ledger)
+        if cause is None:
+            return ()
+        facts = {"refused": event.call, "reason": event.reason, **facts}
+        optimizer = facts.pop("optimizer", event.optimizer)
+        return (Breach(cause, optimizer, event.scaler, first, event.where, None, facts),)
+
+    def _never_scaled(self, event: Refused, ledger: Ledger) -> _Answer:
+        part = ledger.parts[-1] if ledger.parts else None
+        last = self.last_backward
+        where = part.where if part is not None else last.where if last is not None else None
+        other = part is not None and part.scale is not None
+        return "unscaled-backward", where, {"scaled_by_another": other, "no_backward": where is None and last is None}
+
+    def _unscaled_before(self, event: Refused, ledger: Ledger) -> _Answer:
+        first = ledger.unscaled_at
+        facts = {"first_found_inf": event.found_inf}
+        if ledger.backwards_since_unscale == 0:
+            return "double-unscale", first, facts
+        if ledger.stage is not Stage.REOPENED or event.found_inf or ledger.backwards_per_step == 1:
+            return "missing-update", first, {**facts, "next_iteration": True}
+        return "accumulation-broken", first, {**facts, "backwards": ledger.backwards_since_unscale}
+
+    def _unscaled_after_step(self, event: Refused, ledger: Ledger) -> _Answer:
+        if ledger.backwards_since_step:
+            return "missing-update", ledger.stepped_at, {"next_iteration": True}
+        return "double-unscale", ledger.stepped_at, {"after_step": True}
+
+    def _stepped_before(self, event: Refused, ledger: Ledger) -> _Answer:
+        return "missing-update", ledger.stepped_at, {"next_iteration": bool(ledger.backwards_since_step)}
+
+    def _no_checks_for_optimizer(self, event: Refused, ledger: Ledger) -> _Answer:
+        last = self.last_backward
+        if ledger.cleared_part is not None:
+            return "no-gradients", ledger.cleared_at, {"why": "cleared", "backward": ledger.cleared_part.where}
+        if last is None:
+            return "no-gradients", None, {"why": "no-backward"}
+        return "no-gradients", last.where, {"why": "not-reached", "reached": tuple(last.reached)}
+
+    def _no_checks_before_update(self, event: Refused, ledger: Ledger) -> _Answer:
+        session = self._session(event.scaler)
+        if self._bypassed:
+            known = self._bypassed[-1]
+            return None, None, {"optimizer": known.optimizer}
+        stepped = session.touched + session.stepped[bool(session.updates) :]
+        if stepped:
+            of_it = self.ledger(stepped[-1])
+            cause, first, facts = self._no_checks_for_optimizer(event, of_it)
+            return cause, first, {**facts, "optimizer": stepped[-1]}
+        last = self.last_backward
+        return (
+            "missing-update",
+            session.updated_at or (last.where if last is not None else None),
+            {"without_step": True, "repeated": session.updates > 0},
+        )
+
+    def _half_gradients(self, event: Refused, ledger: Ledger) -> _Answer:
+        return "fp16-parameters", None, {}
+
+
+_Answer = tuple["str | None", Place, "dict[str, Any]"]
+
+
+def _after_backward(stage: Stage, is_scaled: bool) -> Stage:
+    return MOVES[stage, Move.BACKWARD_SCALED if is_scaled else Move.BACKWARD_PLAIN]

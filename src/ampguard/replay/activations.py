@@ -1,0 +1,215 @@
+"""Activation maxima, sampled: in some steps the operators are watched, and of each result that has a narrow range
+(float16, not bfloat16) the largest |x| is kept.
+
+The operators run as they are; what we compute from their results goes nowhere but into our notes. A step that is
+sampled ends bit for bit as one that is not. Compiled code is never watched, and nothing while failures are traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.allowance import Allowance
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.frames import user_line
+from ampguard.capture.later import NumbersLater
+from ampguard.capture.record import Event, Line, RootCall
+from ampguard.numerics import largest
+from ampguard.replay.names import module_names
+from ampguard.replay.operators import facts_of
+
+SHARE = 0.004
+"""Of the training's time."""
+
+NARROW = 1e6
+"""A type whose numbers end below this is worth watching."""
+
+DISPATCH_SECONDS = 4e-6
+"""What it takes PyTorch to hand an operator to a mode."""
+
+LOOKS_IN_VAIN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operator at a line of a module."""
+
+    module: str | None
+    op: str
+    file: str | None
+    number: int | None
+    dtype: torch.dtype
+    line: Line | None = field(compare=False, default=None)
+
+
+Peaks = dict[Place, float]
+
+
+class PeakMode(compat.DispatchMode):
+    """Keeps the smallest and the largest value of every narrow result, as tensors: nothing is read here."""
+
+    def __init__(self, names: dict[int, str], barrier: FaultBarrier) -> None:
+        super().__init__()
+        self.event: Event | None = None
+        self.names = names
+        self.places: list[Place] = []
+        self.extremes: list[Tensor] = []
+        self.seconds = 0.0
+        self._barrier = barrier
+        self._stack: list[nn.Module] = []
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._stack.append(module)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self._barrier.call(self._note, func, output)
+        return output
+
+    def _note(self, func: Any, output: Any) -> None:
+        started = time.perf_counter()
+        for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+            if isinstance(tensor, Tensor) and is_narrow(tensor.dtype) and not facts_of(func).is_view(position):
+                self._note_extremes(func, tensor)
+        self.seconds += time.perf_counter() - started + DISPATCH_SECONDS
+
+    def _note_extremes(self, func: Any, tensor: Tensor) -> None:
+        if facts_of(func).is_uninitialised or tensor.layout != torch.strided or not compat.has_values(tensor):
+            return
+        self.extremes += torch.aminmax(tensor.detach())
+        event = self.event
+        line = event.line if event is not None else None
+        if isinstance(event, RootCall):
+            line = user_line(sys._getframe(3)) or line
+        file, number = (line.code.co_filename, line.number) if line is not None else (None, None)
+        self.places.append(Place(self._module(), str(func), file, number, tensor.dtype, line))
+
+    def _module(self) -> str | None:
+        for module in reversed(self._stack):
+            name = self.names.get(id(module))
+            if name is not None:
+                return name
+        return "" if self._stack else None
+
+
+class ActivationSampling:
+    """The recorder's live tracer in a sampled step."""
+
+    def __init__(
+        self, barrier: FaultBarrier, later: NumbersLater, on_peaks: Callable[[int, Peaks, float], None]
+    ) -> None:
+        self.allowance = Allowance(SHARE)
+        self._barrier = barrier
+        self._later = later
+        self._on_peaks = on_peaks
+        self._names: dict[int, str] = {}
+        self._mode: PeakMode | None = None
+        self._in_vain = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether iteration number `step` is to be sampled."""
+        if not step or (self._in_vain >= LOOKS_IN_VAIN and step & (step - 1)):
+            return False
+        return self.allowance.is_due(step) and not compat.has_compiled()
+
+    def iteration_ended(self, step: int, rate: float) -> None:
+        """The sampled iteration is over: hand its maxima on."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        started = time.perf_counter()
+        self._in_vain = 0 if mode.extremes else self._in_vain + 1
+        places = mode.places
+        if places:
+            self._later.ask(mode.extremes, lambda values: self._on_peaks(step, peaks_of(places, values), rate))
+        self.allowance.spend(mode.seconds + time.perf_counter() - started)
+
+    def begin_step(self) -> None:
+        """A backward pass ended; micro-steps of one iteration are sampled together."""
+
+    def watch(self, event: Event) -> AbstractContextManager[Any]:
+        """A context in which the results of what the event runs are looked at."""
+        is_alone = compat.dispatch_depth() == 0 and not compat.in_functorch()
+        if is_alone and isinstance(event, RootCall) and event.modes.grad and not is_compiled(event.module):
+            return _Watching(self, event)
+        return contextlib.nullcontext()
+
+    def enter(self, event: Event) -> PeakMode:
+        if self._mode is None:
+            self._mode = PeakMode(self._names, self._barrier)
+        mode = self._mode
+        mode.event = event
+        if isinstance(event, RootCall) and id(event.module) not in self._names:
+            self._names |= module_names(event.module, event.prefix)
+        mode.begin()
+        return mode
+
+
+class _Watching:
+    """One event watched. Where watching cannot begin, the event runs unwatched."""
+
+    def __init__(self, sampling: ActivationSampling, event: Event) -> None:
+        self._sampling = sampling
+        self._event = event
+        self._mode: PeakMode | None = None
+        self._call: Any = None
+
+    def __enter__(self) -> None:
+        mode = self._mode = self._sampling._barrier.call(self._sampling.enter, self._event)
+        if mode is None or not isinstance(self._event, RootCall):
+            return
+        mode._stack.append(self._event.module)
+        current = self._call = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            return mode.call_module(current, module, args, kwargs)
+
+        nn.Module.__call__ = __call__  # type: ignore[method-assign]
+
+    def __exit__(self, *exc: object) -> None:
+        if self._call is not None:
+            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        if self._mode is not None:
+            self._mode.end()
+            self._mode._stack.clear()
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether values of this type can outgrow it in an ordinary training: float16, not bfloat16.
+
+    >>> is_narrow(torch.float16), is_narrow(torch.bfloat16), is_narrow(torch.int8)
+    (True, False, False)
+    """
+    return dtype.is_floating_point and largest(dtype) < NARROW
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether some of the module's code was compiled."""
+    return any(
+        inner._compiled_call_impl is not None or type(inner).__name__ == "OptimizedModule" for inner in module.modules()
+    )
+
+
+def peaks_of(places: list[Place], extremes: list[float | None]) -> Peaks:
+    """The largest |x| at each place. A constant at the very end of the range is a mask, and no activation."""
+    peaks: Peaks = {}
+    for place, low, high in zip(places, extremes[::2], extremes[1::2], strict=True):
+        limit = largest(place.dtype)
+        sizes = [abs(v) for v in (low, high) if v is not None and abs(v) < limit]
+        if sizes:
+            peaks[place] = max(peaks.get(place, 0.0), *sizes)
+    return peaks

@@ -1,0 +1,431 @@
+"""The run's course over many steps: probes for its vital signs, its history on disk, the rules that read it.
+
+It has a fault barrier of its own: if something here goes wrong it is said once and only this part stops.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.frames import user_line
+from ampguard.capture.later import NumbersLater
+from ampguard.capture.probes import Patches
+from ampguard.capture.record import Event, Line, RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.vitals import StepVitals, Vitals, is_watchable
+from ampguard.capture.weights import WeightSample
+from ampguard.diagnose.casebook import Case, Casebook
+from ampguard.diagnose.dynamics import suspicion
+from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
+from ampguard.diagnose.dynamics.fits import is_rising
+from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.incident import Incident
+from ampguard.replay.activations import ActivationSampling, Peaks
+from ampguard.replay.parameters import parameter_name
+from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow
+
+ATTENTIVE_SHARE = 0.03
+"""Of the training's time, while some activation grows towards its limit."""
+
+PEAKS_A_SAMPLE = 64
+SUPERSEDED_BY = frozenset({"fp16-overflow", "overflow", "divergence"})
+
+
+class LearningDynamics:
+    """Watches a run over many steps."""
+
+    def __init__(
+        self, recorder: FlightRecorder, casebook: Casebook, rank: int, on_fault: Callable[[Exception], None]
+    ) -> None:
+        self.trajectory = Trajectory()
+        self.history: HistoryWriter | None = None
+        self._barrier = FaultBarrier(on_fault)
+        self._recorder = recorder
+        self._casebook = casebook
+        self._rank = rank
+        self._vitals = Vitals(self._on_step, self._on_look)
+        self._later = NumbersLater()
+        self._sampling = ActivationSampling(self._barrier, self._later, self._on_peaks)
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._lines: dict[int, Line] = {}
+        self._step = 0
+        self._is_sampled = False
+        self._paused = 0.0
+        self._told: dict[str, Case] = {}
+        self._forecast: Case | None = None
+        self._probes = DynamicsProbes(self._vitals, self._barrier, recorder, self._stepping)
+
+    def start(self, folder: Path, on_problem: Callable[[str], None], rank: int | None = None) -> None:
+        """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
+        self.history = HistoryWriter(folder, on_problem, rank)
+        self._casebook.second_opinion = self.second_opinion
+        self._probes.install()
+
+    def finish(self) -> None:
+        """Take the probes out and close the history."""
+        self._probes.undo()
+        self._barrier.call(self._vitals.close)
+        self._barrier.call(self._later.poll, True)
+        self._barrier.call(self._end)
+        if self.history is not None:
+            self.history.close()
+
+    def iteration_ended(self, step: int) -> None:
+        """Iteration number `step` is over."""
+        self._barrier.call(self._iteration_ended, step)
+
+    def root_entering(self) -> None:
+        """A root module is about to be called: in a sampled step it is watched. What runs outside modules never is."""
+        if self._is_sampled and self._recorder.live is None and torch.is_grad_enabled():
+            self._recorder.live = _OneCall(self._recorder, self._sampling)
+
+    def pause(self, seconds: float) -> None:
+        """Time that an investigation took does not count as the step's."""
+        self._paused += seconds
+
+    def second_opinion(self, incident: Incident) -> Incident | Case:
+        """A failure was explained: does it end a longer story? The forecast that said so is withdrawn for it."""
+        return self._barrier.call(self._second_opinion, incident) or incident
+
+    # --- what the vital signs tell --------------------------------------------------------------------------------
+
+    def _iteration_ended(self, step: int) -> None:
+        self._step = step
+        paused, self._paused = self._paused, 0.0
+        self._vitals.iteration_ended(step, paused)
+        recorder, sampling = self._recorder, self._sampling
+        if self._is_sampled:
+            sampling.iteration_ended(step, self._rate())
+        self._is_sampled = sampling.is_due(step + 1) and not recorder.counting
+
+    def _on_step(self, vitals: StepVitals) -> None:
+        self.trajectory.add(vitals)
+        if self.history is not None:
+            self.history.step(
+                StepRow(
+                    vitals.step,
+                    vitals.loss,
+                    vitals.scale,
+                    vitals.grad_norm,
+                    vitals.skipped,
+                    vitals.update_ratio,
+                    vitals.seconds,
+                )
+            )
+        if self.trajectory.skips_in_a_row >= 4:
+            self._ask("step", vitals.step)
+
+    def _on_look(self, sample: WeightSample) -> None:
+        self.trajectory.look(sample)
+        self._ask("look", sample.step)
+        for text in suspicion.gradient_underflow(self._situation(sample.step)) if self._is_in_half() else ():
+            self.note(EventRow(sample.step, "gradient-underflow-suspected", text))
+            self._recorder.suspects_underflow = True  # the next update's gradients are replayed in float32, for proof
+
+    def _is_in_half(self) -> bool:
+        """Whether the step computed in float16: other types do not lose small gradients."""
+        roots = [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
+        return any(
+            root.modes.autocast_dtype == torch.float16
+            or any(p.dtype == torch.float16 for p in root.module.parameters())
+            for root in roots
+        )
+
+    def _on_peaks(self, step: int, peaks: Peaks, rate: float) -> None:
+        self.trajectory.activations(step, peaks, rate)
+        if self.history is not None:
+            for place, size in sorted(peaks.items(), key=lambda item: -item[1])[:PEAKS_A_SAMPLE]:
+                dtype = str(place.dtype).removeprefix("torch.")
+                self.history.activation(
+                    ActivationRow(step, place.module, place.op, place.file, place.number, dtype, size)
+                )
+        grows = any(is_rising(peak.steps, peak.sizes) for peak in self.trajectory.watched_peaks())
+        self._sampling.allowance.attend(ATTENTIVE_SHARE if grows else 0.0)
+        if grows and self._forecast is None and not self._has_overflowed:
+            for incident in ask("peaks", self._situation(step)):
+                self._forecast = self._add(incident)
+
+    @property
+    def _has_overflowed(self) -> bool:
+        return any(c.incident.cause in SUPERSEDED_BY and c.incident.mode == "train" for c in self._casebook.cases)
+
+    def _end(self) -> None:
+        """The run is over: the slices that were kept at its first steps are compared once more."""
+        sample = self._vitals.weights.last_look(self._step)
+        if sample is not None:
+            self.trajectory.look(sample)
+            self._ask("end", self._step)
+
+    def note(self, row: EventRow) -> None:
+        if self.history is not None:
+            self.history.event(*row)
+
+    # --- incidents ------------------------------------------------------------------------------------------------
+
+    def _ask(self, moment: Moment, step: int) -> None:
+        for incident in ask(moment, self._situation(step)):
+            if incident.cause not in self._told:
+                self._told[incident.cause] = self._add(incident)
+
+    def _worst_of_fall(self) -> Case | None:
+        """The case behind the steps that the scaler is skipping at present."""
+        since = self.trajectory.falling_since
+        falling = [
+            case
+            for case in self._casebook.cases
+            if since is not None
+            and case.part_of is None
+            and case.last_step >= since
+            and case.incident.mode == "train"
+            and case.incident.phase != "protocol"
+        ]
+        return max(falling, key=lambda case: case.occurrences, default=None)
+
+    def _add(self, incident: Incident) -> Case:
+        self.note(EventRow(incident.step, incident.cause, incident.explanation))
+        behind = self._worst_of_fall() if incident.cause == "scale-collapse" else None
+        if behind is not None and behind.incident.cause in ITS_GRADIENTS:
+            self._casebook.retell(behind, incident)
+            for case in self._casebook.cases:
+                if case is not behind and case.incident.cause in ITS_GRADIENTS and self._is_of_fall(case):
+                    self._casebook.merge(case, behind)
+            return behind
+        return self._casebook.add(incident, poisons=incident.cause == "optimizer-underflow")
+
+    def _is_of_fall(self, case: Case) -> bool:
+        """Whether it was first seen while the loss scale was falling as it is now."""
+        since = self.trajectory.falling_since
+        return since is not None and case.incident.step >= since and case.part_of is None
+
+    def _second_opinion(self, incident: Incident) -> Incident | Case:
+        situation = self._situation(incident.step)
+        situation.failure = incident
+        for answer in ask("failure", situation):
+            incident = answer
+        told = self._case_of_story(incident)
+        if told is not None:
+            return told
+        forecast = self._forecast
+        if forecast is not None and is_foretold(forecast.incident, incident):
+            said = forecast.incident
+            facts = {"forecast_at_step": said.step, "forecast_steps_left": said.evidence["steps_left"]}
+            incident = msgspec.structs.replace(incident, evidence={**incident.evidence, **facts})
+            if forecast in self._casebook.cases:
+                self._casebook.cases.remove(forecast)
+            self._forecast = None
+        self._told.setdefault(incident.cause, Case(incident, ("", None, None, None)))
+        self.note(EventRow(incident.step, incident.cause, incident.explanation))
+        return incident
+
+    def _case_of_story(self, incident: Incident) -> Case | None:
+        """The case of a divergence or a collapse that was told, where this failure is one more end of the same one."""
+        collapse = self._told.get("scale-collapse")
+        if collapse is not None and incident.cause in ITS_GRADIENTS and self.trajectory.falling_since is not None:
+            return collapse
+        began = incident.evidence.get("began_at_step")
+        if incident.cause != "divergence" or began is None:
+            return None
+        known = (case for case in self._casebook.cases if case.incident.cause == "divergence")
+        return next((case for case in known if case.incident.step >= began), None)
+
+    def _situation(self, step: int) -> Situation:
+        worst = self._worst_of_fall()
+        known = worst.result() if worst is not None else None
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        return Situation(self.trajectory, step, self._rank, None, known, optimizers, self._lines, self._name_of)
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        events = self._recorder.log.record.events
+        return parameter_name(parameter, [(e.module, e.prefix) for e in events if isinstance(e, RootCall)])
+
+    def _stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer steps for the first time, or in a step that is looked at."""
+        if all(ref() is not optimizer for ref in self._optimizers):
+            self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+            self._optimizers.append(weakref.ref(optimizer))
+        if id(optimizer) not in self._lines:
+            line = user_line(sys._getframe(1))
+            if line is not None:
+                self._lines[id(optimizer)] = line
+
+    def _rate(self) -> float:
+        rates = [
+            float(group.get("lr", 0.0))
+            for ref in self._optimizers
+            if (optimizer := ref()) is not None
+            for group in optimizer.param_groups
+        ]
+        return max(rates, default=0.0)
+
+
+class _OneCall:
+    """The sampler as the recorder's live tracer for the next root call and for nothing after it."""
+
+    def __init__(self, recorder: FlightRecorder, sampling: ActivationSampling) -> None:
+        self._recorder = recorder
+        self._sampling = sampling
+
+    def begin_step(self) -> None:
+        self._recorder.live = None
+
+    def watch(self, event: Event) -> AbstractContextManager[Any]:
+        self._recorder.live = None
+        return self._sampling.watch(event)
+
+
+class DynamicsProbes:
+    """Where the vital signs are read: the backward call, the scaler, the gradient norm, the optimizers' steps."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        barrier: FaultBarrier,
+        recorder: FlightRecorder,
+        stepping: Callable[[Optimizer], None],
+    ) -> None:
+        self._vitals = vitals
+        self._barrier = barrier
+        self._recorder = recorder
+        self._stepping = stepping
+        self._patches = Patches()
+        self._handles: list[Any] = []
+        self._scaling: list[bool] = []
+        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._last: weakref.ref[Optimizer] | None = None
+
+    def install(self) -> None:
+        self._patches.replace(torch.autograd, "backward", self._watch_backward)
+        self._patches.replace(torch.amp.GradScaler, "scale", self._watch_scale)
+        self._patches.replace(torch.amp.GradScaler, "unscale_", self._watch_unscale)
+        self._patches.replace(torch.amp.GradScaler, "step", self._watch_scaler_step)
+        norm = compat.total_norm_function()
+        if norm is not None:
+            self._patches.replace(*norm, self._watch_norm)
+        add_before, add_after = compat.optimizer_step_hooks()
+        self._handles += [add_before(self._before), add_after(self._after)]
+
+    def undo(self) -> None:
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def _is_on(self) -> bool:
+        return self._recorder.active and not self._barrier.tripped
+
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        call, active = self._barrier.call, self._recorder
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if active.active and is_watchable(tensors):
+                call(self._loss_seen, tensors)
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+    def _loss_seen(self, tensor: Tensor) -> None:
+        scaled, self._scaled = self._scaled, None
+        is_it = scaled is not None and scaled[0]() is tensor
+        self._vitals.loss_seen(scaled[1] if scaled is not None and is_it else tensor)
+
+    def _watch_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if self._is_on:
+                try:  # the tape is on here; no operator runs in this note, and to hide from the tape is costly
+                    self._note_scaled(scaler, outputs, scaled)
+                except Exception as fault:
+                    self._barrier.call(_raise, fault)
+            return scaled
+
+        return scale
+
+    def _note_scaled(self, scaler: Any, outputs: Any, scaled: Any) -> None:
+        self._vitals.scaler_used(scaler)
+        if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
+            self._scaled = (weakref.ref(scaled), outputs)
+
+    def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def unscale_(scaler: Any, optimizer: Optimizer) -> Any:
+            result = original(scaler, optimizer)
+            self._vitals.unscaled()
+            return result
+
+        return unscale_
+
+    def _watch_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        scaling = self._scaling
+
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return original(scaler, optimizer, *args, **kwargs)
+            scaling.append(True)
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+                if scaling[-1]:  # the optimizer's own hooks did not run
+                    self._barrier.call(self._vitals.after_update, optimizer, True)
+            finally:
+                scaling.pop()
+            return result
+
+        return step
+
+    def _watch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            norm = original(tensors, norm_type, *args, **kwargs)
+            if self._is_on and norm_type == 2.0 and not torch.compiler.is_compiling():
+                self._barrier.call(self._vitals.norm_seen, norm)
+            return norm
+
+        return get_total_norm
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_on:
+            self._barrier.call(self._before_update, optimizer)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        if self._last is None or self._last() is not optimizer:
+            self._stepping(optimizer)
+            self._last = weakref.ref(optimizer)
+        self._vitals.before_update(optimizer, bool(self._scaling))
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_on:
+            return
+        skipped: Tensor | bool = False
+        if self._scaling:
+            self._scaling[-1] = False
+            flag = compat.held_found_inf(optimizer)
+            skipped = False if flag is None else flag
+        self._barrier.call(self._vitals.after_update, optimizer, skipped)
+
+
+def _raise(fault: Exception) -> None:
+    raise fault
+
+
+def is_foretold(forecast: Incident, incident: Incident) -> bool:
+    """Whether the failure is what the forecast spoke of."""
+    if incident.cause not in SUPERSEDED_BY or incident.mode != "train":
+        return False
+    return incident.cause == "divergence" or incident.module == forecast.module or incident.op == forecast.op

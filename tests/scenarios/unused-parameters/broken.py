@@ -1,0 +1,37 @@
+"""A second head is made and trained, and forward never calls it."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+def batch():
+    return torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+
+def loss_of(model):
+    x, y = batch()
+    with torch.autocast("cpu", dtype=torch.float16):
+        return F.cross_entropy(model(x), y)
+
+
+model = Net()
+model.auxiliary = nn.Linear(16, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(12):
+    x, y = batch()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()  # <- here
