@@ -92,9 +92,9 @@ class DispatchMode(TorchDispatchMode):
     def begin(self) -> None:
         """Make this the innermost mode of the thread.
 
-        What `__enter__` does beside that is there for Dynamo, and can be left out before Dynamo is imported.
+        What `__enter__` does beside that is there for compiled code to ask, and can be left out before anything is compiled.
         """
-        self._is_plainly_pushed = _push is not None and _pop is not None and "torch._dynamo" not in sys.modules
+        self._is_plainly_pushed = _push is not None and _pop is not None and "torch._inductor" not in sys.modules
         if _push is not None and self._is_plainly_pushed:
             _push(self)
         else:

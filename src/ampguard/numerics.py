@@ -57,6 +57,8 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not compat.has_values(tensor):
         return True
+    if tensor.layout != torch.strided:
+        tensor = compat.stored_values(tensor)
     if tensor.is_complex():
         return is_finite(torch.view_as_real(tensor.detach().resolve_conj()))
     values = tensor.detach()

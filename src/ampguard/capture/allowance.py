@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import time
 
-FIRST_STEPS = frozenset({0, 1, 2, 4})
-"""Steps that are always looked at, so that a short run is seen as well."""
-
 MILESTONES = frozenset(1 << n for n in range(6, 21))
 """And these, as long as a look costs little beside all the steps before."""
 
@@ -16,10 +13,14 @@ ATTENTIVE_LOOKS = 512
 
 
 class Allowance:
-    """Says when a look is due. `share`: of the time since the first question. Costs some 0.2 us a step."""
+    """Says when a look is due. `share`: of the time since the first question. Costs some 0.2 us a step.
 
-    def __init__(self, share: float) -> None:
+    `first_steps` are always looked at, so that a short run is seen as well.
+    """
+
+    def __init__(self, share: float, first_steps: frozenset[int]) -> None:
         self.share = share
+        self._first_steps = first_steps
         self.spent = 0.0
         """Seconds of looks that the share has to pay for: all but those at the first steps."""
         self.estimate = 0.0
@@ -36,7 +37,7 @@ class Allowance:
         now = time.perf_counter()
         if self._began is None:
             self._began = now
-        if step in FIRST_STEPS:
+        if step in self._first_steps:
             self._pays = "nobody"
             return True
         elapsed = now - self._began

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture import lineage
-from ampguard.capture.flags import FiniteFlag, is_immediate
+from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.log import EventLog
 from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, tensors_in, version_of
 from ampguard.capture.steps import StepCounter
@@ -31,6 +31,7 @@ class Judge:
     def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
         self.suspects: list[BadResult] = []
         self.last_good_step: int | None = None
+        self.losses: list[float | Tensor] = []
         self._log = log
         self._steps = steps
         self._report = report
@@ -58,12 +59,14 @@ class Judge:
         value = loss.item()
         if type(value) is not float or not math.isfinite(value):
             return False
+        self.losses.append(value)
         self._healthy.append(weakref.ref(loss))
         self.last_good_step = self._steps.count
         return True
 
     def judge_losses(self, losses: list[Tensor]) -> None:
         """Judge what is about to be differentiated."""
+        self._note(losses)
         if losses and all(any(known() is loss for known in self._judged_losses) for loss in losses):
             return  # differentiated before, with retain_graph
         self._judged_losses = [weakref.ref(loss) for loss in losses]
@@ -83,6 +86,16 @@ class Judge:
             self._unread.append((flag, bad))
         self.settle_all()
 
+    def _note(self, losses: list[Tensor]) -> None:
+        for loss in losses:
+            if loss.numel() == 1 and not loss.is_complex() and compat.has_values(loss) and not is_capturing():
+                self.losses.append(float(loss.item()) if loss.is_cpu else loss.detach())
+
+    def take_losses(self) -> list[float | Tensor]:
+        """The losses of the iteration that ends; those of a device as tensors."""
+        losses, self.losses = self.losses, []
+        return losses
+
     def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
         if flag.is_set():
             self.last_good_step = bad.step
@@ -98,6 +111,7 @@ class Judge:
 
     def count_losses(self, losses: list[Tensor]) -> None:
         """Losses after the last investigation: a bad one is counted."""
+        self._note(losses)
         if any(not is_finite(loss) for loss in losses):
             self._report(BadResult("loss", "train", self._steps.count, StepRecord(), ()))
 

@@ -63,6 +63,10 @@ class NumbersLater:
         self._waiting.append((values, [_Copy(*group) for group in elsewhere.values()], receiver))
         self.poll()
 
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def poll(self, wait: bool = False) -> None:
         """Hand on what has come; with `wait`, everything (the run ends)."""
         while self._waiting:

@@ -258,7 +258,7 @@ class Probes:
             def scale(self: Any, outputs: Any) -> Any:
                 scaled = original(self, outputs)
                 if recorder.active:
-                    guarded(recorder.note_scaled, outputs, scaled)
+                    guarded(recorder.note_scaled, outputs, scaled, self)
                 return scaled
 
             return scale

@@ -97,6 +97,10 @@ class FlightRecorder:
         self.step_seconds = 0.0
         self.thread = threading.get_ident()
         self.between_steps = False
+        self.scaler: Any = None
+        """The scaler that scaled last."""
+        self.is_unscaled = False
+        """Whether it has divided gradients since."""
         self.suspects_underflow = False
         """Set by whoever samples gradients: the next update's gradients are to be compared with float32's."""
         self.attempts = 0
@@ -141,7 +145,11 @@ class FlightRecorder:
         root = RootCall(
             index=self.log.claim_index(),
             module=module,
-            args=map_tensors(args, self.log.named_argument),
+            args=(
+                (self.log.named_argument(args[0]),)
+                if len(args) == 1 and type(args[0]) is Tensor
+                else map_tensors(args, self.log.named_argument)
+            ),
             kwargs=map_tensors(kwargs, self.log.named_argument) if kwargs else {},
             modes=current_modes(),
             rng=self.random.before_call(module),
@@ -231,8 +239,9 @@ class FlightRecorder:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def note_scaled(self, loss: Any, scaled: Any) -> None:
+    def note_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
         """Remember which loss a scaled loss was made from."""
+        self.scaler, self.is_unscaled = scaler, False
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
             self.loss_of_scaled[id(scaled)] = (weakref.ref(scaled), loss)
 

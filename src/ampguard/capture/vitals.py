@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.later import NumbersLater
+from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.weights import WeightSample, WeightSampling
+
+AT_A_TIME = 16
+_Plain: TypeAlias = tuple[int, int, int, tuple[Any, ...], float]
+"""(step, how many losses, how many norms, losses + norms + skips + (scale, ratio), seconds)."""
 
 
 @dataclass(slots=True)
@@ -42,47 +47,47 @@ class StepVitals:
 class Vitals:
     """Collects the vital signs of the running iteration and hands them on when it ends."""
 
-    def __init__(self, on_step: Callable[[StepVitals], None], on_sample: Callable[[WeightSample], None]) -> None:
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        on_step: Callable[[StepVitals], None],
+        on_sample: Callable[[WeightSample], None],
+    ) -> None:
+        self._recorder = recorder
         self._on_step = on_step
         self._later = NumbersLater()
-        self.weights = WeightSampling(self._later, on_sample)
-        self._losses: list[Tensor | float] = []
+        self.weights = WeightSampling(self._later, self._sampled(on_sample))
+        self.looks = self.weights.is_due(0)
+        """Whether weights and gradients are looked at in the running iteration."""
         self._norms: list[Tensor | float] = []
-        self._scale: Tensor | float | None = None
-        self._scaler: Any = None
-        self._is_unscaled = False
         self._skips: list[Tensor | bool] = []
+        self._pending: list[_Plain] = []
         self._started = time.perf_counter()
         self._step = 0
 
-    def loss_seen(self, loss: Tensor | float) -> None:
-        """A loss, unscaled, is about to be differentiated."""
-        if isinstance(loss, float):
-            self._losses.append(loss)
-        elif loss.numel() == 1 and not loss.is_complex() and compat.has_values(loss) and not is_capturing():
-            self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
+    def _sampled(self, on_sample: Callable[[WeightSample], None]) -> Callable[[WeightSample], None]:
+        def hand_on(sample: WeightSample) -> None:
+            self.flush()
+            on_sample(sample)
 
-    def scaler_used(self, scaler: Any) -> None:
-        """The loss was scaled: gradients are scaled from here until `unscaled`."""
-        self._scaler = scaler
-        self._is_unscaled = False
+        return hand_on
 
     def unscaled(self) -> None:
         """The scaler has divided the gradients by the scale."""
-        self._is_unscaled = True
+        self._recorder.is_unscaled = True
 
     def norm_seen(self, norm: Tensor | float) -> None:
         """The script measured its gradients (`clip_grad_norm_`); it is divided by the scale where they are scaled."""
         if isinstance(norm, Tensor) and (norm.numel() != 1 or not compat.has_values(norm) or is_capturing()):
             return
-        scale = None if self._is_unscaled else self._scale_now()
+        scale = None if self._recorder.is_unscaled else self._scale_now()
         value = norm.detach() if isinstance(norm, Tensor) else norm
         value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
         self._norms.append(value if scale is None else value / scale)
 
     def before_update(self, optimizer: Optimizer, by_scaler: bool) -> None:
         """The optimizer is about to change its parameters; a step that the scaler skips does not come here."""
-        if self.weights.is_due(self._step) and not is_capturing():
+        if self.looks and not is_capturing():
             scale = self._scale_now() if by_scaler else None
             still_scaled = compat.held_scale(optimizer) if by_scaler else None
             self.weights.before_update(optimizer, self._step, scale, still_scaled)
@@ -92,36 +97,56 @@ class Vitals:
         if isinstance(skipped, Tensor):
             skipped = bool(skipped.item()) if skipped.device.type == "cpu" else skipped.detach()
         self._skips.append(skipped)
-        self._scale = self._scale_now()
         if self.weights.is_open:
             self.weights.after_update(optimizer)
 
+    def stepped(self) -> None:
+        """An optimizer stepped, and nothing of it is looked at."""
+        self._skips.append(False)
+
     def iteration_ended(self, step: int, seconds_of_ours: float = 0.0) -> None:
-        """Iteration number `step` is over."""
+        """Iteration number `step` is over. Ordinary ones are handed on some at a time: it costs less."""
         now = time.perf_counter()
-        self._norms = self._norms or list(self.weights.grad_norms())
-        numbers = (*self._losses, *self._norms, *self._skips, self._scale, self.weights.update_ratio())
+        losses, norms, skips = self._recorder.judge.take_losses(), self._norms, self._skips
+        ratio: Tensor | None = None
+        if self.looks:
+            norms = norms or list(self.weights.grad_norms())
+            ratio = self.weights.update_ratio()
+        scale = self._scale_now()
         seconds = max(0.0, now - self._started - seconds_of_ours)
-        losses, norms, skips = len(self._losses), len(self._norms), len(self._skips)
-        self._losses, self._norms, self._skips = [], [], []
-        self._scale = None
+        self._norms, self._skips = [], []
         self._started = now
         self._step = step + 1
+        self.looks = self.weights.is_due(step + 1)
+        numbers = (*losses, *norms, *skips, scale, ratio)
+        plain = (step, len(losses), len(norms), numbers, seconds)
+        if ratio is None and not self._later.is_waiting and all(type(n) is not Tensor for n in numbers):
+            self._pending.append(plain)
+            if len(self._pending) >= AT_A_TIME or any(skips) or not all(map(math.isfinite, losses)):
+                self.flush()
+            return
+        self.flush()
+        self._later.ask(numbers, lambda values: self._hand_on((step, len(losses), len(norms), tuple(values), seconds)))
 
-        def hand_on(values: list[float | None]) -> None:
-            self._on_step(
-                StepVitals(
-                    step,
-                    _total(values[:losses]),
-                    values[-2],
-                    _root_of_squares(values[losses : losses + norms]),
-                    _any(values[losses + norms : losses + norms + skips]),
-                    values[-1],
-                    seconds,
-                )
+    def flush(self) -> None:
+        """Hand on the iterations that are waiting."""
+        pending, self._pending = self._pending, []
+        for plain in pending:
+            self._hand_on(plain)
+
+    def _hand_on(self, plain: _Plain) -> None:
+        step, losses, norms, values, seconds = plain
+        self._on_step(
+            StepVitals(
+                step,
+                _total(values[:losses]),
+                values[-2],
+                _root_of_squares(values[losses : losses + norms]),
+                _any(values[losses + norms : -2]),
+                values[-1],
+                seconds,
             )
-
-        self._later.ask(numbers, hand_on)
+        )
 
     def restart_clock(self) -> None:
         """Time that ampguard itself took does not count as the script's."""
@@ -129,28 +154,29 @@ class Vitals:
 
     def close(self) -> None:
         """The run ends: what is still under way is waited for."""
+        self.flush()
         self._later.poll(wait=True)
 
     def _scale_now(self) -> Tensor | float | None:
         """The loss scale; a tensor where it lies on a device."""
-        scaler = self._scaler
+        scaler = self._recorder.scaler
         scale = compat.loss_scale(scaler) if scaler is not None else None
         if scale is None:
             return None
-        return float(scale.item()) if scale.device.type == "cpu" else scale.detach().clone()
+        return float(scale.item()) if scale.is_cpu else scale.detach().clone()
 
 
-def _total(values: list[float | None]) -> float | None:
+def _total(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
-def _root_of_squares(values: list[float | None]) -> float | None:
+def _root_of_squares(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return (abs(known[0]) if len(known) == 1 else math.hypot(*known)) if known else None
 
 
-def _any(values: list[float | None]) -> bool | None:
+def _any(values: Sequence[float | None]) -> bool | None:
     return any(values) if values else None
 
 

@@ -21,6 +21,7 @@ from ampguard.capture.allowance import Allowance
 from ampguard.capture.later import NumbersLater
 from ampguard.numerics import is_low_precision
 
+FIRST_STEPS = frozenset({0, 1, 4})
 SHARE = 0.002
 """Of the training's time."""
 
@@ -91,7 +92,7 @@ class WeightSampling:
     """Takes looks at an optimizer's step."""
 
     def __init__(self, later: NumbersLater, on_sample: Callable[[WeightSample], None]) -> None:
-        self.allowance = Allowance(SHARE)
+        self.allowance = Allowance(SHARE, FIRST_STEPS)
         self.is_open = False
         self._later = later
         self._on_sample = on_sample
@@ -103,7 +104,7 @@ class WeightSampling:
         self._first: dict[int, _First] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._turn = 0
-        self._began = 0.0
+        self._seconds = 0.0
 
     def is_due(self, step: int) -> bool:
         """Whether this iteration is looked at: all of its optimizers, or none."""
@@ -114,7 +115,7 @@ class WeightSampling:
 
     def before_update(self, optimizer: Optimizer, step: int, scale: Any, still_scaled: Tensor | None) -> None:
         """Measure the gradients and keep slices of some weights. `scale`: by which the gradients were multiplied."""
-        self._began = time.perf_counter()
+        began = time.perf_counter()
         with_gradient = [(p, p.grad) for p in watchable(optimizer) if p.grad is not None]
         pairs = [(p, g) for p, g in with_gradient if g.layout == torch.strided]
         if not pairs:
@@ -128,10 +129,12 @@ class WeightSampling:
             self._slices = [self._sliced(p, g, factor) for p, g in alike]
         self.is_open = True
         self._asked = (step, True)
+        self._seconds = time.perf_counter() - began
 
     def after_update(self, optimizer: Optimizer) -> None:
         """See what the step did to the slices, and hand the look on."""
         self.is_open = False
+        began = time.perf_counter()
         step = self._asked[0]
         with torch.no_grad():
             layers, numbers = self._compare(step)
@@ -152,7 +155,7 @@ class WeightSampling:
             self._on_sample(WeightSample(step, known, rate, norm, weight_norm, moved, layers))
 
         grad_norm, self._norm, self._slices = self._norm, None, []
-        self.allowance.spend(time.perf_counter() - self._began)
+        self.allowance.spend(self._seconds + time.perf_counter() - began)
         self._later.ask([grad_norm, weights, ratio, *numbers], hand_on)
 
     def update_ratio(self) -> Tensor | None:

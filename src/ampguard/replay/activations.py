@@ -28,6 +28,7 @@ from ampguard.numerics import largest
 from ampguard.replay.names import module_names
 from ampguard.replay.operators import facts_of
 
+FIRST_STEPS = frozenset({1, 3})
 SHARE = 0.004
 """Of the training's time."""
 
@@ -112,7 +113,7 @@ class ActivationSampling:
     def __init__(
         self, barrier: FaultBarrier, later: NumbersLater, on_peaks: Callable[[int, Peaks, float], None]
     ) -> None:
-        self.allowance = Allowance(SHARE)
+        self.allowance = Allowance(SHARE, FIRST_STEPS)
         self._barrier = barrier
         self._later = later
         self._on_peaks = on_peaks

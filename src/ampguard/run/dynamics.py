@@ -25,7 +25,7 @@ from ampguard.capture.later import NumbersLater
 from ampguard.capture.probes import Patches
 from ampguard.capture.record import Event, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.vitals import StepVitals, Vitals, is_watchable
+from ampguard.capture.vitals import StepVitals, Vitals
 from ampguard.capture.weights import WeightSample
 from ampguard.diagnose.casebook import Case, Casebook
 from ampguard.diagnose.dynamics import suspicion
@@ -57,7 +57,7 @@ class LearningDynamics:
         self._recorder = recorder
         self._casebook = casebook
         self._rank = rank
-        self._vitals = Vitals(self._on_step, self._on_look)
+        self._vitals = Vitals(recorder, self._on_step, self._on_look)
         self._later = NumbersLater()
         self._sampling = ActivationSampling(self._barrier, self._later, self._on_peaks)
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -212,6 +212,7 @@ class LearningDynamics:
         return since is not None and case.incident.step >= since and case.part_of is None
 
     def _second_opinion(self, incident: Incident) -> Incident | Case:
+        self._vitals.flush()
         situation = self._situation(incident.step)
         situation.failure = incident
         for answer in ask("failure", situation):
@@ -304,12 +305,9 @@ class DynamicsProbes:
         self._patches = Patches()
         self._handles: list[Any] = []
         self._scaling: list[bool] = []
-        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._last: weakref.ref[Optimizer] | None = None
 
     def install(self) -> None:
-        self._patches.replace(torch.autograd, "backward", self._watch_backward)
-        self._patches.replace(torch.amp.GradScaler, "scale", self._watch_scale)
         self._patches.replace(torch.amp.GradScaler, "unscale_", self._watch_unscale)
         self._patches.replace(torch.amp.GradScaler, "step", self._watch_scaler_step)
         norm = compat.total_norm_function()
@@ -327,40 +325,6 @@ class DynamicsProbes:
     @property
     def _is_on(self) -> bool:
         return self._recorder.active and not self._barrier.tripped
-
-    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        call, active = self._barrier.call, self._recorder
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if active.active and is_watchable(tensors):
-                call(self._loss_seen, tensors)
-            return original(tensors, *args, **kwargs)
-
-        return backward
-
-    def _loss_seen(self, tensor: Tensor) -> None:
-        scaled, self._scaled = self._scaled, None
-        is_it = scaled is not None and scaled[0]() is tensor
-        self._vitals.loss_seen(scaled[1] if scaled is not None and is_it else tensor)
-
-    def _watch_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
-            if self._is_on:
-                try:  # the tape is on here; no operator runs in this note, and to hide from the tape is costly
-                    self._note_scaled(scaler, outputs, scaled)
-                except Exception as fault:
-                    self._barrier.call(_raise, fault)
-            return scaled
-
-        return scale
-
-    def _note_scaled(self, scaler: Any, outputs: Any, scaled: Any) -> None:
-        self._vitals.scaler_used(scaler)
-        if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
-            self._scaled = (weakref.ref(scaled), outputs)
 
     def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -400,7 +364,8 @@ class DynamicsProbes:
         return get_total_norm
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_on:
+        is_known = self._last is not None and self._last() is optimizer
+        if (self._vitals.looks or not is_known) and self._is_on:
             self._barrier.call(self._before_update, optimizer)
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -412,16 +377,14 @@ class DynamicsProbes:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_on:
             return
-        skipped: Tensor | bool = False
+        flag: Tensor | None = None
         if self._scaling:
             self._scaling[-1] = False
             flag = compat.held_found_inf(optimizer)
-            skipped = False if flag is None else flag
-        self._barrier.call(self._vitals.after_update, optimizer, skipped)
-
-
-def _raise(fault: Exception) -> None:
-    raise fault
+        if flag is None and not self._vitals.weights.is_open:
+            self._vitals.stepped()
+        else:
+            self._barrier.call(self._vitals.after_update, optimizer, False if flag is None else flag)
 
 
 def is_foretold(forecast: Incident, incident: Incident) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ampguard.diagnose import words
 from ampguard.diagnose.finding import Finding, cause, find_cause
 from ampguard.diagnose.gradients import GradientEvidence
@@ -32,6 +34,8 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
         return _hidden_in_forward(evidence)
     precision = evidence.low_precision_in_use
     assert precision is not None
+    if not evidence.is_finite_in_float32 and evidence.element(evidence.in_float32) is not None:
+        return _flushed(evidence, precision)
     limit = largest(precision)
     name = words.operator(evidence)
     wide = evidence.element(evidence.in_float32)
@@ -45,6 +49,21 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
         weight=60,
         evidence={"max_abs_fp32": peak, "limit": limit},
         proposals=(*precision_fixes(evidence), *operand_fixes(evidence)),
+        dtype=precision,
+    )
+
+
+def _flushed(evidence: GradientEvidence, precision: torch.dtype) -> Finding:
+    """Float32 arithmetic on the same operands is no better: one of them is 0 in low precision, and is not in float32."""
+    name = words.operator(evidence)
+    return Finding(
+        "fp16-underflow",
+        f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}: an operand of it is 0 in "
+        f"{words.precision(evidence)}, where it was flushed to zero, and is not in float32. In float32 all gradients of this "
+        f"step are finite.",
+        weight=60,
+        evidence={"operands_are_flushed": True},
+        proposals=(*operand_fixes(evidence), *precision_fixes(evidence)),
         dtype=precision,
     )
 

@@ -23,7 +23,15 @@ from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
 
 ENDS = frozenset(
-    ["fp16-overflow", "overflow", "indeterminate", "nonfinite-parameter", "gradient-overflow", "singular-gradient", "unexplained"]
+    [
+        "fp16-overflow",
+        "overflow",
+        "indeterminate",
+        "nonfinite-parameter",
+        "gradient-overflow",
+        "singular-gradient",
+        "unexplained",
+    ]
 )
 """How a divergence ends."""
 
