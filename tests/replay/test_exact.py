@@ -34,7 +34,9 @@ class Keeps(nn.Module):
 
 
 class Sink:
-    """Not a list: a replay puts back the lists that a forward pass has changed."""
+    """Out of a replay's reach, which puts back what a forward pass has changed: it has no `__dict__`."""
+
+    __slots__ = ("kept",)
 
     def __init__(self) -> None:
         self.kept: list[Any] = []

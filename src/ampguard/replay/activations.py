@@ -28,7 +28,7 @@ from ampguard.numerics import largest
 from ampguard.replay.names import module_names
 from ampguard.replay.operators import facts_of
 
-FIRST_STEPS = frozenset({1, 3})
+FIRST_STEPS = frozenset({2})
 SHARE = 0.004
 """Of the training's time."""
 

@@ -1,29 +1,25 @@
 """Everything that a replay could disturb, and how it is put back.
 
 Live tensors are never written to (their version counters would move and the script's own backward would die): clones
-are swapped in for the replay. Plain Python state that a forward pass may change (counters, lists of a hook's closure,
-a module's attributes) is copied before and restored in place after.
+are swapped in for the replay. Any other state that a forward pass may change is kept and put back (see `keeping`).
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import io
 import random
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampguard.capture.frames import is_user_code
 from ampguard.capture.record import Modes, RngStates, RootCall, SavedAttribute, torch_rng_states
+from ampguard.replay.keeping import StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
-CONTAINERS = (list, dict, set, collections.deque)
 
 
 @contextlib.contextmanager
@@ -107,26 +103,19 @@ class ModuleSandbox:
         self._module = module
         self._undo: list[Callable[[], None]] = []
         self.stand_ins: dict[int, tuple[dict[str, Tensor | None], str]] = {}
-        self._seen: set[int] = set()
+        self._keeper = StateKeeper()
 
     def enter(self) -> None:
+        for module in self._module.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its state lives in C++, and a replay of it changes none
+            self._keep_module(module)
         for saved in self._root.buffers:
             now = saved.owner.get(saved.name)
             if saved.copy is not None or now is not saved.tensor:
                 self._swap(saved.owner, saved.name, (saved.copy if saved.copy is not None else saved.tensor).clone())
                 if now is not None:
                     self.stand_ins[id(now)] = (saved.owner, saved.name)
-        for module in self._module.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # its state lives in C++, and a replay of it changes none
-            self._keep_attributes(module)
-            for hooks in (
-                *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
-                *(p._backward_hooks for p in module._parameters.values() if p is not None and p._backward_hooks),
-            ):
-                for hook in list(hooks.values()):
-                    self._keep_reachable(hook)
-            self._keep_function(type(module).forward)
         for attribute in self._root.attributes:
             self._bind(attribute)
 
@@ -134,6 +123,7 @@ class ModuleSandbox:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._keeper.restore()
 
     def swap_parameter(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another parameter until `leave()`."""
@@ -154,91 +144,34 @@ class ModuleSandbox:
         place[name] = value
         self._undo.append(lambda: place.__setitem__(name, original))
 
-    def _keep_attributes(self, module: nn.Module) -> None:
-        attributes = module.__dict__
-        before = dict(attributes)
-
-        def restore() -> None:
-            for name in [n for n in attributes if n not in before]:
-                del attributes[name]
-            attributes.update(before)
-
-        self._undo.append(restore)
+    def _keep_module(self, module: nn.Module) -> None:
+        """All that a call of the module can change: its attributes, what its methods and its hooks reach, its weights."""
+        attributes, keeper = module.__dict__, self._keeper
+        is_users = not type(module).__module__.startswith("torch.nn")
+        if is_users:
+            keeper.keep_attributes(attributes)
+            keeper.keep_class(type(module))
+            for name, value in list(attributes.items()):  # a tensor that is written to in place: let it be a clone
+                if isinstance(value, Tensor) and value.numel() <= MAX_ATTRIBUTE_COPY and not value.requires_grad:
+                    attributes[name] = value.clone()
+        else:
+            before = dict(attributes)
+            self._undo.append(lambda: _put_back(attributes, before))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                keeper.keep_tensor(parameter)  # `.data` can be written to
         buffers = module._buffers
         names = dict(buffers)
-
-        def restore_buffers() -> None:
-            for name in [n for n in buffers if n not in names]:
-                del buffers[name]
-            buffers.update(names)
-
-        self._undo.append(restore_buffers)
-        if type(module).__module__.startswith("torch.nn"):
-            return
-        for name, value in before.items():
-            if isinstance(value, Tensor) and value.numel() <= MAX_ATTRIBUTE_COPY and not value.requires_grad:
-                attributes[name] = value.clone()
-            elif isinstance(value, CONTAINERS) and not name.startswith("_"):
-                self._keep_container(value)
-
-    def _keep_container(self, container: Any, depth: int = 0) -> None:
-        if id(container) in self._seen or len(container) > 10_000 or depth > 3:
-            return
-        self._seen.add(id(container))
-        if isinstance(container, dict):
-            before = dict(container)
-            self._undo.append(lambda: _refill_dict(container, before))
-            values = list(before.values())
-        else:
-            items = list(container)
-            if isinstance(container, list):
-                self._undo.append(lambda: container.__setitem__(slice(None), items))
-            else:
-                self._undo.append(lambda: _refill(container, items))
-            values = items
-        for value in values:
-            if isinstance(value, CONTAINERS):
-                self._keep_container(value, depth + 1)
-
-    def _keep_reachable(self, value: Any) -> None:
-        """State that a hook can reach: its closure, its own object, the globals that it names."""
-        if isinstance(value, CONTAINERS):
-            self._keep_container(value)
-        elif isinstance(value, types.MethodType):
-            owner = value.__self__
-            if not isinstance(owner, (nn.Module, type)):
-                self._keep_object(owner)
-            self._keep_function(value.__func__)
-        elif callable(value):
-            self._keep_function(value)
-
-    def _keep_object(self, owner: Any) -> None:
-        attributes = getattr(owner, "__dict__", None)
-        if isinstance(attributes, dict):
-            self._keep_container(attributes)
-
-    def _keep_function(self, function: Any) -> None:
-        code = getattr(function, "__code__", None)
-        if code is None or id(code) in self._seen or not is_user_code(code):
-            return
-        self._seen.add(id(code))
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):
-                if isinstance(cell.cell_contents, CONTAINERS):
-                    self._keep_container(cell.cell_contents)
-                elif not isinstance(cell.cell_contents, (nn.Module, Tensor, type)) and not callable(cell.cell_contents):
-                    self._keep_object(cell.cell_contents)
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, CONTAINERS):
-                self._keep_container(value)
+        self._undo.append(lambda: _put_back(buffers, names))
+        for hooks in (
+            *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
+            *(p._backward_hooks for p in module._parameters.values() if p is not None and p._backward_hooks),
+        ):
+            for hook in list(hooks.values()):
+                keeper.keep(hook)
 
 
-def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
-    container.clear()
-    container.update(items)
-
-
-def _refill(container: Any, items: list[Any]) -> None:
-    container.clear()
-    container.update(items) if isinstance(container, set) else container.extend(items)
+def _put_back(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [n for n in entries if n not in before]:
+        del entries[name]
+    entries.update(before)

@@ -1,0 +1,241 @@
+"""Keeping what a second run of a forward pass could change, and putting it back.
+
+A forward pass may write anywhere: into a queue in a list, a counter of a plain object, a parameter's `.data`, a random
+generator of its own, a global. All that can be reached from a module (its attributes, what its methods' globals name,
+what its hooks hold) is kept before a replay and put back after it. Memory of the script is written to only where the
+replay has changed it, and past the version counters, so that the script's own backward pass still finds what it saved.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import random
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.capture.frames import is_user_code
+from ampguard.replay.trace import identical
+
+MAX_ITEMS = 10_000
+MAX_DEPTH = 5
+MAX_ELEMENTS = 1 << 28
+"""Elements that are copied in all; what lies beyond is taken to be left alone."""
+
+CONTAINERS = (list, dict, set, collections.deque)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, range, type)
+OPAQUE = (types.ModuleType, types.BuiltinFunctionType, property, staticmethod, classmethod)
+
+
+class StateKeeper:
+    """Notes state that can be reached, and restores it."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []
+        self._elements = 0
+
+    def restore(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._seen.clear()
+        self._kept.clear()
+
+    def keep(self, value: Any, depth: int = 0) -> None:
+        """Keep whatever state `value` is or holds."""
+        if isinstance(value, (*PLAIN, *OPAQUE)) or id(value) in self._seen or depth > MAX_DEPTH:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)  # so that its identity stays its own
+        if isinstance(value, Tensor):
+            self.keep_tensor(value)
+        elif isinstance(value, CONTAINERS):
+            self._keep_container(value, depth)
+        elif isinstance(value, tuple):
+            for item in value[:MAX_ITEMS]:
+                self.keep(item, depth + 1)
+        elif isinstance(value, torch.Generator):
+            state = value.get_state()
+            self._undo.append(lambda: _call(value.set_state, state))
+        elif isinstance(value, random.Random):
+            inner = value.getstate()
+            self._undo.append(lambda: value.setstate(inner))
+        elif isinstance(value, types.MethodType):
+            self.keep(value.__self__, depth + 1)
+            self.keep_function(value.__func__, depth + 1)
+        elif isinstance(value, types.FunctionType):
+            self.keep_function(value, depth + 1)
+        elif not self._keep_array(value) and not isinstance(value, nn.Module):
+            self._keep_object(value, depth)
+
+    def keep_tensor(self, tensor: Tensor) -> None:
+        """A tensor's memory and contents; past its version counter, which a write by `.data` does not move either."""
+        if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            return
+        if self._elements + tensor.numel() > MAX_ELEMENTS:
+            return
+        self._elements += tensor.numel()
+        with torch.no_grad():
+            memory = tensor.data
+            contents = memory.clone()
+
+        def restore() -> None:
+            with torch.no_grad():
+                if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+                    tensor.data = memory
+                if not identical(memory, contents):
+                    memory.copy_(contents)
+
+        self._undo.append(restore)
+
+    def keep_attributes(self, attributes: dict[str, Any], depth: int = 0) -> None:
+        """What an object's or a class's names stand for, and what that holds."""
+        before = dict(attributes)
+
+        def restore() -> None:
+            for name in [n for n in attributes if n not in before]:
+                del attributes[name]
+            for name, value in before.items():
+                if attributes.get(name) is not value or name not in attributes:
+                    attributes[name] = value
+
+        self._undo.append(restore)
+        for name, value in before.items():
+            if self._is_iterator(value):
+                before[name] = _copied(value)
+            else:
+                self.keep(value, depth + 1)
+
+    def keep_class(self, kind: type) -> None:
+        """The attributes of the user's classes, and what their methods can reach."""
+        for base in kind.__mro__:
+            if base is object or base.__module__.startswith("torch.") or id(base) in self._seen:
+                continue
+            self._seen.add(id(base))
+            for name, value in list(vars(base).items()):
+                if isinstance(value, types.FunctionType):
+                    self.keep_function(value)
+                elif not name.startswith("__") and not callable(value) and not isinstance(value, OPAQUE):
+                    self.keep(value, 1)
+                    self._undo.append(_binding(base, name, value))
+
+    def keep_function(self, function: Any, depth: int = 0) -> None:
+        """What a function of the user's can reach: its closure, its defaults, the globals that it names."""
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in self._seen or not is_user_code(code) or depth > MAX_DEPTH:
+            return
+        self._seen.add(id(code))
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                if not isinstance(cell.cell_contents, nn.Module):
+                    self.keep(cell.cell_contents, depth + 1)
+        for value in function.__defaults__ or ():
+            self.keep(value, depth + 1)
+        scope = function.__globals__
+        for name in code.co_names:
+            if name not in scope:
+                continue
+            value = scope[name]
+            if isinstance(value, types.FunctionType):
+                self.keep_function(value, depth + 1)
+            elif not isinstance(value, (*OPAQUE, type, nn.Module)):
+                self.keep(value, depth + 1)
+                self._undo.append(_entry(scope, name, _copied(value) if self._is_iterator(value) else value))
+
+    def _keep_container(self, container: Any, depth: int) -> None:
+        if len(container) > MAX_ITEMS:
+            return
+        if isinstance(container, dict):
+            before = dict(container)
+            self._undo.append(lambda: _refill_dict(container, before))
+            values = list(before.values())
+        else:
+            values = items = list(container)
+            if isinstance(container, list):
+                self._undo.append(lambda: _refill_list(container, items))
+            else:
+                self._undo.append(lambda: _refill(container, items))
+        for value in values:
+            self.keep(value, depth + 1)
+
+    def _keep_array(self, value: Any) -> bool:
+        """numpy's arrays and generators."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not hasattr(numpy, "ndarray"):
+            return False
+        if isinstance(value, numpy.ndarray):
+            if value.size <= MAX_ELEMENTS and value.flags.writeable and value.dtype != object:
+                contents = value.copy()
+                self._undo.append(lambda: numpy.copyto(value, contents))
+            return True
+        if isinstance(value, numpy.random.Generator):
+            state = value.bit_generator.state
+            self._undo.append(lambda: setattr(value.bit_generator, "state", state))
+            return True
+        if isinstance(value, numpy.random.RandomState):
+            legacy = value.get_state()
+            self._undo.append(lambda: value.set_state(legacy))
+            return True
+        return False
+
+    def _keep_object(self, value: Any, depth: int) -> None:
+        """An object of a class of the user's."""
+        where = type(value).__module__ or ""
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and not where.startswith(("torch.", "builtins", "logging", "threading")):
+            self.keep_attributes(attributes, depth)
+
+    @staticmethod
+    def _is_iterator(value: Any) -> bool:
+        return hasattr(value, "__next__") and not isinstance(value, (types.GeneratorType, Tensor, nn.Module))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> None:
+    function(*args)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception:
+        return value
+
+
+def _binding(owner: type, name: str, value: Any) -> Callable[[], None]:
+    def restore() -> None:
+        if vars(owner).get(name) is not value:
+            setattr(owner, name, value)
+
+    return restore
+
+
+def _entry(scope: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
+    def restore() -> None:
+        if scope.get(name) is not value:
+            scope[name] = value
+
+    return restore
+
+
+def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    if len(container) != len(items) or any(k not in container or container[k] is not v for k, v in items.items()):
+        container.clear()
+        container.update(items)
+
+
+def _refill_list(container: list[Any], items: list[Any]) -> None:
+    if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
+        container[:] = items
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    container.clear()
+    container.update(items) if isinstance(container, set) else container.extend(items)

@@ -1,0 +1,130 @@
+"""A replay runs a forward pass again: whatever state it changes must be as it was, or the training is another one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampguard
+
+torch.set_num_threads(1)
+
+
+class Bank:
+    def __init__(self) -> None:
+        self.features = torch.zeros(4)
+        self.count = 0
+
+
+BANK = Bank()
+TABLE = torch.zeros(4)
+GENERATOR = np.random.default_rng(0)
+COUNT = itertools.count()
+
+
+class Stateful(nn.Module):
+    total = 0
+
+    def __init__(self, change: Callable[[Any, Tensor], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.change = change
+        self.bank = Bank()
+        self.queue = [torch.zeros(4)]
+        self.rng = np.random.default_rng(3)
+        self.generator = torch.Generator().manual_seed(2)
+        self.array = np.zeros(2)
+        self.numbers = iter(range(99))
+        self.dice = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return (h + 0.1 * self.change(self, h.detach().float().mean(0))).pow(2).mean()
+
+
+def in_an_object(m: Any, d: Tensor) -> float:
+    m.bank.features.add_(d)
+    m.bank.count += 1
+    return float(m.bank.features.sum()) + m.bank.count
+
+
+def in_a_list(m: Any, d: Tensor) -> float:
+    m.queue[0].add_(d)
+    return float(m.queue[0].sum())
+
+
+def in_a_global_object(m: Any, d: Tensor) -> float:
+    BANK.count += 1
+    return BANK.count
+
+
+def in_a_global_tensor(m: Any, d: Tensor) -> float:
+    TABLE.add_(d)
+    return float(TABLE.sum())
+
+
+def in_a_class(m: Any, d: Tensor) -> float:
+    Stateful.total += 1
+    return Stateful.total
+
+
+def in_generators(m: Any, d: Tensor) -> float:
+    drawn = torch.rand((), generator=m.generator)
+    return float(GENERATOR.random() + m.rng.random() + m.dice.random()) + float(drawn)
+
+
+def in_an_array(m: Any, d: Tensor) -> float:
+    m.array += 1
+    return float(m.array.sum())
+
+
+def in_iterators(m: Any, d: Tensor) -> float:
+    return float(next(m.numbers) + next(COUNT))
+
+
+def in_a_parameter(m: Any, d: Tensor) -> float:
+    m.layer.bias.data.add_(0.01)
+    m.layer.weight.data = m.layer.weight.data * 0.9
+    return 0.0
+
+
+KINDS = [in_an_object, in_a_list, in_a_global_object, in_a_global_tensor, in_a_class, in_generators, in_an_array,
+         in_iterators, in_a_parameter]  # fmt: skip
+
+
+def losses(change: Callable[[Any, Tensor], float]) -> list[float]:
+    global BANK, TABLE, GENERATOR, COUNT
+    BANK, TABLE, GENERATOR, COUNT = Bank(), torch.zeros(4), np.random.default_rng(0), itertools.count()
+    Stateful.total = 0
+    torch.manual_seed(0)
+    model = Stateful(change)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # the first steps are skipped, and so replayed
+    found = []
+    for _ in range(4):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.randn(2, 4))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("change", KINDS, ids=lambda kind: kind.__name__)
+def test_state_of_a_forward_pass_is_put_back(change: Callable[[Any, Tensor], float], tmp_path: Path) -> None:
+    plain = losses(change)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        guarded = losses(change)
+    assert guarded == plain
+    assert session.report is not None
+    assert [i.cause for i in session.report.incidents] == ["loss-scale-overflow"], "else nothing was replayed"
