@@ -47,6 +47,20 @@ def test_iteration_ends_when_the_last_optimizer_has_stepped(pattern: str, iterat
     assert steps.count == iterations
 
 
+def test_count_never_falls_when_an_optimizer_joins_late() -> None:
+    early, late = optimizers(2)
+    steps = counter([early, late])
+    for _ in range(30):
+        steps.attempted(early)
+    counted = steps.count
+    for _ in range(10):
+        steps.attempted(early)
+        steps.attempted(late)
+        assert steps.count >= counted
+        counted = steps.count
+    assert counted >= 38
+
+
 def test_first_step_ends_no_iteration_before_the_second_optimizer_has_stepped() -> None:
     a, b = optimizers(2)
     steps = counter([a, b])

@@ -117,6 +117,8 @@ class FlightRecorder:
         """Steps so far in which nothing was computed before the first module."""
         self._prefixes = Prefixes()
         self.functions = AppliedFunctions()
+        self._is_unjudged = False
+        """Whether there are gradients that nobody has looked at."""
         self._cleared: dict[int | None, int] = {}
         """For each optimizer, by identity: the event from which on its gradients add up."""
         self._in_update: torch.optim.Optimizer | None = None
@@ -286,8 +288,20 @@ class FlightRecorder:
     def cleared_gradients(self, of: int | None) -> None:
         """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) were cleared."""
         events = self.log.record.events
-        if events and isinstance(events[-1], BackwardCall):
-            self._cleared[of] = self.log.next_index
+        if not events or not isinstance(events[-1], BackwardCall):
+            return
+        if self._is_unjudged and not self.counting and not self.steps.counts_backwards:
+            self._is_unjudged = False
+            self._judge_discarded(events)
+        self._cleared[of] = self.log.next_index
+
+    def _judge_discarded(self, events: list[Event]) -> None:
+        """Gradients are cleared that no optimizer has used: a loop that drops bad ones by itself."""
+        modules = {id(e.module): e.module for e in events if isinstance(e, RootCall)}
+        parameters = [p for module in modules.values() for p in module.parameters() if p.grad is not None]
+        if not all_finite(p.grad for p in parameters if p.grad is not None):
+            scale = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else None
+            self.judge.gradients_are_bad(parameters, scale, is_held_off=True)
 
     def returned_gradients(self, call: BackwardCall, gradients: Any) -> None:
         """What `torch.autograd.grad` returned."""
@@ -311,6 +325,7 @@ class FlightRecorder:
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.loss_of_scaled.clear()
         self.judge.spoil_gradients()
+        self._is_unjudged = True
         if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic
             self._judge_gradients(self._in_update)
             return
@@ -332,6 +347,7 @@ class FlightRecorder:
     def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        self._is_unjudged = False
         if by_scaler:
             return
         self.judge.read_flags(wait=True)

@@ -10,6 +10,9 @@ import weakref
 
 from torch.optim import Optimizer
 
+LONGEST_TURN = 8
+"""Steps of one optimizer to one of another, in one iteration (a critic's); one that joins later than that joins late."""
+
 
 class StepCounter:
     """Counts the iterations that have ended."""
@@ -50,9 +53,10 @@ class StepCounter:
         if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
             self.count += 1
             return True
-        if optimizer in self._idle:  # it steps after all: what was counted without it was one longer iteration
+        if optimizer in self._idle:  # it steps after all: a few steps without it were one longer iteration
             self._idle.discard(optimizer)
-            self.count -= self._provisional
+            if self._provisional <= LONGEST_TURN:
+                self.count -= self._provisional
             self._provisional = 0
         repeated = optimizer in self._stepped
         self._ever.add(optimizer)

@@ -66,6 +66,7 @@ class LearningDynamics:
         self._is_sampled = False
         self._paused = 0.0
         self._told: dict[str, Case] = {}
+        self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._forecast: Case | None = None
         self._probes = DynamicsProbes(self._vitals, self._barrier, recorder, self._stepping)
 
@@ -177,7 +178,7 @@ class LearningDynamics:
     # --- incidents ------------------------------------------------------------------------------------------------
 
     def _ask(self, moment: Moment, step: int) -> None:
-        for incident in ask(moment, self._situation(step)):
+        for incident in ask(moment, self._situation(step), self._told):
             if incident.cause not in self._told:
                 self._told[incident.cause] = self._add(incident)
 
@@ -250,8 +251,13 @@ class LearningDynamics:
         return Situation(self.trajectory, step, self._rank, None, known, optimizers, self._lines, self._name_of)
 
     def _name_of(self, parameter: Tensor) -> str | None:
-        events = self._recorder.log.record.events
-        return parameter_name(parameter, [(e.module, e.prefix) for e in events if isinstance(e, RootCall)])
+        """A parameter's name, looked up once: where no recent call tells it, every object has to be asked."""
+        known = self._names.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            roots = {id(e.module): e for e in self._recorder.log.record.events if isinstance(e, RootCall)}
+            name = parameter_name(parameter, [(e.module, e.prefix) for e in roots.values()])
+            known = self._names[id(parameter)] = (weakref.ref(parameter), name)
+        return known[1]
 
     def _stepping(self, optimizer: Optimizer) -> None:
         """An optimizer steps for the first time, or in a step that is looked at."""

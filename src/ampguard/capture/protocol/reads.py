@@ -20,6 +20,7 @@ from ampguard.capture.protocol.script_lines import script_line
 from ampguard.protocol.events import Read
 
 _METHODS = ("norm", "pow", "__pow__", "square", "abs", "mean", "max", "std", "clamp", "clamp_")
+_QUESTIONS = ("isfinite", "isnan", "isinf")
 _FUNCTIONS = ((torch, "norm"), (torch, "abs"), (torch, "square"), (torch.linalg, "norm"), (torch.linalg, "vector_norm"))
 
 
@@ -32,6 +33,8 @@ class ReadWindow:
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
         self._busy = False
         self._seen: list[tuple[Any, Any]] = []
+        self._asked_if_finite = False
+        """Whether the script asks if something is finite: the answer does not depend on the scale."""
 
     @property
     def is_open(self) -> bool:
@@ -49,6 +52,11 @@ class ReadWindow:
             replacement = self._watch(original)
             self._saved.append((owner, name, original, replacement, name in vars(owner)))
             setattr(owner, name, replacement)
+        for owner, name in ((o, n) for n in _QUESTIONS for o in (torch, torch.Tensor)):
+            original = getattr(owner, name)
+            replacement = self._ask(original)
+            self._saved.append((owner, name, original, replacement, name in vars(owner)))
+            setattr(owner, name, replacement)
 
     def close(self, tell: bool = True) -> None:
         """Put them back; tell what was measured, unless the script has asked for the scale meanwhile."""
@@ -61,10 +69,19 @@ class ReadWindow:
                 delattr(owner, name)
         self._saved.clear()
         seen, self._seen = self._seen, []
-        if tell and not self._moves.scale_was_read:
+        asked, self._asked_if_finite = self._asked_if_finite, False
+        if tell and not asked and not self._moves.scale_was_read:
             for watch, where in seen:
                 breaches = self._moves.machine.feed(Read(watch, where, clips=False))
                 self._moves.tell(breaches, self._moves.recorder.steps.count)
+
+    def _ask(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def question(*args: Any, **kwargs: Any) -> Any:
+            self._asked_if_finite = True
+            return original(*args, **kwargs)
+
+        return question
 
     def _watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -55,6 +55,10 @@ class Scans:
         if found:
             ids = {id(p) for p in found}
             watch.candidates = [p for p in candidates if id(p) not in ids]
+            if watch.candidates:
+                self._judge(watch)
+            else:
+                self._moves.listener.on_suspicion(("unused", watch), None, 0)
 
     def _scan(self, watch: OptimizerWatch) -> None:
         trained = watch.trained()

@@ -7,7 +7,7 @@ activations, when a failure was explained (the rule may say that it ends a longe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,9 +53,10 @@ def cause(code: str, asked: Iterable[Moment]) -> Callable[[Rule], Rule]:
     return register
 
 
-def ask(moment: Moment, situation: Situation) -> Iterable[Incident]:
-    """What the rules that are asked at this moment answer."""
+def ask(moment: Moment, situation: Situation, told: Container[str] = ()) -> Iterable[Incident]:
+    """What the rules that are asked at this moment answer; those whose cause was `told` already are not asked."""
     from ampguard.diagnose import dynamics
 
     dynamics.load()
-    return [answer for moments, rule in RULES.values() if moment in moments and (answer := rule(situation)) is not None]
+    asked = [rule for code, (moments, rule) in RULES.items() if moment in moments and code not in told]
+    return [answer for rule in asked if (answer := rule(situation)) is not None]

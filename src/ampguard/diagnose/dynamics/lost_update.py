@@ -53,9 +53,11 @@ def lost_update(situation: Situation) -> Incident | None:
     if not candidates:
         return None
     seen = [layer for layer in situation.trajectory.layers.values() if layer.active]
-    lost = [found for o in situation.optimizers for found in lost_layers(o, candidates, situation)]
     stuck, active = sum(layer.stuck for layer in seen), sum(layer.active for layer in seen)
-    if not lost or stuck < LOST_SHARE * active:
+    if stuck < LOST_SHARE * active:
+        return None
+    lost = [found for o in situation.optimizers for found in lost_layers(o, candidates, situation)]
+    if not lost:
         return None
     return told(lost, stuck / active, situation)
 
