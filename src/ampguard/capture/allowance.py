@@ -7,6 +7,9 @@ import time
 MILESTONES = frozenset(1 << n for n in range(6, 21))
 """And these, as long as a look costs little beside all the steps before."""
 
+FIRST_ESTIMATE = 0.005
+"""Seconds that a look is taken for before one has been measured."""
+
 MILESTONE_SHARE = 0.01
 ATTENTIVE_LOOKS = 512
 """Attentive looks are spread as far as if so many were taken in the whole run: a trend must be seen over a stretch."""
@@ -22,9 +25,10 @@ class Allowance:
         self.share = share
         self._first_steps = first_steps
         self.spent = 0.0
-        """Seconds of looks that the share has to pay for: all but those at the first steps."""
-        self.estimate = 0.0
+        """Seconds of looks so far, those of attentive stretches left out."""
+        self.estimate = FIRST_ESTIMATE
         """Seconds that a look takes."""
+        self._is_measured = False
         self._pays = "share"
         self._last_step = 0
         self._began: float | None = None
@@ -38,7 +42,8 @@ class Allowance:
         if self._began is None:
             self._began = now
         if step in self._first_steps:
-            self._pays = "nobody"
+            self._pays = "share"
+            self._last_step = step
             return True
         elapsed = now - self._began
         estimate = self.estimate
@@ -57,7 +62,8 @@ class Allowance:
 
     def spend(self, seconds: float) -> None:
         """A look has been taken and took this long."""
-        self.estimate = seconds if not self.estimate else min(seconds, 2 * self.estimate)  # a hiccup is no estimate
+        self.estimate = min(seconds, 2 * self.estimate) if self._is_measured else seconds  # a hiccup is no estimate
+        self._is_measured = True
         if self._pays == "share":
             self.spent += seconds
         elif self._pays == "attention":

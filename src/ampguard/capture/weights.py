@@ -21,7 +21,7 @@ from ampguard.capture.allowance import Allowance
 from ampguard.capture.later import NumbersLater
 from ampguard.numerics import is_low_precision
 
-FIRST_STEPS = frozenset({1, 4})
+FIRST_STEPS = frozenset({1})
 SHARE = 0.002
 """Of the training's time."""
 
