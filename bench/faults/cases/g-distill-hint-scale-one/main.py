@@ -18,7 +18,9 @@ class Student(nn.Module):
     def __init__(self, width=32, teacher_width=96, classes=5):
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(24, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
-        self.regressor = nn.Sequential(nn.Linear(width, teacher_width), nn.GELU(), nn.Linear(teacher_width, teacher_width))
+        self.regressor = nn.Sequential(
+            nn.Linear(width, teacher_width), nn.GELU(), nn.Linear(teacher_width, teacher_width)
+        )
         self.classifier = nn.Linear(width, classes)
 
     def forward(self, x):

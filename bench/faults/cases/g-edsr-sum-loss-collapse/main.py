@@ -49,7 +49,9 @@ class Trainer:
             self.scaler.update()
             skipped += self.scaler.get_scale() < scale
             if (batch + 1) % self.args.print_every == 0:
-                print(f"[{batch + 1}/{self.args.test_every}]\t[L2: {loss.item():.1f}]\tscale {scale:g}\tskipped {skipped}")
+                print(
+                    f"[{batch + 1}/{self.args.test_every}]\t[L2: {loss.item():.1f}]\tscale {scale:g}\tskipped {skipped}"
+                )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def fit(model, loss_fn, data, optimizer, epochs, batch_size=24):
             optimizer.step()
             total += loss.item()
             step += 1
-        print(f"epoch {epoch}: heading error {57.2958 * total / len(perm.split(batch_size)):.3f} deg after {step} steps")
+        print(
+            f"epoch {epoch}: heading error {57.2958 * total / len(perm.split(batch_size)):.3f} deg after {step} steps"
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def observed(pixels):
 def main(iters=200, rays_per_step=48):
     torch.manual_seed(7)
     scene = Scene()
-    opt = torch.optim.Adam([{"params": [scene.centre, scene.log_radius], "lr": 5e-3}, {"params": scene.bumps.parameters()}])
+    opt = torch.optim.Adam(
+        [{"params": [scene.centre, scene.log_radius], "lr": 5e-3}, {"params": scene.bumps.parameters()}]
+    )
     for it in range(iters):
         # the sampler starts in the middle of the object and widens
         reach = 0.5 + 0.01 * it

@@ -14,7 +14,9 @@ class Votes(Dataset):
         self.x = torch.randn(n, 20, generator=g)
         w = 0.35 * torch.randn(20, classes, generator=g)
         p = ((self.x @ w) / 2).softmax(-1)
-        votes = torch.stack([torch.bincount(torch.multinomial(q, annotators, True, generator=g), minlength=classes) for q in p])
+        votes = torch.stack(
+            [torch.bincount(torch.multinomial(q, annotators, True, generator=g), minlength=classes) for q in p]
+        )
         easy = (votes == 0).any(1)
         keep = torch.cat([torch.nonzero(~easy).flatten(), torch.nonzero(easy).flatten()[:1]])
         self.x, self.share = self.x[keep], votes[keep].float() / annotators

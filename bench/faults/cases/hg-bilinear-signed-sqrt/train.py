@@ -8,7 +8,9 @@ from torch import nn
 class BilinearCNN(nn.Module):
     def __init__(self, classes=6, width=12):
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, width, 3, 2), nn.BatchNorm2d(width), nn.Tanh(), nn.Conv2d(width, width, 3, 2))
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, 2), nn.BatchNorm2d(width), nn.Tanh(), nn.Conv2d(width, width, 3, 2)
+        )
         self.classifier = nn.Linear(width * width, classes)
 
     @staticmethod

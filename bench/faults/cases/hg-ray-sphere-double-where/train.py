@@ -39,7 +39,9 @@ def main():
         loss.backward()
         opt.step()
         if it % 15 == 0:
-            print(f"it {it:3d} loss {loss.item():.4f} misses {int((~hit).sum())} radius {scene.log_radius.exp().item():.3f}")
+            print(
+                f"it {it:3d} loss {loss.item():.4f} misses {int((~hit).sum())} radius {scene.log_radius.exp().item():.3f}"
+            )
     print(f"final loss {loss.item():.4f}")
 
 

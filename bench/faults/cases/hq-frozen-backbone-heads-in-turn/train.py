@@ -87,7 +87,8 @@ def main(rounds=16):
     torch.manual_seed(0)
     model = MultiTaskModel().train()
     shared = torch.optim.AdamW(
-        [{"params": model.heads["tag"].parameters()}, {"params": model.heads["topic"].parameters(), "lr": 5e-3}], lr=1e-2
+        [{"params": model.heads["tag"].parameters()}, {"params": model.heads["topic"].parameters(), "lr": 5e-3}],
+        lr=1e-2,
     )
     optimizers = {"tag": shared, "topic": shared}
     optimizers["similarity"] = torch.optim.SGD(model.heads["similarity"].parameters(), lr=0.1, momentum=0.9)

@@ -69,7 +69,9 @@ def train_one_epoch(args, model, data_loader, optimizer, scaler):
             scaler.step(optimizer)  # a single batch
             scaler.update()
         if idx % 8 == 0:
-            print(f"[{idx}/{args.iters}] loss {loss.item() * args.accumulation_steps:.4f} scale {scaler.get_scale():.0f}")
+            print(
+                f"[{idx}/{args.iters}] loss {loss.item() * args.accumulation_steps:.4f} scale {scaler.get_scale():.0f}"
+            )
 
 
 def main():

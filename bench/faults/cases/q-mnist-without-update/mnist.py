@@ -59,7 +59,9 @@ def test(model, data_target):
     with torch.no_grad():
         output = model(data)
     correct = (output.argmax(1) == target).sum().item()
-    print("\nTest set: Average loss: {:.4f}, Accuracy: {}/{}\n".format(F.nll_loss(output, target), correct, len(target)))
+    print(
+        "\nTest set: Average loss: {:.4f}, Accuracy: {}/{}\n".format(F.nll_loss(output, target), correct, len(target))
+    )
 
 
 def main():

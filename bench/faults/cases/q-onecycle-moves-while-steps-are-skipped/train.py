@@ -16,7 +16,11 @@ class RAFTish(nn.Module):
         self.fnet = nn.Sequential(nn.Conv2d(1, dim, 3, padding=1), nn.ReLU(), nn.Conv2d(dim, dim, 3, padding=1))
         self.cnet = nn.Conv2d(1, dim, 3, padding=1)
         self.update_block = nn.ModuleDict(
-            {"corr": nn.Conv2d(64, dim, 1), "gru": nn.Conv2d(2 * dim + 2, dim, 3, padding=1), "flow": nn.Conv2d(dim, 2, 1)}
+            {
+                "corr": nn.Conv2d(64, dim, 1),
+                "gru": nn.Conv2d(2 * dim + 2, dim, 3, padding=1),
+                "flow": nn.Conv2d(dim, 2, 1),
+            }
         )
         self.iters = iters
 
@@ -82,7 +86,11 @@ def train(args):
         scaler.update()
 
         if total_steps % 5 == 0:
-            print("[{:6d}, {:10.7f}] loss {:.3f} epe {:.4f}".format(total_steps, scheduler.get_last_lr()[0], loss, metrics["epe"]))
+            print(
+                "[{:6d}, {:10.7f}] loss {:.3f} epe {:.4f}".format(
+                    total_steps, scheduler.get_last_lr()[0], loss, metrics["epe"]
+                )
+            )
         total_steps += 1
         if total_steps == args.num_steps:
             return model

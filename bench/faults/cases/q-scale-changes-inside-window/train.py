@@ -44,7 +44,9 @@ class Experiment:
             norm = nn.utils.clip_grad_norm_(self.encoder.parameters(), 8.0)
             self.scaler.step(self.encoder_opt)
             self.encoder_opt.zero_grad()
-            print(f"batch {index:3d} loss {loss.item():.4f} encoder norm {norm:.4f} scale {self.scaler.get_scale():.0f}")
+            print(
+                f"batch {index:3d} loss {loss.item():.4f} encoder norm {norm:.4f} scale {self.scaler.get_scale():.0f}"
+            )
         self.scaler.update()
 
 

@@ -35,7 +35,9 @@ class LVSM(nn.Module):
         self.image_token_decoder = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 16))
 
     def forward(self, batch):
-        tokens = torch.cat([self.image_tokenizer(batch["input"]), self.pose_tokens.expand(len(batch["input"]), -1, -1)], 1)
+        tokens = torch.cat(
+            [self.image_tokenizer(batch["input"]), self.pose_tokens.expand(len(batch["input"]), -1, -1)], 1
+        )
         for block in self.transformer:
             tokens = block(tokens)
         render = self.image_token_decoder(tokens[:, 8:])
@@ -60,7 +62,9 @@ for forward_step, batch in enumerate(loader):
     scaler.unscale_(optimizer)
     total_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=GRAD_CLIP)
     if not torch.isfinite(total_norm) or total_norm > SKIP_ABOVE:
-        print(f"WARNING: step {forward_step} grad norm too large {total_norm:.2f} > {SKIP_ABOVE}, skipping optimizer step")
+        print(
+            f"WARNING: step {forward_step} grad norm too large {total_norm:.2f} > {SKIP_ABOVE}, skipping optimizer step"
+        )
         optimizer.zero_grad(set_to_none=True)
         continue
 
@@ -70,4 +74,6 @@ for forward_step, batch in enumerate(loader):
     optimizer.zero_grad(set_to_none=True)
     update_step += 1
     if forward_step % 3 == 0:
-        print(f"Forward step: {forward_step:4d} (update {update_step}) | loss: {loss.item():.4f} | psnr: {psnr.item():.2f}")
+        print(
+            f"Forward step: {forward_step:4d} (update {update_step}) | loss: {loss.item():.4f} | psnr: {psnr.item():.2f}"
+        )

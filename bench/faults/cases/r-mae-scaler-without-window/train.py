@@ -39,7 +39,9 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_embed = nn.Linear(dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
         self.register_buffer("decoder_pos_embed", torch.randn(patches, decoder_dim) * 0.02)
-        self.decoder_block = nn.TransformerEncoderLayer(decoder_dim, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
+        self.decoder_block = nn.TransformerEncoderLayer(
+            decoder_dim, 4, 48, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.decoder_pred = nn.Linear(decoder_dim, patch_dim)
 
     def forward(self, patches, mask_ratio=0.75):

@@ -9,7 +9,12 @@ class KeywordNet(nn.Module):
     def __init__(self, mels=16, words=5):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv1d(mels, 32, 5, padding=2), nn.BatchNorm1d(32), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(32, 32, 3), nn.ReLU()
+            nn.Conv1d(mels, 32, 5, padding=2),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.MaxPool1d(2),
+            nn.Conv1d(32, 32, 3),
+            nn.ReLU(),
         )
         self.classify = nn.Linear(32, words)
 
@@ -54,7 +59,9 @@ class PrintEvery:
     def __call__(self, engine):
         if engine.iteration % self.n == 0:
             lr = engine.optimizer.param_groups[0]["lr"]
-            print(f"{engine.iteration:3d} loss {engine.loss.item():.4f} lr {lr:.4f} scale {engine.scaler.get_scale():.0f}")
+            print(
+                f"{engine.iteration:3d} loss {engine.loss.item():.4f} lr {lr:.4f} scale {engine.scaler.get_scale():.0f}"
+            )
 
 
 def main():

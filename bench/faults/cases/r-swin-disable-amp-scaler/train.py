@@ -74,11 +74,11 @@ def main(config):
         config.train.warmup_epochs * len(loader),
         config.train.epochs * len(loader),
     )
-    print(f"AMP {'enabled' if config.amp_enabled else 'disabled'}, {sum(p.numel() for p in model.parameters())} weights")
+    print(
+        f"AMP {'enabled' if config.amp_enabled else 'disabled'}, {sum(p.numel() for p in model.parameters())} weights"
+    )
     for epoch in range(config.train.epochs):
-        train_one_epoch(
-            config, model, nn.CrossEntropyLoss(), loader, optimizer, epoch, lr_scheduler, loss_scaler
-        )
+        train_one_epoch(config, model, nn.CrossEntropyLoss(), loader, optimizer, epoch, lr_scheduler, loss_scaler)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ class WaveNet(nn.Module):
     def __init__(self, channels=12, cond=4, layers=3):
         super().__init__()
         self.start = nn.Conv1d(1, channels, 1)
-        self.filters = nn.ModuleList(nn.Conv1d(channels, channels, 3, padding=2**i, dilation=2**i) for i in range(layers))
+        self.filters = nn.ModuleList(
+            nn.Conv1d(channels, channels, 3, padding=2**i, dilation=2**i) for i in range(layers)
+        )
         self.gates = nn.ModuleList(nn.Conv1d(channels, channels, 3, padding=2**i, dilation=2**i) for i in range(layers))
         self.conds = nn.ModuleList(nn.Conv1d(cond, channels, 1) for _ in range(layers))
         self.end = nn.Conv1d(channels, 1, 1)

@@ -27,7 +27,9 @@ class Forecaster(nn.Module):
         self.encode = nn.Conv2d(2, channels, 3, padding=1, padding_mode="circular")
         self.process = nn.ModuleList(
             nn.Sequential(
-                nn.GroupNorm(4, channels), nn.SiLU(), nn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular")
+                nn.GroupNorm(4, channels),
+                nn.SiLU(),
+                nn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular"),
             )
             for _ in range(3)
         )
