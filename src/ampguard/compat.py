@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._python_dispatch
@@ -136,6 +136,81 @@ def has_values(tensor: torch.Tensor) -> bool:
         return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is None or not isinstance(tensor, fake.FakeTensor)
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name: the dictionary itself, not a copy. Empty for a ScriptModule, whose is in C++."""
+    return _own(module, "_parameters")
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own buffers by name: the dictionary itself. Empty for a ScriptModule."""
+    return _own(module, "_buffers")
+
+
+def children_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own children by name: the dictionary itself. Empty for a ScriptModule."""
+    return _own(module, "_modules")
+
+
+def _own(module: torch.nn.Module, name: str) -> dict[str, Any]:
+    found = module.__dict__.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Every hook of the module, and those on its parameters' gradients."""
+    places = [
+        getattr(module, n, None)
+        for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    ]
+    places += [getattr(p, "_backward_hooks", None) for p in parameters_of(module).values() if p is not None]
+    return [hook for hooks in places if hooks for hook in list(hooks.values())]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's version counter; -1 for inference tensors, which keep none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, in one call where PyTorch has one."""
+    together = getattr(torch, "_foreach_norm", None)
+    return list(together(tensors)) if together is not None else [torch.linalg.vector_norm(t) for t in tensors]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of the module run compiled code."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+class Paused(Protocol):
+    """Something that is out of the way at times."""
+
+    paused: bool
+
+
+def call_while_paused(watcher: Paused, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """An `nn.Module.__call__` that does what PyTorch's own does while `watcher` is paused, without a second frame.
+
+    A call inside another module then costs nothing. Every other call goes to `otherwise(module, *args, **kwargs)`.
+    """
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if watcher.paused:
+            if self._compiled_call_impl is not None:
+                return self._compiled_call_impl(*args, **kwargs)
+            return self._call_impl(*args, **kwargs)
+        return otherwise(self, *args, **kwargs)
+
+    return __call__
+
+
+def functional_call() -> tuple[Any, str] | None:
+    """Where `torch.func.functional_call` runs a module on other parameters than its own."""
+    from torch.nn.utils import stateless
+
+    return (stateless, "_functional_call") if hasattr(stateless, "_functional_call") else None
 
 
 def is_wrapper(module: torch.nn.Module) -> str | None:

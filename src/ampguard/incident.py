@@ -48,7 +48,7 @@ CAUSES: dict[str, str] = {
     "fp16-parameters": "the scaler meets float16 gradients because the parameters themselves are float16",
     "scheduler-on-skipped-step": "a learning-rate scheduler moves on although the optimizer's step was skipped",
     "missing-zero-grad": "gradients of earlier iterations are never cleared and pile up",
-    "autocast-cache": "a weight's cast was cached under no_grad and reused for training within one autocast region",
+    "autocast-cache": "a weight's cast was cached in an autocast region and reused where it no longer serves",
     "unused-parameters": "parameters that should train never receive a gradient",
     "scaler-not-saved": "a checkpoint carries the model and the optimizer and not the scaler",
     "needless-scaler": "gradient scaling with bfloat16 or float32, where it does nothing useful",

@@ -75,7 +75,7 @@ CALLED_BY_PROBES = [
     (Recorder, "before_backward"),
     (Recorder, "after_backward"),
     (Recorder, "before_update"),
-    (Recorder, "cleared_gradients"),
+    (Recorder, "gradients_cleared"),
     (Recorder, "after_update"),
     (log.EventLog, "add_operator"),
     (log.EventLog, "keep_plain"),

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.bymodule import ByModule
-from ampguard.capture.record import SavedBuffer, version_of
+from ampguard.capture.record import SavedBuffer
+from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
 FIRST_CALL_COPY = 1 << 16
@@ -42,10 +44,9 @@ class BufferWatch:
             watched = self._watched.put(module, _Watched())
         if watched.calls % RESCAN_CALLS == 0:
             watched.places = [
-                (owner._buffers, name, f"{path}.{name}" if path else name)
+                (compat.buffers_of(owner), name, f"{path}.{name}" if path else name)
                 for path, owner in module.named_modules()
-                if isinstance(owner._buffers, dict)  # a ScriptModule's is a view of C++ state
-                for name in owner._buffers
+                for name in compat.buffers_of(owner)
             ]
         first = watched.calls == 0
         watched.calls += 1

@@ -1,17 +1,109 @@
-"""Are the gradients finite? asked before an optimizer uses them, where no scaler has asked already."""
+"""Are the gradients finite? asked where no scaler asks: before an optimizer uses them, or a loop throws them away."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.judge import Judge
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import BackwardCall, Ref, RootCall
 from ampguard.numerics import is_finite
 
 SMALL = 1 << 14
 """Elements up to which gradients are looked at together: one operator for many, at the price of a copy."""
+
+
+class GradientWatch:
+    """Follows gradients from the backward pass to the update, and has bad ones judged."""
+
+    def __init__(self, log: EventLog, judge: Judge) -> None:
+        self.suspects_underflow = False
+        """Set by whoever samples gradients: the next update's gradients are to be compared with float32's."""
+        self._log = log
+        self._judge = judge
+        self._is_unjudged = False
+        """Whether there are gradients that nobody has looked at."""
+        self._cleared: dict[int | None, int] = {}
+        """For each optimizer, by identity: the event from which on its gradients add up. None: for all of them."""
+
+    def differentiated(self) -> None:
+        """A backward pass has added gradients."""
+        self._judge.spoil_gradients()
+        self._is_unjudged = True
+
+    def are_looked_at_by_scaler(self) -> None:
+        """A scaler is about to step: it looks by itself."""
+        self._is_unjudged = False
+
+    def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps without a scaler: look, as long as that waits for nothing."""
+        self._is_unjudged = False
+        if not self._log.record.events:
+            return
+        if all_finite(gradients_of(optimizer)):
+            self._judge.gradients_are_good()
+        else:
+            since = self._cleared_since(optimizer)
+            self._judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False, since=since)
+        if self.suspects_underflow:
+            self.look_for_underflow(optimizer, None)
+
+    def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
+        """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
+        self._judge.read_flags(wait=True)
+        since = self._cleared_since(optimizer)
+        self._judge.gradients_are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
+
+    def used_by_hand(self) -> None:
+        """Parameters are updated by hand: judge what the last backward call left or returned."""
+        events = self._log.record.events
+        call = events[-1] if events else None
+        if not isinstance(call, BackwardCall):
+            return
+        if call.is_functional:
+            returned = [(Ref(call.index, i), t) for i, r in enumerate(call.outputs) if (t := r()) is not None]
+            if not all_finite(t for _, t in returned):
+                self._judge.gradients_are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
+            return
+        parameters = self._parameters_of_modules()
+        if all_finite(p.grad for p in parameters if p.grad is not None):
+            self._judge.gradients_are_good()
+        else:
+            self._judge.gradients_are_bad(parameters, None, is_held_off=False)
+
+    def cleared(self, of: int | None, scaler: Any) -> None:
+        """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) are cleared.
+
+        Where no optimizer has used them, the loop may drop bad ones by itself: they are bad all the same.
+        """
+        events = self._log.record.events
+        if not events or not isinstance(events[-1], BackwardCall):
+            return
+        if self._is_unjudged:
+            self._is_unjudged = False
+            parameters = [p for p in self._parameters_of_modules() if p.grad is not None]
+            if not all_finite(p.grad for p in parameters if p.grad is not None):
+                scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+                self._judge.gradients_are_bad(parameters, scale, is_held_off=True)
+        self._cleared[of] = self._log.next_index
+
+    def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
+        """Somebody suspects that these gradients have lost a part to zero: have the step run again."""
+        self.suspects_underflow = False
+        if any(isinstance(event, BackwardCall) for event in self._log.record.events):
+            self._judge.gradients_may_be_lost(parameters_of(optimizer), loss_scale)
+
+    def _cleared_since(self, optimizer: torch.optim.Optimizer) -> int:
+        return max(self._cleared.get(id(optimizer), 0), self._cleared.get(None, 0))
+
+    def _parameters_of_modules(self) -> list[Tensor]:
+        modules = {id(e.module): e.module for e in self._log.record.events if isinstance(e, RootCall)}
+        return [p for module in modules.values() for p in module.parameters()]
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -18,8 +18,9 @@ from ampguard import compat
 from ampguard.capture import lineage
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, tensors_in, version_of
+from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, tensors_in
 from ampguard.capture.steps import StepCounter
+from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
 Mode = Literal["train", "eval"]
@@ -178,6 +179,12 @@ class Judge:
             )
         )
         self._note_spoilt(parameters)
+
+    def gradients_may_be_lost(self, parameters: Iterable[Tensor], loss_scale: float | None) -> None:
+        """Gradients are finite, and may have lost a part to zero."""
+        with_gradient = tuple(p for p in parameters if p.grad is not None)
+        record, step = self._log.slice(), self._steps.count
+        self._report(BadResult("underflow", "train", step, record, (), parameters=with_gradient, loss_scale=loss_scale))
 
     def gradients_are_good(self) -> None:
         """Gradients were looked at and are finite: whatever was left there has been cleared."""

@@ -26,8 +26,8 @@ from ampguard.capture.record import (
     StepRecord,
     held_in,
     refs_in,
-    version_of,
 )
+from ampguard.compat import version_of
 
 MAX_EVENTS = 4096
 """Events kept of one step; beyond it the record is incomplete."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import stateless
 from torch.optim import Optimizer
 
 from ampguard import compat
@@ -114,21 +113,11 @@ class Probes:
                     return original(self, *args, **kwargs)
                 return root_call(self, args, kwargs)
 
-            if not compat.only_forwards_to_call_impl(original):
-                return __call__
-
-            def direct_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                # What PyTorch's own __call__ does, without a second frame: a nested call then costs nothing.
-                if recorder.paused:
-                    if self._compiled_call_impl is not None:
-                        return self._compiled_call_impl(*args, **kwargs)
-                    return self._call_impl(*args, **kwargs)
-                if torch.compiler.is_compiling() or not recorder.active:
-                    return original(self, *args, **kwargs)
-                return root_call(self, args, kwargs)
-
-            direct_call.__name__ = "__call__"
-            return direct_call
+            return (
+                compat.call_while_paused(recorder, __call__)
+                if compat.only_forwards_to_call_impl(original)
+                else __call__
+            )
 
         self._patches.replace(nn.Module, "__call__", watch)
 
@@ -245,8 +234,9 @@ class Probes:
 
             return functional_call
 
-        if hasattr(stateless, "_functional_call"):
-            self._patches.replace(stateless, "_functional_call", watch)
+        place = compat.functional_call()
+        if place is not None:
+            self._patches.replace(*place, watch)
 
     def _watch_scaler(self) -> None:
         recorder = self._recorder
@@ -271,7 +261,7 @@ class Probes:
                 before = recorder.attempts
                 if scaler.is_enabled():
                     guarded(recorder.before_update, optimizer, True)
-                    if recorder.suspects_underflow:
+                    if recorder.gradients.suspects_underflow:
                         guarded(self._look_for_underflow, scaler, optimizer)
                 scaling.append(scaler)
                 try:
@@ -290,11 +280,12 @@ class Probes:
         self._patches.replace(torch.amp.GradScaler, "step", watch_step)
 
     def _look_for_underflow(self, scaler: Any, optimizer: Optimizer) -> None:
-        self._recorder.look_for_underflow(optimizer, float(scaler.get_scale()))
+        if not self._recorder.counting:
+            self._recorder.gradients.look_for_underflow(optimizer, float(scaler.get_scale()))
 
     def _held_off(self, scaler: Any, optimizer: Optimizer) -> None:
-        if scaler.is_enabled():
-            self._recorder.held_off(optimizer, float(scaler.get_scale()))
+        if scaler.is_enabled() and not self._recorder.counting:
+            self._recorder.gradients.held_off(optimizer, float(scaler.get_scale()))
 
     def _watch_optimizers(self) -> None:
         recorder = self._recorder
@@ -341,7 +332,7 @@ class Probes:
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if not recorder.between_steps or not recorder.active or recorder.paused:
                     if is_last and recorder.active and not recorder.paused:
-                        guarded(recorder.cleared_gradients, id(self))
+                        guarded(recorder.gradients_cleared, id(self))
                     return original(self, *args, **kwargs)
                 guarded(recorder.tape.leave)
                 result = original(self, *args, **kwargs)
@@ -359,7 +350,7 @@ class Probes:
             @functools.wraps(original)
             def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if recorder.active and not recorder.paused:
-                    recorder.barrier.call(recorder.cleared_gradients, None)
+                    recorder.barrier.call(recorder.gradients_cleared, None)
                 return original(self, *args, **kwargs)
 
             return zero_grad

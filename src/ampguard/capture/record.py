@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ampguard.compat import version_of
 from ampguard.incident import Location
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -261,11 +262,6 @@ class BadResult:
     @property
     def is_of_gradients(self) -> bool:
         return self.kind in ("gradient", "underflow")
-
-
-def version_of(tensor: Tensor) -> int:
-    """The tensor's version counter; -1 for inference tensors, which keep none."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:

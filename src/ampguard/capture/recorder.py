@@ -25,7 +25,7 @@ from ampguard.capture.buffers import BufferWatch
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
 from ampguard.capture.functions import AppliedFunctions
-from ampguard.capture.gradients import all_finite, gradients_of, parameters_of
+from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import MAX_EVENTS, EventLog
 from ampguard.capture.record import (
@@ -39,11 +39,11 @@ from ampguard.capture.record import (
     map_tensors,
     tensors_in,
     torch_rng_states,
-    version_of,
 )
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import Prefixes, RandomStreams, current_modes
 from ampguard.capture.tape import GlueTape
+from ampguard.compat import version_of
 
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""
@@ -86,6 +86,7 @@ class FlightRecorder:
         self.log = EventLog()
         self.steps = StepCounter()
         self.judge = Judge(self.log, self.steps, self._report)
+        self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
         self.buffers = BufferWatch()
         self.attributes = AttributeWatch()
@@ -101,8 +102,6 @@ class FlightRecorder:
         """The scaler that scaled last."""
         self.is_unscaled = False
         """Whether it has divided gradients since."""
-        self.suspects_underflow = False
-        """Set by whoever samples gradients: the next update's gradients are to be compared with float32's."""
         self.attempts = 0
         """Optimizer steps attempted so far."""
         self._has_root = False
@@ -117,10 +116,6 @@ class FlightRecorder:
         """Steps so far in which nothing was computed before the first module."""
         self._prefixes = Prefixes()
         self.functions = AppliedFunctions()
-        self._is_unjudged = False
-        """Whether there are gradients that nobody has looked at."""
-        self._cleared: dict[int | None, int] = {}
-        """For each optimizer, by identity: the event from which on its gradients add up."""
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 
@@ -285,23 +280,10 @@ class FlightRecorder:
         log.append(call)
         return call
 
-    def cleared_gradients(self, of: int | None) -> None:
-        """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) were cleared."""
-        events = self.log.record.events
-        if not events or not isinstance(events[-1], BackwardCall):
-            return
-        if self._is_unjudged and not self.counting and not self.steps.counts_backwards:
-            self._is_unjudged = False
-            self._judge_discarded(events)
-        self._cleared[of] = self.log.next_index
-
-    def _judge_discarded(self, events: list[Event]) -> None:
-        """Gradients are cleared that no optimizer has used: a loop that drops bad ones by itself."""
-        modules = {id(e.module): e.module for e in events if isinstance(e, RootCall)}
-        parameters = [p for module in modules.values() for p in module.parameters() if p.grad is not None]
-        if not all_finite(p.grad for p in parameters if p.grad is not None):
-            scale = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else None
-            self.judge.gradients_are_bad(parameters, scale, is_held_off=True)
+    def gradients_cleared(self, of: int | None) -> None:
+        """`zero_grad` is called: of an optimizer (by identity), or of a module (None)."""
+        if not self.counting and not self.steps.counts_backwards:
+            self.gradients.cleared(of, self.scaler)
 
     def returned_gradients(self, call: BackwardCall, gradients: Any) -> None:
         """What `torch.autograd.grad` returned."""
@@ -324,13 +306,13 @@ class FlightRecorder:
         """The graph is used up: events before now are kept only while their results are."""
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.loss_of_scaled.clear()
-        self.judge.spoil_gradients()
-        self._is_unjudged = True
+        self.gradients.differentiated()
         if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic
-            self._judge_gradients(self._in_update)
+            if not self.counting:
+                self.gradients.about_to_be_used(self._in_update)
             return
-        if self.steps.counts_backwards:  # parameters updated by hand
-            self._judge_by_hand()
+        if self.steps.counts_backwards and not self.counting:
+            self.gradients.used_by_hand()
         if self.steps.differentiated():
             self._end_iteration()
             self.log.iteration_start = before  # perhaps two backward passes make one step
@@ -347,66 +329,14 @@ class FlightRecorder:
     def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
-        self._is_unjudged = False
         if by_scaler:
+            self.gradients.are_looked_at_by_scaler()
             return
         self.judge.read_flags(wait=True)
         if has_closure:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
-            return
-        self._judge_gradients(optimizer)
-        if self.suspects_underflow:
-            self.look_for_underflow(optimizer, None)
-
-    def _judge_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """No scaler looks at these gradients before they are used: look, as long as that waits for nothing."""
-        if not self.log.record.events or self.counting:
-            return
-        if all_finite(gradients_of(optimizer)):
-            self.judge.gradients_are_good()
-        else:
-            since = self._cleared_since(optimizer)
-            self.judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False, since=since)
-
-    def _cleared_since(self, optimizer: torch.optim.Optimizer) -> int:
-        return max(self._cleared.get(id(optimizer), 0), self._cleared.get(None, 0))
-
-    def _judge_by_hand(self) -> None:
-        """Parameters are updated by hand: judge what the last backward call left or returned."""
-        events = self.log.record.events
-        call = events[-1] if events else None
-        if not isinstance(call, BackwardCall) or self.counting:
-            return
-        if call.is_functional:
-            returned = [(Ref(call.index, i), t) for i, r in enumerate(call.outputs) if (t := r()) is not None]
-            if not all_finite(t for _, t in returned):
-                self.judge.gradients_are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
-            return
-        modules = {id(e.module): e.module for e in events if isinstance(e, RootCall)}
-        parameters = [p for module in modules.values() for p in module.parameters()]
-        if all_finite(p.grad for p in parameters if p.grad is not None):
-            self.judge.gradients_are_good()
-        else:
-            self.judge.gradients_are_bad(parameters, None, is_held_off=False)
-
-    def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
-        """Somebody suspects that these gradients have lost a part to zero: have the step run again."""
-        self.suspects_underflow = False
-        if self.counting or not any(isinstance(event, BackwardCall) for event in self.log.record.events):
-            return
-        parameters = tuple(p for p in parameters_of(optimizer) if p.grad is not None)
-        record = self.log.slice()
-        self._report(
-            BadResult("underflow", "train", self.steps.count, record, (), parameters=parameters, loss_scale=loss_scale)
-        )
-
-    def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
-        """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
-        if self.counting:
-            return
-        self.judge.read_flags(wait=True)
-        since = self._cleared_since(optimizer)
-        self.judge.gradients_are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
+        elif not self.counting:
+            self.gradients.about_to_be_used(optimizer)
 
     def after_update(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""

@@ -270,7 +270,7 @@ def norm_of(tensors: list[Any]) -> Tensor | None:
     if any(is_low_precision(t.dtype) for t in dense):
         norms = [torch.linalg.vector_norm(t, dtype=torch.float32) for t in dense]
     else:
-        norms = list(torch._foreach_norm(dense))
+        norms = compat.norms_of(dense)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.record import Ref, RootCall
 from ampguard.diagnose.evidence import Evidence, named_leaves
 from ampguard.numerics import is_finite
@@ -64,7 +65,7 @@ def _state_by_identity(evidence: Evidence, element: Tensor) -> NamedTensor | Non
     names = evidence.replayer.names if evidence.replayer is not None else {}
     for root in evidence.events():
         for module in root.module.modules() if isinstance(root, RootCall) else ():
-            for name, parameter in module._parameters.items():
+            for name, parameter in compat.parameters_of(module).items():
                 if parameter is element:
                     path = names.get(id(module), "")
                     return NamedTensor(f"{path}.{name}" if path else name, "parameter", element, element, [])
@@ -94,7 +95,7 @@ def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> Nam
     saved = {id(s.owner.get(s.name)): s for s in root.buffers}
     for module in root.module.modules():
         path = names.get(id(module), "")
-        for place, role in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+        for place, role in ((compat.parameters_of(module), "parameter"), (compat.buffers_of(module), "buffer")):
             for name, tensor in place.items():
                 if tensor is None or not tensor.is_floating_point():
                     continue

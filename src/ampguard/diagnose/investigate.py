@@ -28,7 +28,10 @@ VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long an investigation may take: at most 30 times the failing step, and at least 3 seconds."""
+    """How long an investigation may take.
+
+    A card may take 30 times the failing step, and at least 3 seconds; what is begun within this budget ends by then.
+    """
 
     deadline: float
 

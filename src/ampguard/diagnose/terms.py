@@ -55,8 +55,9 @@ def terms_of(evidence: GradientEvidence) -> list[Term]:
 def in_words(terms: list[Term]) -> str:
     """ "Of the 3 terms of the loss, `loss_box` has them"; "" where it says nothing."""
     bad = [term for term in terms if term.is_bad]
-    if not bad or len(bad) == len(terms):
-        return ""
+    good = {term.name for term in terms if not term.is_bad}
+    if not bad or not good or any(term.name in good for term in bad):
+        return ""  # all of them, or terms that stand on one line
     names = ", ".join(f"`{term.name}`" for term in bad[:4])
     return f" Of the {len(terms)} terms of the loss, {names} {'has' if len(bad) == 1 else 'have'} the bad gradients."
 

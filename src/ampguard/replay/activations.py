@@ -25,6 +25,7 @@ from ampguard.capture.frames import user_line
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.record import Event, Line, RootCall
 from ampguard.numerics import largest
+from ampguard.replay.live import Watching
 from ampguard.replay.names import module_names
 from ampguard.replay.operators import facts_of
 
@@ -70,11 +71,17 @@ class PeakMode(compat.DispatchMode):
         self._stack: list[nn.Module] = []
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._stack.append(module)
+        self.enter_module(module)
         try:
             return original(module, *args, **kwargs)
         finally:
-            self._stack.pop()
+            self.leave_module()
+
+    def enter_module(self, module: nn.Module) -> None:
+        self._stack.append(module)
+
+    def leave_module(self) -> None:
+        self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -114,7 +121,7 @@ class ActivationSampling:
         self, barrier: FaultBarrier, later: NumbersLater, on_peaks: Callable[[int, Peaks, float], None]
     ) -> None:
         self.allowance = Allowance(SHARE, FIRST_STEPS)
-        self._barrier = barrier
+        self.barrier = barrier
         self._later = later
         self._on_peaks = on_peaks
         self._names: dict[int, str] = {}
@@ -146,47 +153,18 @@ class ActivationSampling:
         """A context in which the results of what the event runs are looked at."""
         is_alone = compat.dispatch_depth() == 0 and not compat.in_functorch()
         if is_alone and isinstance(event, RootCall) and event.modes.grad and not is_compiled(event.module):
-            return _Watching(self, event)
+            return Watching(self, event)
         return contextlib.nullcontext()
 
     def enter(self, event: Event) -> PeakMode:
         if self._mode is None:
-            self._mode = PeakMode(self._names, self._barrier)
+            self._mode = PeakMode(self._names, self.barrier)
         mode = self._mode
         mode.event = event
         if isinstance(event, RootCall) and id(event.module) not in self._names:
             self._names |= module_names(event.module, event.prefix)
         mode.begin()
         return mode
-
-
-class _Watching:
-    """One event watched. Where watching cannot begin, the event runs unwatched."""
-
-    def __init__(self, sampling: ActivationSampling, event: Event) -> None:
-        self._sampling = sampling
-        self._event = event
-        self._mode: PeakMode | None = None
-        self._call: Any = None
-
-    def __enter__(self) -> None:
-        mode = self._mode = self._sampling._barrier.call(self._sampling.enter, self._event)
-        if mode is None or not isinstance(self._event, RootCall):
-            return
-        mode._stack.append(self._event.module)
-        current = self._call = nn.Module.__call__
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            return mode.call_module(current, module, args, kwargs)
-
-        nn.Module.__call__ = __call__  # type: ignore[method-assign]
-
-    def __exit__(self, *exc: object) -> None:
-        if self._call is not None:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
-        if self._mode is not None:
-            self._mode.end()
-            self._mode._stack.clear()
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -200,9 +178,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether some of the module's code was compiled."""
-    return any(
-        inner._compiled_call_impl is not None or type(inner).__name__ == "OptimizedModule" for inner in module.modules()
-    )
+    return any(compat.is_compiled(inner) for inner in module.modules())
 
 
 def peaks_of(places: list[Place], extremes: list[float | None]) -> Peaks:

@@ -8,7 +8,7 @@ run as they are; only our notes about them pass through the fault barrier.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -28,13 +28,11 @@ class LiveMode(ReplayMode):
         self._barrier = barrier
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.stack.append(module)
-        self._barrier.call(self._locate)
+        self._barrier.call(self.enter_module, module)
         try:
             return original(module, *args, **kwargs)
         finally:
-            self.stack.pop()
-            self._barrier.call(self._locate)
+            self._barrier.call(self.leave_module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,7 +54,7 @@ class LiveTracing:
 
     def __init__(self, reason: str, modules: list[nn.Module], barrier: FaultBarrier) -> None:
         self.reason = reason
-        self._barrier = barrier
+        self.barrier = barrier
         self._names: dict[int, str] = {}
         for module in modules:
             self._names |= module_names(module)
@@ -64,7 +62,7 @@ class LiveTracing:
 
     def begin_step(self) -> None:
         self.trace = Trace()
-        self._mode = LiveMode(self.trace, self._names, self._barrier)
+        self._mode = LiveMode(self.trace, self._names, self.barrier)
 
     def watch(self, event: Event) -> Watching:
         """A context in which what the event runs is traced."""
@@ -79,19 +77,38 @@ class LiveTracing:
         return mode
 
 
+class Watcher(Protocol):
+    """Whoever watches events while they run."""
+
+    barrier: FaultBarrier
+
+    def enter(self, event: Event) -> WatchingMode:
+        """Begin to watch; the mode that does it, innermost on the thread's stack."""
+
+
+class WatchingMode(Protocol):
+    """A dispatch mode that knows which module is running."""
+
+    def end(self) -> None: ...
+    def enter_module(self, module: nn.Module) -> None: ...
+    def leave_module(self) -> None: ...
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+
 class Watching:
     """One event watched. Where watching cannot begin, the event runs unwatched."""
 
-    def __init__(self, live: LiveTracing, event: Event) -> None:
-        self._live = live
+    def __init__(self, watcher: Watcher, event: Event) -> None:
+        self._watcher = watcher
         self._event = event
-        self._mode: LiveMode | None = None
+        self._mode: WatchingMode | None = None
         self._call: Any = None
 
     def __enter__(self) -> None:
-        mode = self._mode = self._live._barrier.call(self._live.enter, self._event)
+        mode = self._mode = self._watcher.barrier.call(self._watcher.enter, self._event)
         if mode is None or not isinstance(self._event, RootCall):
             return
+        self._watcher.barrier.call(mode.enter_module, self._event.module)
         current = self._call = nn.Module.__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -100,7 +117,10 @@ class Watching:
         nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
     def __exit__(self, *exc: object) -> None:
+        mode = self._mode
         if self._call is not None:
             nn.Module.__call__ = self._call  # type: ignore[method-assign]
-        if self._mode is not None:
-            self._mode.end()
+        if mode is not None:
+            mode.end()
+            if self._call is not None:
+                self._watcher.barrier.call(mode.leave_module)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.record import Event, RootCall
@@ -26,7 +27,7 @@ def _walk(module: nn.Module, name: str, names: dict[int, str]) -> None:
         return
     names[id(module)] = name
     hidden = compat.is_wrapper(module)
-    for key, child in module._modules.items():
+    for key, child in compat.children_of(module).items():
         if child is None:
             continue
         if key == hidden:
@@ -40,14 +41,39 @@ def strip_wrappers(root: nn.Module, prefix: str) -> str:
     return ".".join(part for part in prefix.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
+def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]:
+    """`id(parameter)` to dotted name, for the parameters of a module whose parts have the names in `modules`."""
+    names: dict[int, str] = {}
+    for owner in root.modules():
+        prefix = modules.get(id(owner))
+        for key, parameter in compat.parameters_of(owner).items() if prefix is not None else ():
+            if parameter is not None:
+                names.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+    return names
+
+
 def parameter_names(events: Iterable[Event], modules: dict[int, str]) -> dict[int, str]:
-    """`id(parameter)` to its dotted name, for the root modules of some events; `modules` are theirs."""
+    """`id(parameter)` to dotted name, for the root modules of some events; `modules` are their parts' names."""
     names: dict[int, str] = {}
     for event in events:
-        if not isinstance(event, RootCall):
-            continue
-        for owner in event.module.modules():
-            prefix = modules.get(id(owner))
-            for name, parameter in owner.named_parameters(recurse=False) if prefix is not None else ():
-                names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+        if isinstance(event, RootCall):
+            names = parameters_under(event.module, modules) | names
     return names
+
+
+def parameter_name(parameter: Tensor, roots: Iterable[tuple[nn.Module, str]]) -> str | None:
+    """The dotted name of `parameter` under one of the root modules (each with its prefix).
+
+    Where none of them holds it, the modules of this process are asked (slow: for incidents only); None where no module
+    holds it at all.
+    """
+    for root, prefix in roots:
+        name = parameters_under(root, module_names(root, prefix)).get(id(parameter))
+        if name is not None:
+            return name
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module):  # `isinstance` would ask lazy proxies, which may import things
+            for key, known in compat.parameters_of(thing).items():
+                if known is parameter:
+                    return key
+    return None

@@ -284,9 +284,9 @@ class Replayer:
             owner_path, _, name = path.rpartition(".")
             owner = root.module.get_submodule(owner_path)
             value = low_to(value, variant.convert)
-            if name in owner._parameters:
+            if name in compat.parameters_of(owner):
                 sandbox.swap_parameter(owner, name, value)
-            elif name in owner._buffers:
+            elif name in compat.buffers_of(owner):
                 sandbox.swap_buffer(owner, name, value)
 
     def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:
@@ -300,10 +300,10 @@ class Replayer:
             if isinstance(owner, torch.jit.ScriptModule):
                 continue
             wide = torch.float32 if id(owner) in forced else variant.convert
-            for name, parameter in list(owner._parameters.items()):
+            for name, parameter in list(compat.parameters_of(owner).items()):
                 if parameter is not None:
                     self._swap_parameter(sandbox, owner, name, parameter, wide, values)
-            for name, buffer in list(owner._buffers.items()):
+            for name, buffer in list(compat.buffers_of(owner).items()):
                 if buffer is None:
                     continue
                 other = low_to(variant.tensors.get(id(buffer), buffer), wide)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.record import Modes, RngStates, RootCall, SavedAttribute, torch_rng_states
 from ampguard.replay.keeping import StateKeeper
 
@@ -127,11 +128,11 @@ class ModuleSandbox:
 
     def swap_parameter(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another parameter until `leave()`."""
-        self._swap(owner._parameters, name, value)
+        self._swap(compat.parameters_of(owner), name, value)
 
     def swap_buffer(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another buffer until `leave()`."""
-        self._swap(owner._buffers, name, value)
+        self._swap(compat.buffers_of(owner), name, value)
 
     def _bind(self, saved: SavedAttribute) -> None:
         """Let a name stand for what it stood for before the call."""
@@ -157,18 +158,14 @@ class ModuleSandbox:
         else:
             before = dict(attributes)
             self._undo.append(lambda: _put_back(attributes, before))
-        for parameter in module._parameters.values():
+        for parameter in compat.parameters_of(module).values():
             if parameter is not None:
                 keeper.keep_tensor(parameter)  # `.data` can be written to
-        buffers = module._buffers
+        buffers = compat.buffers_of(module)
         names = dict(buffers)
         self._undo.append(lambda: _put_back(buffers, names))
-        for hooks in (
-            *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
-            *(p._backward_hooks for p in module._parameters.values() if p is not None and p._backward_hooks),
-        ):
-            for hook in list(hooks.values()):
-                keeper.keep(hook)
+        for hook in compat.hooks_of(module):
+            keeper.keep(hook)
 
 
 def _put_back(entries: dict[str, Any], before: dict[str, Any]) -> None:

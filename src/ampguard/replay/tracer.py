@@ -100,15 +100,23 @@ class ReplayMode(compat.DispatchMode):
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call under its name; in float32, outside autocast, where the variant says so."""
-        self.stack.append(module)
-        self._locate()
+        self.enter_module(module)
         try:
             if id(module) in self.variant.force_fp32 and not self._forced:
                 return self._call_in_float32(original, module, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
-            self.stack.pop()
-            self._locate()
+            self.leave_module()
+
+    def enter_module(self, module: nn.Module) -> None:
+        """A module begins to run."""
+        self.stack.append(module)
+        self._locate()
+
+    def leave_module(self) -> None:
+        """The innermost module has run."""
+        self.stack.pop()
+        self._locate()
 
     def _call_in_float32(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)

@@ -35,7 +35,7 @@ from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
 from ampguard.replay.activations import ActivationSampling, Peaks
-from ampguard.replay.parameters import parameter_name
+from ampguard.replay.names import parameter_name
 from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow
 
 ATTENTIVE_SHARE = 0.03
@@ -135,7 +135,8 @@ class LearningDynamics:
         self._ask("look", sample.step)
         for text in suspicion.gradient_underflow(self._situation(sample.step)) if self._is_in_half() else ():
             self.note(EventRow(sample.step, "gradient-underflow-suspected", text))
-            self._recorder.suspects_underflow = True  # the next update's gradients are replayed in float32, for proof
+            # The next update's gradients are replayed in float32, for proof.
+            self._recorder.gradients.suspects_underflow = True
 
     def _is_in_half(self) -> bool:
         """Whether the step computed in float16: other types do not lose small gradients."""

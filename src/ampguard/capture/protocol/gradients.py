@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.record import Line
+from ampguard.compat import version_of
 
 SAMPLE = 3
 """Parameters that stand for all of an optimizer's."""
@@ -93,7 +94,7 @@ class OptimizerWatch:
         """Note the gradients. True where there are none."""
         for p in self.sample:
             if p.grad is not None:
-                self.before = [(g, g._version if g is not None else -1) for g in [p.grad for p in self.sample]]
+                self.before = [(g, version_of(g) if g is not None else -1) for g in [p.grad for p in self.sample]]
                 return False
         self.before = None
         return True
@@ -108,14 +109,14 @@ class OptimizerWatch:
             self.lost_one = self.lost_one or (self.steps > 0 and 0 < len(with_grad) < len(self.sample))
             return bool(with_grad)
         return any(
-            (new := p.grad) is not old or (new is not None and new._version != version)
+            (new := p.grad) is not old or (new is not None and version_of(new) != version)
             for p, (old, version) in zip(self.sample, before, strict=False)
         )
 
     def glance(self) -> tuple[Tensor | None, int]:
         """One gradient, and how often it was written to."""
         grad = self.sample[0].grad if self.sample else None
-        return grad, -1 if grad is None else grad._version
+        return grad, -1 if grad is None else version_of(grad)
 
     def has_gradients(self) -> bool:
         """Whether any of the sampled parameters has a gradient."""
@@ -124,7 +125,7 @@ class OptimizerWatch:
     def rest(self) -> None:
         """What was just done to the gradients is known."""
         grads = [p.grad for p in self.sample]
-        self.at_rest = [(id(g), g._version if g is not None else -1) for g in grads]
+        self.at_rest = [(id(g), version_of(g) if g is not None else -1) for g in grads]
 
     def is_untouched(self) -> bool:
         """Whether nobody has written to the sampled gradients since they were last at rest."""
@@ -132,7 +133,7 @@ class OptimizerWatch:
             return False
         for p, (identity, version) in zip(self.sample, self.at_rest, strict=False):
             grad = p.grad
-            if id(grad) != identity or (grad is not None and grad._version != version):
+            if id(grad) != identity or (grad is not None and version_of(grad) != version):
                 return False
         return True
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol.script_lines import is_script_code
-from ampguard.replay.names import module_names
+from ampguard.replay.names import module_names, parameters_under
 
 MAX_FRAMES = 60
 MAX_LOOKS = 4000
@@ -119,14 +119,8 @@ def _outermost(root: nn.Module, containers: list[nn.Module]) -> nn.Module:
 
 def _add_names(root: nn.Module, prefix: str, names: dict[int, str]) -> None:
     root = compat.unwrapped(root)
-    dotted = module_names(root, prefix)
-    for module in root.modules():
-        name = dotted.get(id(module))
-        if name is None:
-            continue
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), f"{name}.{key}" if name else key)
+    for parameter, name in parameters_under(root, module_names(root, prefix)).items():
+        names.setdefault(parameter, name)
 
 
 def common_module(names: list[str]) -> str | None:
