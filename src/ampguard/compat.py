@@ -6,6 +6,8 @@ A name that is missing gives the harmless answer: ampguard then sees less, the t
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -69,11 +71,15 @@ def unseen() -> Any:
     return stack
 
 
-def is_watched(own_modes: int) -> bool:
-    """Whether a function mode is active on this thread, or more dispatch modes than `own_modes`."""
-    if _function_depth is not None and _function_depth():
-        return True
-    return _dispatch_depth is not None and _dispatch_depth() > own_modes
+_none_active: Callable[[], int] = lambda: 0  # noqa: E731
+
+
+def modes_on(
+    dispatch: Callable[[], int] = _dispatch_depth or _none_active,
+    function: Callable[[], int] = _function_depth or _none_active,
+) -> int:
+    """A number above `n` where more than `n` dispatch modes, or any function mode, are active on this thread."""
+    return dispatch() + (function() << 8)
 
 
 def in_functorch() -> bool:
@@ -361,3 +367,181 @@ def clipping_limit() -> float | None:
         if frame.f_code.co_name == "clip_grad_norm_" and "max_norm" in frame.f_locals:
             return float(frame.f_locals["max_norm"])
     return None
+
+
+def saved_in(node: Any) -> list[tuple[str, Any]]:
+    """What a node of the autograd graph keeps for its derivative, by name; nothing once it has been used up.
+
+    `_saved_*` are described in PyTorch's autograd notes; a leaf's own node keeps its `variable`.
+    """
+    found = []
+    for name in dir(type(node)):
+        if name.startswith("_saved_") or name == "variable":
+            with contextlib.suppress(RuntimeError, AttributeError):
+                found.append((name, getattr(node, name)))
+    return found
+
+
+_saved_tensors_hooks: Callable[..., Any] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
+
+
+def keeps_by_hooks() -> bool:
+    """Whether what the graph keeps is packed by hooks of the script (`saved_tensors_hooks`): then it is not to be unpacked."""
+    return _saved_tensors_hooks is not None and _saved_tensors_hooks(False) is not None
+
+
+def norms_in(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, of one device and type, summed up in `dtype`."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None:
+        return [torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]
+    return list(together(tensors, 2, dtype))
+
+
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device in place by a 0-d tensor that lies there, too."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def update_scale_(
+    scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """One update of a loss scale and of its count of finite steps, in place and without waiting, as GradScaler makes it."""
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+
+
+@functools.cache
+def has_kernel(operator: str, device_type: str) -> bool:
+    """Whether an ATen operator has a kernel of its own for a kind of device: not one made of other operators."""
+    ask = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    try:
+        return ask is not None and bool(ask(f"aten::{operator}", device_type.upper()))
+    except RuntimeError:  # an operator or a device that this PyTorch does not know
+        return False
+
+
+def cast_leaf(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf of which `tensor` is a copy in another type (as autocast makes them); None where it is something else."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or not node.next_functions:
+        return None
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    return leaf if isinstance(leaf, torch.Tensor) else None
+
+
+def hook_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's attributes that hold hooks."""
+    return [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+
+
+def scaler_is_watched() -> bool:
+    """Whether somebody has wrapped `GradScaler.step`: the guard, or another tool."""
+    return hasattr(torch.amp.GradScaler.step, "__wrapped__")
+
+
+def can_borrow_scaler() -> bool:
+    """Whether GradScaler still asks the two methods that `BorrowedScaler` answers."""
+    return all(hasattr(torch.amp.GradScaler, name) for name in ("_unscale_grads_", "_maybe_opt_step"))
+
+
+class BorrowedScaler(torch.amp.GradScaler):
+    """A GradScaler whose public calls do what somebody else tells them: so that who watches GradScaler sees it happen."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self._told: tuple[torch.Tensor, Callable[[], None]] | None = None
+        self._folds = False
+
+    def unscale_as(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
+        """Announce that the gradients were divided, with this result."""
+        self._told = (found, lambda: None)
+        self.unscale_(optimizer)
+
+    def step_by(self, optimizer: torch.optim.Optimizer, found: torch.Tensor, apply: Callable[[], None]) -> None:
+        """Announce a step; `apply` makes or skips it."""
+        stepped_before = getattr(self._per_optimizer_states[id(optimizer)].get("stage"), "name", "") == "STEPPED"
+        if stepped_before:
+            del self._per_optimizer_states[id(optimizer)]
+        self._told = (found, apply)
+        self._folds = unscales_as_it_steps(optimizer)
+        if self._folds:
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            self.step(optimizer)
+        finally:
+            if self._folds:
+                optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _unscale_grads_(self, *_: Any) -> dict[torch.device, torch.Tensor]:
+        assert self._told is not None
+        return {self._told[0].device: self._told[0]}
+
+    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        assert self._told is not None
+        if self._folds:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._told[1]()
+
+
+def steps_as(optimizer_class: type, known: type) -> bool:
+    """Whether a class updates with the very code of one of PyTorch's optimizers: itself, or a subclass that adds none."""
+    return all(
+        inspect.unwrap(getattr(optimizer_class, name)) is inspect.unwrap(getattr(known, name))
+        for name in ("step", "_init_group")
+        if hasattr(known, name)
+    )
+
+
+def is_of_pytorch(optimizer_class: type) -> bool:
+    """Whether an optimizer's `step` is one of `torch.optim`'s own: the class itself, or a subclass that adds none."""
+    step = inspect.unwrap(getattr(optimizer_class, "step", is_of_pytorch))
+    return bool(step.__module__.startswith("torch.optim."))
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply every tensor in place, in one call where PyTorch has one."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def stored_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of a sparse gradient: which rows it holds and their values, as they are stored; None where it is stored otherwise."""
+    indices = getattr(tensor, "_indices", None)
+    if tensor.layout != torch.sparse_coo or tensor.sparse_dim() != 1 or indices is None:
+        return None
+    return indices()[0], stored_values(tensor)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything is called around the optimizer's step; also where PyTorch does not say."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    places = [getattr(module, name, None) for name in names]
+    places += [getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    return any(hooks is None or hooks for hooks in places)
+
+
+def functional_gradient() -> tuple[Any, str] | None:
+    """What `torch.func.grad` and `grad_and_value` both call, with (func, argnums, has_aux, args, kwargs)."""
+    module = sys.modules.get("torch._functorch.eager_transforms")
+    return (module, "grad_and_value_impl") if hasattr(module, "grad_and_value_impl") else None
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a functorch transform has wrapped; the stacked one under `vmap`."""
+    is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
+    unwrap = getattr(_functorch, "get_unwrapped", None)
+    while is_wrapped is not None and unwrap is not None and is_wrapped(tensor):
+        tensor = unwrap(tensor)
+    return tensor

@@ -4,8 +4,17 @@
     ├── UsageError                the command line or an argument asks for what cannot be done
     ├── RunFolderError            the run folder cannot be made, written or read
     └── ReplayError               a recorded step cannot be run again (never reaches a training)
-        ├── DoesNotRepeatError    ... or is finite when it is
-        └── ChangedSinceError     ... with the values that it had
+    │   ├── DoesNotRepeatError    ... or is finite when it is
+    │   └── ChangedSinceError     ... with the values that it had
+    └── EngineError               raised by `ampguard.Amp`
+        ├── PrecisionError        a precision is unknown, or this machine or this model cannot do it
+        ├── PatternError          a module pattern matches nothing
+        ├── SetupError            models, optimizers and schedulers that do not fit each other
+        ├── ProtocolError         scale, backward, unscale, clip, step in a wrong order; `cause` is its code
+        ├── LossError             a loss that cannot be differentiated
+        ├── NonfiniteError        a step was not finite, and the policy (or too many in a row) ends the run
+        ├── PoisonedStateError    a state that holds NaN or Inf is not saved
+        └── CheckpointError       a state of another mode or model, truncated or altered; nothing was loaded
 
     StopRun (BaseException)       ends a guarded script cleanly: `--steps` reached, or `--on-nonfinite stop`
 
@@ -49,3 +58,49 @@ class StopRun(BaseException):
         super().__init__(reason)
         self.reason = reason
         self.status = status
+
+
+class EngineError(AmpguardError):
+    """Base of what `ampguard.Amp` raises."""
+
+
+class PrecisionError(EngineError):
+    """A precision is unknown, or this machine, this model or this optimizer cannot do it."""
+
+
+class PatternError(EngineError):
+    """A module pattern matches nothing."""
+
+
+class SetupError(EngineError):
+    """The models, optimizers and schedulers given do not fit each other."""
+
+
+class ProtocolError(EngineError):
+    """The calls of a training loop came in an order that makes the gradients wrong."""
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        """The code that `ampguard explain` knows."""
+
+
+class LossError(EngineError):
+    """A loss cannot be differentiated."""
+
+
+class NonfiniteError(EngineError):
+    """A step was not finite, and the run is not to go on."""
+
+    def __init__(self, message: str, parameters: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.parameters = parameters
+        """Names of the parameters whose gradients were not finite."""
+
+
+class PoisonedStateError(EngineError):
+    """A state that holds NaN or Inf is not saved."""
+
+
+class CheckpointError(EngineError):
+    """A saved state does not belong to this model and mode, or is damaged. Nothing was loaded."""

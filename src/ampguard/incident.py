@@ -153,6 +153,8 @@ class Report(msgspec.Struct, frozen=True):
     steps: int
     incidents: tuple[Incident, ...] = ()
     schema: str = SCHEMA
+    run: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """What the run was made to do otherwise than the script says (docs/overrides.md); absent where nothing was."""
 
 
 def status_of(incidents: tuple[Incident, ...]) -> Literal["clean", "incidents"]:

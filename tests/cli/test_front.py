@@ -27,7 +27,16 @@ def test_version() -> None:
 def test_help_names_every_command_and_option() -> None:
     assert {"run", "explain"} <= set(ampguard("--help").stdout.split())
     text = ampguard("run", "--help").stdout
-    for word in ("SCRIPT [ARGS]...", "-m MODULE", "--steps N", "--out DIR", "--max-incidents N", "[observe|stop]"):
+    for word in (
+        "SCRIPT [ARGS]...",
+        "-m MODULE",
+        "--steps N",
+        "--out DIR",
+        "--max-incidents N",
+        "[observe|stop|skip|heal]",
+        "--precision",
+        "--force-fp32",
+    ):
         assert word in text
 
 

@@ -29,7 +29,10 @@ def ampguard(tmp_path: Path) -> Ampguard:
     return call
 
 
-DEFAULTS = "out=None, steps=None, max_incidents=5, on_nonfinite='observe', script_name='train', save_tensors=False"
+DEFAULTS = (
+    "out=None, steps=None, max_incidents=5, on_nonfinite='observe', script_name='train', save_tensors=False, "
+    "overrides=None"
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,22 @@ def test_words_before_the_script_are_ours(ampguard: Ampguard, script: tuple[str,
 
 
 @pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        (("--precision", "bf16"), "'bf16'"),
+        (("--amp-opt-level", "O1"), "'fp16'"),
+        (("--disable-amp",), "'fp32'"),
+        (("--force-fp32", "a.*"), "None"),
+    ],
+)
+def test_overrides(ampguard: Ampguard, options: tuple[str, ...], precision: str) -> None:
+    done = ampguard("run", *options, "--force-fp32", "head", "train.py", "--precision", "fp16")
+    patterns = "('a.*', 'head')" if "a.*" in options else "('head',)"
+    assert f"overrides=Overrides(precision={precision}, force_fp32={patterns})" in done.stdout
+    assert "['--precision', 'fp16'] __main__" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("run",), "Missing argument 'SCRIPT'"),
@@ -75,6 +94,11 @@ def test_words_before_the_script_are_ours(ampguard: Ampguard, script: tuple[str,
         (("run", "--steps", "many", "train.py"), "--steps"),
         (("run", "--on-nonfinite", "panic", "train.py"), "observe"),
         (("run", "-m"), "requires an argument"),
+        (("run", "--precision", "fp8", "train.py"), "fp32"),
+        (("run", "--precision", "fp16", "--disable-amp", "train.py"), "contradict each other"),
+        (("run", "--amp-opt-level", "O2", "train.py"), "ampguard.Amp"),
+        (("run", "--amp-opt-level", "O4", "train.py"), "O0"),
+        (("run", "--force-fp32", "", "train.py"), "an empty pattern"),
         (("rum", "train.py"), "No such command"),
         (("--fast", "run", "train.py"), "No such option"),
         (("run", "--out", "full", "train.py"), "--out full: is not empty"),

@@ -19,6 +19,7 @@ class RunOptions:
     on_nonfinite: str
     script_name: str
     save_tensors: bool = False
+    overrides: object = None
 
 
 class Session:

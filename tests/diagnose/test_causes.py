@@ -135,20 +135,8 @@ def step(function: Callable[[Tensor], Tensor], x: list[float], dtype: torch.dtyp
     return body
 
 
-KNOWN_BUGS: dict[str, str] = {}
-UNVERIFIED: dict[str, str] = {}
-
-
-def named(bugs: dict[str, str]) -> list[Any]:
-    """The cases by name, those with a known bug marked."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=bugs[name])) if name in bugs else name
-        for name in CASES
-    ]
-
-
 @pytest.mark.filterwarnings("ignore:std")
-@pytest.mark.parametrize("name", named(KNOWN_BUGS))
+@pytest.mark.parametrize("name", CASES)
 def test_cause(name: str, guard: Guard) -> None:
     case = CASES[name]
 
@@ -165,7 +153,7 @@ def test_cause(name: str, guard: Guard) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:std")
-@pytest.mark.parametrize("name", named(UNVERIFIED))
+@pytest.mark.parametrize("name", CASES)
 def test_some_fix_is_verified(name: str, guard: Guard) -> None:
     case = CASES[name]
     fixes = guard(step(case.function, case.x, case.dtype)).first.fixes

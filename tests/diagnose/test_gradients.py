@@ -490,10 +490,35 @@ def test_line_inside_the_backward_of_a_custom_function(where: str, guard: Guard)
     assert (first.location.line, first.location.code) == (marked_line(), "sign = x / x.abs()  # <- here")
 
 
-@pytest.mark.xfail(strict=True, reason="`apply` was looked up before the guard replaced it")
-def test_custom_function_known_by_another_name_before_the_guard(guard: Guard) -> None:
-    first = guard(applied("glue", Magnitude.apply)).first  # type: ignore[arg-type]
-    assert first.cause == "singular-gradient"
+magnitude = Magnitude.apply
+
+
+@pytest.mark.parametrize("where", ["module", "glue"])
+def test_custom_function_known_by_another_name_before_the_guard(where: str, guard: Guard) -> None:
+    before = magnitude
+    first = guard(applied(where, lambda x: magnitude(x))).first
+    assert (first.cause, first.evidence["rung"]) == ("singular-gradient", "replay")
+    assert first.location is not None
+    assert first.location.line == marked_line()
+    assert magnitude is before, "the name stands for what it did"
+
+
+def test_custom_function_in_a_closure_before_the_guard(guard: Guard) -> None:
+    """It cannot be recorded. The step is not replayed without it, but seen when it happens again."""
+    model, apply = Computes(lambda x: x), magnitude
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for _ in range(6):
+            out = model(torch.tensor([0.0, 1.0]))
+            scaler.scale(out.mean() + apply(out).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    found = [incident for incident in guard(body).report.incidents if incident.phase == "backward"]
+    assert [(incident.cause, incident.evidence["rung"]) for incident in found] == [("singular-gradient", "live-trace")]
 
 
 def test_module_that_applied_a_custom_function(guard: Guard) -> None:
@@ -560,7 +585,6 @@ def test_parameters_are_listed_on_their_sides(guard: Guard) -> None:
     assert (parameters["nonfinite_count"], parameters["finite_count"]) == (2, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="parts that are called one by one all name their parameters `weight`")
 def test_parameters_of_several_roots_can_be_told_apart(guard: Guard) -> None:
     model = Two()
 

@@ -347,17 +347,6 @@ def hugging_face_trainer() -> list[Any]:
     return [model]
 
 
-DIAGNOSED_BUGS = {"sharpness aware": "the gradients of the first pass are not judged"}
-
-
-def named(bugs: dict[str, str]) -> list[Any]:
-    """The trainings by name, those with a known bug marked."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=bugs[name])) if name in bugs else name
-        for name in TRAININGS
-    ]
-
-
 def differing(plain: dict[str, Any], guarded: dict[str, Any]) -> list[str]:
     """What is not the same to the last bit (as text, where NaN equals NaN: LBFGS keeps its last loss as a float)."""
     assert plain.keys() == guarded.keys()
@@ -389,7 +378,7 @@ def test_training_ends_as_an_unguarded_one(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", named(DIAGNOSED_BUGS))
+@pytest.mark.parametrize("name", TRAININGS)
 def test_training_is_diagnosed(name: str, guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     seed_everything()
@@ -598,8 +587,8 @@ def test_gradients_that_were_cleared_are_not_blamed(guard: Guard) -> None:
     assert lines == ["cleared", "used"]
 
 
-@pytest.mark.xfail(strict=True, reason="sparse gradients are not looked at")
-def test_sparse_gradients(guard: Guard) -> None:
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_sparse_gradients(micro_steps: int, guard: Guard) -> None:
     embed = nn.Embedding(5, 3, sparse=True)
     with torch.no_grad():
         embed.weight[2] = 0.0
@@ -608,12 +597,15 @@ def test_sparse_gradients(guard: Guard) -> None:
         optimizer = torch.optim.SparseAdam(embed.parameters(), lr=0.01)
         for number in range(STEPS):
             optimizer.zero_grad()
-            embed(torch.tensor([1, 2 if number == BAD else 3])).pow(2).sum(-1).sqrt().sum().backward()
+            for _ in range(micro_steps):
+                embed(torch.tensor([1, 2 if number == BAD else 3, 1])).pow(2).sum(-1).sqrt().sum().backward()
             optimizer.step()
 
     run = guard(body)
     assert not embed.weight.isfinite().all()
     assert (run.first.cause, run.first.step) == ("singular-gradient", BAD)
+    assert run.first.evidence["derivative_of"] == "aten.sqrt.default"
+    assert [fix.action for fix in run.first.fixes if fix.verified]
 
 
 # --- the autocast state of what is replayed ----------------------------------------------------------------------------
@@ -642,7 +634,6 @@ def test_float32_product_outside_the_region_is_not_blamed(where: str, guard: Gua
     assert first.location.code.startswith("bad = ")
 
 
-@pytest.mark.xfail(strict=True, reason="the replay casts the weights anew at each call, the step did so once")
 @pytest.mark.parametrize("enabled", [True, False], ids=["scaler", "no scaler"])
 def test_gradients_that_overflow_where_two_calls_meet(enabled: bool, guard: Guard) -> None:
     """Both calls share one cast of the weight, and its gradient is their sum in float16: 40000 + 40000."""
@@ -667,26 +658,63 @@ def test_gradients_that_overflow_where_two_calls_meet(enabled: bool, guard: Guar
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="a backward pass that raises is not looked at")
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
-def test_anomaly_detection_ends_the_script(guard: Guard) -> None:
+ANOMALIES = ("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+
+
+@pytest.mark.filterwarnings(*ANOMALIES)
+@pytest.mark.parametrize("has_scaler", [True, False])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_anomaly_detection_ends_the_script(goes_on: bool, has_scaler: bool, guard: Guard) -> None:
     """What one does first about a NaN. PyTorch then raises in backward; the step is still there to be explained."""
 
     def body() -> None:
         seed_everything()
         model = Lengths()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
         with torch.autograd.set_detect_anomaly(True):
-            for _ in range(BAD):
+            for number in range(STEPS if goes_on else BAD + 1):
                 optimizer.zero_grad()
-                loss_of(model, False).backward()
-                optimizer.step()
-            loss = loss_of(model, True)
-            with pytest.raises(RuntimeError, match="returned nan values"):
+                loss = scaler.scale(loss_of(model, number == BAD))
+                if number == BAD:
+                    with pytest.raises(RuntimeError, match="returned nan values"):
+                        loss.backward()
+                    continue
                 loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert torch.is_anomaly_enabled()
 
-    (only,) = guard(body).report.incidents
-    assert (only.cause, only.step) == ("singular-gradient", BAD)
+    (only,) = (incident for incident in guard(body).report.incidents if incident.phase == "backward")
+    assert (only.cause, only.step, only.occurrences) == ("singular-gradient", BAD, 1)
+    assert only.location is not None
+    assert only.location.line == marked_line()
+    assert "returned nan values" in str(only.evidence["raised"])
+    assert [fix.action for fix in only.fixes if fix.verified]
+
+
+@pytest.mark.filterwarnings(*ANOMALIES)
+def test_anomaly_that_reaches_no_parameter(guard: Guard) -> None:
+    def body() -> None:
+        model = Lengths()
+        leaf = torch.ones(3, requires_grad=True)
+        loss = loss_of(model, False) + (leaf * 0.0).sqrt().sum()
+        with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
+            loss.backward()
+
+    assert guard(body).report.incidents == ()
+
+
+@pytest.mark.filterwarnings(*ANOMALIES)
+def test_backward_that_raises_for_another_reason(guard: Guard) -> None:
+    def body() -> None:
+        model = Lengths()
+        loss = loss_of(model, False)
+        loss.backward()
+        with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+    assert guard(body).report.incidents == ()
 
 
 def test_autocast_region_that_backward_runs_in(guard: Guard) -> None:

@@ -22,11 +22,12 @@ from watching import Watched, bits, seed_everything, watched
 import ampguard
 from ampguard.capture import barrier, buffers, judge, log, recorder, steps, surroundings, tape
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.gradients import GradientWatch
 from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
 from ampguard.replay import live, rebuild, sandbox, tracer
-from ampguard.report import store
+from ampguard.report import store, terminal
 from ampguard.run import session
 
 causes.load()
@@ -234,7 +235,7 @@ INVESTIGATION = [
     (evidence, "stats"),
     (evidence, "contributing"),
     (evidence, "converted"),
-    (session, "print_incident"),
+    (terminal, "print_incident"),
     (session.Session, "on_bad"),
     (session.Session, "on_step"),
     (session.Session, "on_forward"),
@@ -520,6 +521,21 @@ class TestBarrier:
         assert barrier.FaultBarrier(raises).call(raises) is None
 
 
+def test_fault_where_a_backward_pass_raises(guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise InjectedError("raised")
+
+    def body() -> None:
+        model = nn.Linear(3, 1)
+        with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="nan values"):
+            (model(torch.ones(2, 3)).sum() * 0).sqrt().mul(0).backward()
+
+    monkeypatch.setattr(GradientWatch, "raised", fails)
+    with pytest.warns(UserWarning, match="Anomaly"):
+        run = guard(body)
+    assert run.faults == 1
+
+
 def test_every_entry_that_probes_call_is_tested() -> None:
     """The list above is compared with what the probes and the tape really call through the barrier."""
     import inspect
@@ -528,10 +544,11 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     from ampguard.capture import probes
 
     text = inspect.getsource(probes) + inspect.getsource(tape)
-    called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\.(?:steps\.|tape\.|judge\.|log\.)?(\w+)"
+    rooms = r"(?:steps\.|tape\.|judge\.|log\.|gradients\.)?"
+    called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\." + rooms + r"(\w+)"
     entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
-    covered_elsewhere = {"count_output"}
+    covered_elsewhere = {"count_output", "raised"}
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from watching import bits
@@ -53,19 +52,6 @@ class Compared:
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         return bool((a.isnan() == b.isnan()).all()) and bits(a.nan_to_num(0.0)) == bits(b.nan_to_num(0.0))
-
-
-def known_bug(*cases: str, reason: str) -> dict[str, str]:
-    """The cases that a known bug spoils, and which it is."""
-    return dict.fromkeys(cases, reason)
-
-
-def named(names: Iterable[str], bugs: dict[str, str]) -> list[Any]:
-    """The cases by name, those with a known bug marked."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=bugs[name])) if name in bugs else name
-        for name in names
-    ]
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -154,3 +140,15 @@ def training(model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> C
             optimizer.step()
 
     return body
+
+
+class Shifted(nn.Module):
+    """A network, and a parameter beside it that alone gets bad gradients: those of the network can be compared."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.shift = nn.Parameter(torch.ones(3))
+
+    def spoilt(self, step: int) -> Tensor:
+        return spoil(self.shift * 1.0, step).sum()

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from backward_bits import LAST, STEPS, Compared, at_bad_gradients, compared, mlp, replays_bitwise, spoil, training
+from backward_bits import (
+    LAST,
+    STEPS,
+    Compared,
+    Shifted,
+    at_bad_gradients,
+    compared,
+    mlp,
+    replays_bitwise,
+    spoil,
+    training,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import seed_everything
@@ -21,18 +32,6 @@ from ampguard.replay.rebuild import Replayer
 
 def cross_entropy(model: nn.Module, step: int) -> Tensor:
     return F.cross_entropy(spoil(model(torch.randn(6, 4)), step), torch.randint(0, 5, (6,)))
-
-
-class Shifted(nn.Module):
-    """A network, and a parameter beside it that alone gets bad gradients: those of the network can be compared."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.shift = nn.Parameter(torch.ones(3))
-
-    def spoilt(self, step: int) -> Tensor:
-        return spoil(self.shift * 1.0, step).sum()
 
 
 # --- how backward is called ------------------------------------------------------------------------------------------

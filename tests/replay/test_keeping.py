@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ BANK = Bank()
 TABLE = torch.zeros(4)
 GENERATOR = np.random.default_rng(0)
 COUNT = itertools.count()
+
+
+class Registry(OrderedDict[str, Any]):
+    """Makes what it is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        kind, count = super().__getitem__(key)
+        return kind(count["needed"])
+
+
+REGISTRY = Registry(counter=(float, {"made": 0}))
 
 
 class Stateful(nn.Module):
@@ -86,6 +98,12 @@ def in_an_array(m: Any, d: Tensor) -> float:
     return float(m.array.sum())
 
 
+def in_a_registry(m: Any, d: Tensor) -> float:
+    count = OrderedDict.__getitem__(REGISTRY, "counter")[1]
+    count["made"] += 1
+    return float(count["made"])
+
+
 def in_iterators(m: Any, d: Tensor) -> float:
     return float(next(m.numbers) + next(COUNT))
 
@@ -97,13 +115,14 @@ def in_a_parameter(m: Any, d: Tensor) -> float:
 
 
 KINDS = [in_an_object, in_a_list, in_a_global_object, in_a_global_tensor, in_a_class, in_generators, in_an_array,
-         in_iterators, in_a_parameter]  # fmt: skip
+         in_iterators, in_a_parameter, in_a_registry]  # fmt: skip
 
 
 def losses(change: Callable[[Any, Tensor], float]) -> list[float]:
     global BANK, TABLE, GENERATOR, COUNT
     BANK, TABLE, GENERATOR, COUNT = Bank(), torch.zeros(4), np.random.default_rng(0), itertools.count()
     Stateful.total = 0
+    OrderedDict.__getitem__(REGISTRY, "counter")[1]["made"] = 0
     torch.manual_seed(0)
     model = Stateful(change)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

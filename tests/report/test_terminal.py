@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from ampguard.incident import Environment, Fix, Incident, Location, Report, status_of
-from ampguard.report.terminal import incident_card, print_incident, print_summary, short_path, stderr_console
+from ampguard.report.summary import print_summary, short_path
+from ampguard.report.terminal import incident_card, print_incident, stderr_console
 
 OVERFLOW = Incident(
     step=41,

@@ -31,7 +31,7 @@ class FaultBarrier:
         if self.tripped:
             return None
         try:
-            if not compat.is_watched(self.own_modes) or self.is_hiding:
+            if compat.modes_on() <= self.own_modes or self.is_hiding:
                 return function(*args)
             self.is_hiding = True
             try:
@@ -45,7 +45,7 @@ class FaultBarrier:
 
     def is_observed(self) -> bool:
         """Whether modes of the script are active, which must not see what we do."""
-        return compat.is_watched(self.own_modes)
+        return compat.modes_on() > self.own_modes
 
     def trip(self, fault: Exception) -> None:
         """Something of ours went wrong: from now on every call is passed over."""

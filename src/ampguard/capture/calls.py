@@ -19,18 +19,23 @@ from torch.optim import Optimizer, lr_scheduler
 
 from ampguard import compat
 from ampguard.capture.probes import Patches
+from ampguard.capture.protocol.dropped import DroppedGradients
+from ampguard.capture.protocol.functional import FunctionalTraining
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import BreachListener, Frame, Moves
 from ampguard.capture.protocol.reads import ReadWindow
 from ampguard.capture.protocol.scans import Scans, is_time_to_look
+from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.protocol.events import Clear
 
 Call = Callable[..., Any]
 REGION_STEPS = 8
+NORM_LOOKS = 4
+"""How often it is looked at what becomes of a norm that is computed at one place."""
 
 
 class CallProbes:
@@ -46,7 +51,10 @@ class CallProbes:
         self.scans = Scans(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
         self.window = ReadWindow(self.moves, self._guarded)
+        self.dropped = DroppedGradients(recorder, self.moves)
+        self.functional = FunctionalTraining(recorder, self._guarded)
         self._looks = 0
+        self._norm_looks: dict[Any, int] = {}
         self.moves.explain = self.scans.explain_refusal
 
     def install(self) -> None:
@@ -58,10 +66,22 @@ class CallProbes:
         self._watch_norms()
         self._watch_schedulers()
         self._watch_autocast()
+        place = compat.functional_gradient()
+        if place is not None:
+            self._patches.replace(*place, self.functional.watch)
         habits = self.habits
         self._patches.replace(
             torch, "save", self._noting(before=lambda frame, obj, f=None: habits.saving(obj, f, frame))
         )
+
+    def forward_begins(self) -> None:
+        """A root module is about to be called, or the run ends: was the step of the last gradients passed over?"""
+        if self.dropped.waiting >= self.dropped.usual:
+            self._guarded(self.dropped.look)
+
+    def _passed_over(self) -> None:
+        if self.dropped.waiting >= self.dropped.usual:
+            self.dropped.look()
 
     def undo(self) -> None:
         """Put back every patched attribute."""
@@ -106,6 +126,7 @@ class CallProbes:
                 frame = sys._getframe(1)
                 if frame.f_code is tensor_backward:
                     frame = frame.f_back or frame
+                dropped.waiting += 1
                 if routine.is_on and self._is_usual(tensors):
                     result = original(tensors, grad_tensors, *args, **kwargs)
                     guarded(moves.after_usual_backward, frame)
@@ -117,7 +138,7 @@ class CallProbes:
 
             return backward
 
-        moves, routine = self.moves, self.moves.routine
+        moves, routine, dropped = self.moves, self.moves.routine, self.dropped
         tensor_backward = getattr(torch.Tensor.backward, "__code__", None)
 
         self._patches.replace(torch.autograd, "backward", watch)
@@ -134,6 +155,7 @@ class CallProbes:
         if moves.looks_closely or self._looks < 8:
             self.window.close()
             self._looks += 1
+            moves.watches.join_wrapped()
             self.models.look()
         moves.before_backward(tensors, gradients)
 
@@ -299,24 +321,28 @@ class CallProbes:
         self.moves.before_scaler_step(scaler, optimizer, frame)
 
     def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        self.dropped.stepped()
         of, watch = self.moves.after_scaler_step(scaler, optimizer)
         self._stepped(watch)
         if of.is_enabled:
             self.habits.after_scaler_step(of, watch)
 
     def _stepped_as_usual(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
+        self.dropped.stepped()
         of.steps += 1
         steps = watch.steps = watch.steps + 1
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
         if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or self.habits.has_saved:
             self._guarded(self._stepped, watch)
+            if self.habits.suspects_scaler:
+                self._guarded(self.habits.after_scaler_step, of, watch)
 
     def _stepped(self, watch: OptimizerWatch) -> None:
         habits, steps = self.habits, watch.steps
         if habits.watches_regions:
             habits.stepped(watch)
-            habits.watches_regions = steps < REGION_STEPS
+            habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler
         self.scans.after_step(watch)
         habits.tick()
         if self.moves.looks_closely or is_time_to_look(steps):
@@ -325,7 +351,7 @@ class CallProbes:
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     def _watch_optimizers(self) -> None:
-        guarded, recorder, moves = self._guarded, self._recorder, self.moves
+        guarded, recorder, moves, dropped = self._guarded, self._recorder, self.moves, self.dropped
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if moves.stepping is not None:
@@ -334,12 +360,15 @@ class CallProbes:
                 guarded(self._before_direct_step, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            dropped.stepped()
             if moves.stepping is None and recorder.active and not recorder.paused:
                 guarded(self._after_direct_step, optimizer, sys._getframe(1))
 
         def watch_clear(original: Call) -> Call:
             @functools.wraps(original)
             def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                if dropped.waiting >= dropped.usual and recorder.active and not recorder.paused:
+                    guarded(dropped.look)
                 result = original(optimizer, *args, **kwargs)
                 if recorder.active and not recorder.paused:
                     watch = moves.watches.by_id.get(id(optimizer))
@@ -374,7 +403,9 @@ class CallProbes:
         loaded = self._noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
         replace(Optimizer, "load_state_dict", loaded)
         replace(nn.Module, "register_parameter", watch_register)
-        replace(nn.Module, "zero_grad", self._noting(after=lambda frame, *_: moves.cleared_by_module(frame)))
+        passed_over, cleared = self._passed_over, moves.cleared_by_module
+        clear = self._noting(before=lambda frame, *_: passed_over(), after=lambda frame, *_: cleared(frame))
+        replace(nn.Module, "zero_grad", clear)
 
     def _before_direct_step(self, optimizer: Optimizer) -> None:
         if self.window.is_open:
@@ -410,11 +441,11 @@ class CallProbes:
         guarded, recorder, machine = self._guarded, self._recorder, self.moves.machine
         routine = self.moves.routine
 
-        def measured(tensors: Any, frame: Frame) -> None:
+        def clipped(tensors: Any, at_most: float, frame: Frame) -> None:
+            if not self.moves.scale_was_read and not self.window.limit_knows_scale(at_most):
+                self.moves.measured(tensors, True, frame)
             if self.window.is_open:
-                self.window.close()
-            at_most = limit()
-            self.moves.measured(tensors, at_most is not None and at_most != float("inf"), frame)
+                self.window.close(tell=False)
 
         def watch(original: Call) -> Call:
             @functools.wraps(original)
@@ -429,12 +460,29 @@ class CallProbes:
                 if machine.scaled and recorder.active and not recorder.paused:
                     if not isinstance(tensors, torch.Tensor):
                         tensors = list(tensors)
-                    guarded(measured, tensors, sys._getframe(1))
+                    at_most = guarded(limit)
+                    if at_most is not None and at_most != float("inf"):
+                        guarded(clipped, tensors, at_most, sys._getframe(1))
+                    else:
+                        norm = original(tensors, *args, **kwargs)
+                        guarded(self._norm_read, tensors, norm, sys._getframe(1))
+                        return norm
                 return original(tensors, *args, **kwargs)
 
             return measure
 
         return watch
+
+    def _norm_read(self, tensors: Any, norm: Any, frame: FrameType) -> None:
+        """A norm of scaled gradients was computed: what does the script do with it?"""
+        whose = self.moves.whose(tensors)
+        place = (frame.f_code, frame.f_lasti)
+        looks = self._norm_looks.get(place, 0)
+        if whose and not self.window.is_open and looks < NORM_LOOKS:
+            self._norm_looks[place] = looks + 1
+            self.window.open()
+        for watch in whose[:1]:
+            self.window.track(norm, watch, script_line(frame))
 
     # --- schedulers and autocast --------------------------------------------------------------------------------------
 
@@ -484,6 +532,7 @@ class CallProbes:
             @functools.wraps(original)
             def clear_autocast_cache() -> None:
                 original()
+                recorder.regions += 1
                 if habits.watches_regions and not recorder.paused:
                     guarded(habits.cache_cleared)
 

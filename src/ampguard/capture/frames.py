@@ -16,6 +16,7 @@ from ampguard.capture.record import Line
 _HIDDEN_ROOTS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
+MAX_LINES = 1 << 14
 _is_user: dict[int, tuple[bool, CodeType]] = {}
 """By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
 
@@ -40,6 +41,20 @@ def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> L
             return None
         known = known_codes.get(id(code))
         if known[0] if known is not None else is_user_code(code):
-            return Line(code, current.f_lineno)
+            return _line_at(code, current)
         current = current.f_back  # type: ignore[assignment]
     return None
+
+
+_lines: dict[tuple[int, int], Line] = {}
+"""By the identity of the code and the instruction. The line's code is kept with it, so that its identity stays its own."""
+
+
+def _line_at(code: CodeType, frame: FrameType) -> Line:
+    key = (id(code), frame.f_lasti)
+    known = _lines.get(key)
+    if known is None:
+        if len(_lines) > MAX_LINES:
+            _lines.clear()
+        known = _lines[key] = Line(code, frame.f_lineno)
+    return known

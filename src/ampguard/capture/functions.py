@@ -5,9 +5,16 @@ Taped operator by operator they would lose their own backward; so each is record
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import MethodType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import GlueOp, RootCall, tensors_in
 
 
 class Applied(nn.Module):
@@ -32,3 +39,41 @@ class AppliedFunctions:
         if known is None:
             known = self._known[function] = Applied(function)
         return known
+
+
+def checkpointed(
+    log: EventLog, guarded: Callable[..., Any], apply: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Reentrant checkpointing around modules: they run without gradients here, and with them again in backward."""
+    first = log.next_index
+    output = apply(*args, **kwargs)
+    guarded(_give_gradients, log, first, output)
+    return output
+
+
+def _give_gradients(log: EventLog, first: int, output: Any) -> None:
+    """Let the events from `first` on be replayed as backward will run them, where it will."""
+    if not any(tensor.requires_grad for tensor in tensors_in(output)):
+        return
+    for event in reversed(log.record.events):
+        if event.index < first:
+            return
+        if isinstance(event, RootCall):
+            event.modes = dataclasses.replace(event.modes, grad=True)
+        elif isinstance(event, GlueOp):
+            event.grad = True
+
+
+def aliases_of(apply: Any) -> list[tuple[ModuleType, str]]:
+    """Names of modules that stand for the `apply` of a custom function (`scale_gradient = ScaleGradient.apply`).
+
+    They were bound before the guard was on, and would go around it. Those in closures and in objects are not found.
+    """
+    found: list[tuple[ModuleType, str]] = []
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "torch":
+            continue
+        for name, value in list(vars(module).items()):
+            if type(value) is MethodType and value.__func__ is apply:
+                found.append((module, name))
+    return found

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref, RootCall
+from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
 SMALL = 1 << 14
 """Elements up to which gradients are looked at together: one operator for many, at the price of a copy."""
+
+
+CLOSE_LOOKS = 8
+"""Backward passes at the beginning after which it is seen whether the loop changes its parameters by hand."""
 
 
 class GradientWatch:
@@ -24,17 +30,40 @@ class GradientWatch:
     def __init__(self, log: EventLog, judge: Judge) -> None:
         self.suspects_underflow = False
         """Set by whoever samples gradients: the next update's gradients are to be compared with float32's."""
+        self.hooks = TensorHooks(log)
         self._log = log
         self._judge = judge
         self._is_unjudged = False
         """Whether there are gradients that nobody has looked at."""
+        self._has_raised = False
+        """Whether the backward pass that ends now has raised."""
+        self._judges_at_once = False
+        """True for a loop that changes its parameters by gradients, clears these, and differentiates again."""
+        self._close_looks = CLOSE_LOOKS
+        self._versions: list[tuple[Tensor, int]] = []
         self._cleared: dict[int | None, int] = {}
         """For each optimizer, by identity: the event from which on its gradients add up. None: for all of them."""
 
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
         self._judge.spoil_gradients()
-        self._is_unjudged = True
+        self.hooks.differentiated()
+        self._is_unjudged = not self._has_raised
+        self._has_raised = False
+        if self._judges_at_once and self._is_unjudged:
+            self._judge_now()
+        elif self._close_looks:
+            self._close_looks -= 1
+            self._versions = [(p, version_of(p)) for p in self._parameters_of_modules() if p.requires_grad]
+
+    def raised(self, error: BaseException, scaler: Any) -> None:
+        """A backward pass raised. What it left in the parameters is nothing that anybody will use."""
+        self._has_raised = True
+        if is_anomaly(error):
+            parameters = [p for p in self._parameters_of_modules() if p.requires_grad]
+            scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+            since = max(self._cleared.values(), default=0)
+            self._judge.gradients_made_backward_raise(parameters, scale, error, since)
 
     def are_looked_at_by_scaler(self) -> None:
         """A scaler is about to step: it looks by itself."""
@@ -82,15 +111,27 @@ class GradientWatch:
         Where no optimizer has used them, the loop may drop bad ones by itself: they are bad all the same.
         """
         events = self._log.record.events
-        if not events or not isinstance(events[-1], BackwardCall):
+        if not events:
             return
         if self._is_unjudged:
             self._is_unjudged = False
-            parameters = [p for p in self._parameters_of_modules() if p.grad is not None]
-            if not all_finite(p.grad for p in parameters if p.grad is not None):
-                scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-                self._judge.gradients_are_bad(parameters, scale, is_held_off=True)
+            is_scaled = scaler is not None and scaler.is_enabled()
+            if not is_scaled and any(version_of(p) != version for p, version in self._versions):
+                self._judges_at_once = True
+            elif isinstance(events[-1], BackwardCall):
+                parameters = [p for p in self._parameters_of_modules() if p.grad is not None]
+                if not all_finite(p.grad for p in parameters if p.grad is not None):
+                    scale = float(scaler.get_scale()) if is_scaled else None
+                    self._judge.gradients_are_bad(parameters, scale, is_held_off=True)
         self._cleared[of] = self._log.next_index
+
+    def _judge_now(self) -> None:
+        """Before the loop changes its parameters by these gradients: afterwards the step could not be run again."""
+        self._is_unjudged = False
+        parameters = self._parameters_of_modules()
+        if not all_finite(p.grad for p in parameters if p.grad is not None):
+            since = max(self._cleared.values(), default=0)
+            self._judge.gradients_are_bad(parameters, None, is_held_off=False, since=since)
 
     def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """Somebody suspects that these gradients have lost a part to zero: have the step run again."""
@@ -129,3 +170,8 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
         elif not is_finite(gradient):
             return False
     return all(is_finite(compat.flattened(together)) for together in small.values())
+
+
+def is_anomaly(error: BaseException) -> bool:
+    """Whether `torch.autograd.detect_anomaly` raised this: a derivative was NaN."""
+    return isinstance(error, RuntimeError) and torch.is_anomaly_enabled() and "returned nan values" in str(error)

@@ -180,6 +180,14 @@ class Judge:
         )
         self._note_spoilt(parameters)
 
+    def gradients_made_backward_raise(
+        self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
+    ) -> None:
+        """Anomaly detection found a NaN and ended the backward pass: there are no gradients, but a step to replay."""
+        if self._bad_loss_step != self._steps.count:
+            record, step, wanted = self._log.slice(), self._steps.count, tuple(parameters)
+            self._report(BadResult("gradient", "train", step, record, (), error, (), wanted, loss_scale, since=since))
+
     def gradients_may_be_lost(self, parameters: Iterable[Tensor], loss_scale: float | None) -> None:
         """Gradients are finite, and may have lost a part to zero."""
         with_gradient = tuple(p for p in parameters if p.grad is not None)

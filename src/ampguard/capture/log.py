@@ -21,12 +21,14 @@ from ampguard.capture.record import (
     Held,
     HeldGenerator,
     Ref,
+    RestedGlue,
     RngStates,
     RootCall,
     StepRecord,
     held_in,
     refs_in,
 )
+from ampguard.capture.rested import Plan
 from ampguard.compat import version_of
 
 MAX_EVENTS = 4096
@@ -65,6 +67,8 @@ class EventLog:
         self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
         self._writers: dict[int, list[int]] = {}
         self._sweep_at = SWEEP_EVENTS
+        self._rested: list[RestedGlue] = []
+        """Those among the events whose operators have not been told."""
 
     # --- adding -----------------------------------------------------------------------------------------------------
 
@@ -75,6 +79,31 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         self.record.events.append(event)
+
+    def rest(self, plan: Plan, results: tuple[Tensor, ...], scale: Any) -> bool:
+        """Keep what tells the operators that `plan` knows and that were not taped. False where this step differs."""
+        roots = [e for e in self.record.events if e.index >= self.closed_until and type(e) is RootCall]
+        rested = plan.rested(self.next_index, roots, results, scale)
+        if rested is None:
+            return False
+        if plan.ops:
+            self.record.events.append(rested)
+            self._rested.append(rested)
+            self.next_index += len(plan.ops)
+            for made, tensor in zip(plan.results, results, strict=True):
+                if not made.of_root:
+                    self.define(tensor, Ref(rested.index + made.number, made.output))
+        return True
+
+    @property
+    def has_open_events(self) -> bool:
+        """Whether anything was recorded since the last backward pass."""
+        events = self.record.events
+        return bool(events) and events[-1].index >= self.closed_until
+
+    def open_events(self) -> list[Event]:
+        """What was recorded since the last backward pass."""
+        return [e for e in self.record.events if e.index >= self.closed_until]
 
     def keep_plain(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_view: bool, frame: Any
@@ -230,8 +259,30 @@ class EventLog:
 
     # --- forgetting -------------------------------------------------------------------------------------------------
 
+    def _expand(self) -> None:
+        """Put operators that were not taped where they belong."""
+        self._rested.clear()
+        events: list[Event] = []
+        for event in self.record.events:
+            if not isinstance(event, RestedGlue):
+                events.append(event)
+                continue
+            operators = event.plan.operators(event) if event.plan is not None else None
+            if operators is None:
+                self.record.complete = False
+            events += operators or ()
+        self.record.events = events
+
+    def release_graphs(self) -> None:
+        """The optimizer has stepped: the graphs of its losses are the script's alone again."""
+        for rested in self._rested:
+            rested.node = None
+        self._rested.clear()
+
     def slice(self) -> StepRecord:
         """The record as it stands, for an investigation."""
+        if self._rested:
+            self._expand()
         return StepRecord(list(self.record.events), self.record.complete, dict(self._writers), self.iteration_start)
 
     def clear(self) -> None:

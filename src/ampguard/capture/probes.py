@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 
 from ampguard import compat
+from ampguard.capture import hooks
+from ampguard.capture.functions import aliases_of, checkpointed
 from ampguard.capture.recorder import FlightRecorder
 
 
@@ -144,6 +147,10 @@ class Probes:
                         with recorder.live.watch(call):
                             return original(tensors, *args, **kwargs)
                     return original(tensors, *args, **kwargs)
+                except Exception as error:
+                    scaler = recorder.scaler if recorder.loss_of_scaled else None
+                    guarded(recorder.gradients.raised, error, scaler)
+                    raise
                 finally:
                     recorder.paused = False
                     guarded(recorder.after_backward)
@@ -185,6 +192,7 @@ class Probes:
 
         self._patches.replace(torch.autograd, "backward", watch_backward)
         self._patches.replace(torch.autograd, "grad", watch_grad)
+        self._patches.replace(torch.Tensor, "register_hook", hooks.watching(recorder, recorder.gradients.hooks))
 
     def _watch_custom_functions(self) -> None:
         recorder = self._recorder
@@ -195,6 +203,8 @@ class Probes:
 
             def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
                 is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
+                if cls is CheckpointFunction and recorder.active and not recorder.paused:
+                    return checkpointed(recorder.log, guarded, inner, cls, *args, **kwargs)
                 if not is_ours or cls.__module__.startswith("torch.") or compat.is_tracing():
                     return inner(cls, *args, **kwargs)
                 call = guarded(recorder.enter_function, cls, args, kwargs)
@@ -217,7 +227,10 @@ class Probes:
             return classmethod(functools.wraps(inner)(apply))
 
         if isinstance(torch.autograd.Function.__dict__.get("apply"), classmethod):
+            known = aliases_of(torch.autograd.Function.__dict__["apply"].__func__)
             self._patches.replace(torch.autograd.Function, "apply", watch)
+            for module, name in known:
+                self._patches.replace(module, name, lambda bound: bound.__self__.apply)
 
     def _watch_functional_calls(self) -> None:
         """`torch.func.functional_call` runs a module on other parameters than its own."""
@@ -297,8 +310,9 @@ class Probes:
                 return
             closure = kwargs.get("closure") if len(args) < 2 else args[1]
             scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
-            guarded(recorder.before_update, optimizer, scaler is not None, closure is not None)
-            if scaler is not None and compat.is_told_to_skip(optimizer):  # a fused one skips by itself
+            if scaler is None:
+                guarded(recorder.before_update, optimizer, False, closure is not None)
+            elif compat.is_told_to_skip(optimizer):  # a fused one skips by itself
                 guarded(self._held_off, scaler, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -333,6 +347,8 @@ class Probes:
                 if not recorder.between_steps or not recorder.active or recorder.paused:
                     if is_last and recorder.active and not recorder.paused:
                         guarded(recorder.gradients_cleared, id(self))
+                    return original(self, *args, **kwargs)
+                if recorder.has_no_prefix and not recorder.tape.is_on_stack:
                     return original(self, *args, **kwargs)
                 guarded(recorder.tape.leave)
                 result = original(self, *args, **kwargs)

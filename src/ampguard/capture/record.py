@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -154,11 +154,15 @@ class RootCall:
     swapped_state: dict[str, Any] = field(default_factory=dict)
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
+    nodes: list[Any] = field(default_factory=list)
+    """The nodes of the autograd graph that made the results, while the glue after the call is being learnt."""
     error: BaseException | None = None
     started: float = 0.0
     seconds: float = 0.0
     is_function: bool = False
     """True for a custom `torch.autograd.Function` applied outside every module: its own backward is needed to replay it."""
+    region: int = 0
+    """Calls of the same number lie between the same two clearings of autocast's weight cache; -1 without that cache."""
 
 
 @dataclass(slots=True)
@@ -209,6 +213,26 @@ class BackwardCall:
     def is_functional(self) -> bool:
         """Whether it returned its gradients instead of leaving them in the parameters."""
         return self.args[2] is not None
+
+
+@dataclass(slots=True)
+class RestedGlue(GlueOp):
+    """In place of operators that were not taped (see `rested`): what it takes to know them after all.
+
+    `index` is the first operator's, `func` is None. `roots` are the module calls before, `node` is the graph's at the
+    loss, `kept` what the operators used, `outputs` what is differentiated and the loss that it was scaled from.
+    """
+
+    roots: list[RootCall] = field(default_factory=list)
+    node: Any = None
+    kept: list[Held] = field(default_factory=list)
+    plan: GluePlan | None = None
+
+
+class GluePlan(Protocol):
+    """Knows the operators of steps that were not taped."""
+
+    def operators(self, rested: RestedGlue) -> list[GlueOp] | None: ...
 
 
 Event: TypeAlias = RootCall | GlueOp | BackwardCall

@@ -34,12 +34,14 @@ from ampguard.capture.record import (
     Event,
     GlueOp,
     Held,
+    Line,
     Ref,
     RootCall,
     map_tensors,
     tensors_in,
     torch_rng_states,
 )
+from ampguard.capture.resting import RestingTape
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import Prefixes, RandomStreams, current_modes
 from ampguard.capture.tape import GlueTape
@@ -88,6 +90,7 @@ class FlightRecorder:
         self.judge = Judge(self.log, self.steps, self._report)
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
+        self.resting = RestingTape()
         self.buffers = BufferWatch()
         self.attributes = AttributeWatch()
         self.random = RandomStreams()
@@ -104,6 +107,8 @@ class FlightRecorder:
         """Whether it has divided gradients since."""
         self.attempts = 0
         """Optimizer steps attempted so far."""
+        self.regions = 0
+        """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self._has_root = False
         self._is_functional = False
         """True where the last step called no module: all of it ran outside modules."""
@@ -112,10 +117,14 @@ class FlightRecorder:
         self._glue_limit = MAX_EVENTS
         self._prefix_enabled = True
         self._clears_between_steps = False
+        self.has_no_prefix = False
+        """Whether nothing is taped between an optimizer's step and the first module."""
         self._empty_prefixes = 0
         """Steps so far in which nothing was computed before the first module."""
         self._prefixes = Prefixes()
         self.functions = AppliedFunctions()
+        self._reads = 0
+        """What the script had read of the tape's numbers before the first module call since the last backward."""
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 
@@ -156,7 +165,10 @@ class FlightRecorder:
             prefix=self._prefixes.of(module, frame),
             updates_before=self.attempts,
             attributes=self.attributes.before_call(module),
+            region=self.regions if torch.is_autocast_cache_enabled() else -1,
         )
+        if self.resting.is_learning and not self.log.has_open_events:
+            self._reads = self.tape.reads
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), self.log.named_argument)
         self.log.append(root)
@@ -185,7 +197,10 @@ class FlightRecorder:
                 self.judge.suspect_buffers(root, poisoned)
         if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
-        self.tape.enter(self._glue_limit)
+        if self.live is not None or not self.resting.may_rest(root):
+            if self.resting.is_learning:
+                root.nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+            self.tape.enter(self._glue_limit)
 
     def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         """Keep a custom function that is applied outside every module."""
@@ -231,6 +246,7 @@ class FlightRecorder:
         """The tape met more operators than it may follow."""
         record = self.log.record
         record.complete = False
+        self.resting.spoil()
         if not self._is_functional and not any(isinstance(event, RootCall) for event in record.events):
             self._prefix_enabled = False
 
@@ -254,16 +270,38 @@ class FlightRecorder:
         if thread != self.thread:
             self._follow(thread)
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        if not create_graph:
-            losses = [self._unscaled(t) for t in tensors]
-            if self.counting:
+        losses = [self._unscaled(t) for t in tensors]
+        if self.counting:
+            if not create_graph:
                 self.judge.count_losses(losses)
-            elif not self.judge.is_healthy(losses):
-                self.judge.judge_losses(losses)
-        return None if self.counting else self._keep_backward(tensors, gradients, inputs, create_graph)
+            return None
+        line = user_line(sys._getframe(2))
+        resting = self.resting
+        if resting.is_resting or resting.is_learning:
+            is_plain = len(tensors) == 1 and gradients is None and inputs is None and not create_graph
+            self._rest_or_learn(tensors[0], losses[0], line) if is_plain else resting.spoil()
+            resting.is_resting = False
+        if not create_graph and not self.judge.is_healthy(losses):
+            self.judge.judge_losses(losses)
+        return self._keep_backward(tensors, gradients, inputs, create_graph, line)
+
+    def _rest_or_learn(self, tensor: Tensor, loss: Tensor, line: Line | None) -> None:
+        """The glue before this backward call was not taped: keep what tells it. Or it was, and is learnt."""
+        log, resting = self.log, self.resting
+        results = (tensor,) if loss is tensor else (tensor, loss)
+        scale = compat.loss_scale(self.scaler) if loss is not tensor else None
+        if not resting.is_resting:
+            if self.tape.reads != self._reads or log.goes_on_after_backward or not log.record.complete:
+                resting.spoil()
+            else:
+                resting.learn(log.open_events(), [log.lookup(t) for t in results], tensor.grad_fn, scale, line)
+            return
+        plan = resting.plan_at(line)
+        if plan is None or not log.rest(plan, results, scale):
+            resting.spoil()
 
     def _keep_backward(
-        self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool
+        self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool, line: Line | None
     ) -> BackwardCall:
         log = self.log
         named = tuple([log.lookup(t) or Held(t, version_of(t)) for t in tensors])
@@ -273,7 +311,6 @@ class FlightRecorder:
             wanted = (inputs,) if _is_one(inputs) else inputs
             inputs = [Held(t, version_of(t)) if isinstance(t, nn.Parameter) else log.named(t) for t in wanted]
         index = log.claim_index()
-        line = user_line(sys._getframe(3))
         call = BackwardCall(
             index, (named, gradients, inputs), line, create_graph, self.attempts, current_modes(), [], []
         )
@@ -364,9 +401,12 @@ class FlightRecorder:
             allowed = int(GLUE_TIME_SHARE * self.step_seconds / TAPED_OP_SECONDS)
             self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
         self.between_steps = True
+        self.resting.iteration_ended()
+        self.log.release_graphs()
         self.log.iteration_start = self.log.next_index
         self._is_functional = not self._has_root
         self._has_root = False
+        self.has_no_prefix = not self._is_functional and not (self._prefix_enabled and self._empty_prefixes < 4)
         if self.live is not None:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)
@@ -386,10 +426,10 @@ class FlightRecorder:
         """Tape what the script computes before the first module of a step."""
         if self._is_functional:  # no module was called in the last step: everything is outside modules
             limit = self._glue_limit
-        elif self._prefix_enabled and self._empty_prefixes < 4:
-            limit = PREFIX_OPS
-        else:
+        elif self.has_no_prefix:
             return
+        else:
+            limit = PREFIX_OPS
         if self.thread == threading.get_ident() and not self.paused:
             self.tape.enter(limit)
 

@@ -88,20 +88,19 @@ _known_modes: dict[tuple[Any, ...], Modes] = {}
 
 def current_modes() -> Modes:
     """The calling thread's modes."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    key: tuple[Any, ...]
+    key: tuple[Any, ...] = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
     if compat.cuda_is_in_use():
-        key = (grad, inference, _autocast("cpu"), _autocast("cuda"))
-    else:
-        key = (grad, inference, _autocast("cpu"))
+        key = (*key, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
     known = _known_modes.get(key)
     if known is None:
-        known = _known_modes[key] = Modes(grad, inference, key[2:])
+        autocast = tuple((device, *key[i : i + 2]) for device, i in (("cpu", 2), ("cuda", 4)) if i < len(key))
+        known = _known_modes[key] = Modes(key[0], key[1], autocast)
     return known
-
-
-def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
-    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 class Prefixes:

@@ -63,14 +63,17 @@ class GlueTape(compat.DispatchMode):
         super().__init__()
         self._taped = taped
         self._left = 0
-        self._on_stack = False
+        self.is_on_stack = False
+        """Whether operators come by, recorded or not."""
         self._inference = False
         self._thread = 0
         self._facts: dict[Any, _Facts] = {}
+        self.reads = 0
+        """Numbers that the script has read from tensors while the tape was on."""
 
     def enter(self, limit: int) -> None:
         """Start taping, at most `limit` operators."""
-        if self._on_stack:
+        if self.is_on_stack:
             self._left = limit
         elif (
             limit > 0
@@ -82,26 +85,26 @@ class GlueTape(compat.DispatchMode):
             self._left = limit
             self._inference = torch.is_inference_mode_enabled()
             self.begin()
-            self._on_stack = True
+            self.is_on_stack = True
             self._taped.barrier.own_modes = 1
             self._thread = threading.get_ident()
 
     def leave(self) -> None:
         """Stop taping; take the mode off the stack if nothing of the script's is on top of it."""
-        if not self._on_stack:
+        if not self.is_on_stack:
             return
         self._left = 0
         if torch.is_inference_mode_enabled() != self._inference:
             return  # the end of an inference-mode region puts back the dispatch state of its beginning, ours with it
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
             self.end()
-            self._on_stack = False
+            self.is_on_stack = False
             self._taped.barrier.own_modes = 0
 
     @property
     def is_taping(self) -> bool:
         """Whether operators are being recorded."""
-        return self._on_stack and self._left > 0
+        return self.is_on_stack and self._left > 0
 
     def abandon(self) -> None:
         """In a forked child: pass operators through until the process ends."""
@@ -136,6 +139,7 @@ class GlueTape(compat.DispatchMode):
         if facts is None or facts.is_bookkeeping:
             return func(*args, **kwargs)
         if facts.is_read:
+            self.reads += 1
             value = func(*args, **kwargs)
             if not (type(value) is float and value - value == 0.0):
                 taped.barrier.call(taped.judge.read, args[0], value)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +22,10 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.weights import WeightSample, WeightSampling
 
 AT_A_TIME = 16
-_Plain: TypeAlias = tuple[int, int, int, tuple[Any, ...], float]
-"""(step, how many losses, how many norms, losses + norms + skips + (scale, ratio), seconds)."""
 
 
-@dataclass(slots=True)
-class StepVitals:
-    """One iteration. None is "not measured"; a number may be NaN or infinite.
+class StepVitals(NamedTuple):
+    """One iteration, as the history keeps it. None is "not measured"; a number may be NaN or infinite.
 
     `loss`: the sum of the losses that were differentiated. `scale`: the loss scale in use. `grad_norm`: over all
     gradients, unscaled. `update_ratio`: ||update|| / ||weights|| of the sampled weights.
@@ -61,7 +57,7 @@ class Vitals:
         """Whether weights and gradients are looked at in the running iteration."""
         self._norms: list[Tensor | float] = []
         self._skips: list[Tensor | bool] = []
-        self._pending: list[_Plain] = []
+        self._pending: list[StepVitals] = []
         self._started = time.perf_counter()
         self._step = 0
 
@@ -118,35 +114,32 @@ class Vitals:
         self._started = now
         self._step = step + 1
         self.looks = self.weights.is_due(step + 1)
+        is_here = ratio is None and not self._later.is_waiting
+        if is_here and len(losses) == len(skips) == 1 and skips[0] is False and not norms:
+            loss = losses[0]
+            if type(loss) is float and (scale is None or type(scale) is float):
+                self._wait(StepVitals(step, loss, scale, None, False, None, seconds))
+                return
         numbers = (*losses, *norms, *skips, scale, ratio)
-        plain = (step, len(losses), len(norms), numbers, seconds)
-        if ratio is None and not self._later.is_waiting and all(type(n) is not Tensor for n in numbers):
-            self._pending.append(plain)
-            if len(self._pending) >= AT_A_TIME or any(skips) or not all(map(math.isfinite, losses)):
-                self.flush()
+        counts = len(losses), len(norms)
+        if is_here and all(type(n) is not Tensor for n in numbers):
+            self._wait(_vitals_of(step, seconds, counts, numbers))
             return
         self.flush()
-        self._later.ask(numbers, lambda values: self._hand_on((step, len(losses), len(norms), tuple(values), seconds)))
+        self._later.ask(numbers, lambda values: self._on_step(_vitals_of(step, seconds, counts, values)))
+
+    def _wait(self, vitals: StepVitals) -> None:
+        """Hand these on with others, unless there is something to tell."""
+        self._pending.append(vitals)
+        loss = vitals.loss
+        if len(self._pending) >= AT_A_TIME or vitals.skipped or (loss is not None and loss - loss != 0.0):
+            self.flush()
 
     def flush(self) -> None:
         """Hand on the iterations that are waiting."""
         pending, self._pending = self._pending, []
-        for plain in pending:
-            self._hand_on(plain)
-
-    def _hand_on(self, plain: _Plain) -> None:
-        step, losses, norms, values, seconds = plain
-        self._on_step(
-            StepVitals(
-                step,
-                _total(values[:losses]),
-                values[-2],
-                _root_of_squares(values[losses : losses + norms]),
-                _any(values[losses + norms : -2]),
-                values[-1],
-                seconds,
-            )
-        )
+        for vitals in pending:
+            self._on_step(vitals)
 
     def restart_clock(self) -> None:
         """Time that ampguard itself took does not count as the script's."""
@@ -164,6 +157,20 @@ class Vitals:
         if scale is None:
             return None
         return float(scale.item()) if scale.is_cpu else scale.detach().clone()
+
+
+def _vitals_of(step: int, seconds: float, counts: tuple[int, int], values: Sequence[Any]) -> StepVitals:
+    """`values`: the losses, the norms (`counts` of each), for each attempted step whether it was skipped, scale, ratio."""
+    losses, norms = counts
+    return StepVitals(
+        step,
+        _total(values[:losses]),
+        values[-2],
+        _root_of_squares(values[losses : losses + norms]),
+        _any(values[losses + norms : -2]),
+        values[-1],
+        seconds,
+    )
 
 
 def _total(values: Sequence[float | None]) -> float | None:

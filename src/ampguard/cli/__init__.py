@@ -11,7 +11,7 @@ import click
 from ampguard._version import __version__
 from ampguard.errors import RunFolderError, UsageError
 
-_COMMANDS = ("run", "explain")
+_COMMANDS = ("run", "compare", "check", "explain")
 
 
 class _LazyGroup(click.Group):

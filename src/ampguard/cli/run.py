@@ -9,8 +9,10 @@ from typing import Literal
 import click
 
 from ampguard.run.late import LateSession
+from ampguard.run.overrides.asked import LEVELS, PRECISIONS, overrides_of
 from ampguard.run.protocols import GuardSession
 from ampguard.run.script import ScriptTarget, execute
+from ampguard.run.seeds import seed_everything, seed_torch
 
 
 class _RunCommand(click.Command):
@@ -56,18 +58,34 @@ class _RunCommand(click.Command):
 )
 @click.option(
     "--on-nonfinite",
-    type=click.Choice(["observe", "stop"]),
+    type=click.Choice(["observe", "stop", "skip", "heal"]),
     default="observe",
     show_default=True,
-    help="observe: report and let the script go on. stop: end it at the first error, with exit status 3.",
+    help="observe: report and let the script go on. stop: end it at the first error, with exit status 3. skip: hold the "
+    "optimizer's step off, and stop after too many in a row. heal: the same, and apply the smallest verified fix.",
 )
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Run the script in this precision, whatever it says.")
+@click.option("--amp-opt-level", type=click.Choice(tuple(LEVELS)), help="The same, by apex's names: O1 is fp16.")
+@click.option("--disable-amp", is_flag=True, help="The same as --precision fp32.")
+@click.option(
+    "--force-fp32",
+    multiple=True,
+    metavar="PATTERN",
+    help="Run the modules whose path matches in float32 (`blocks.*.attn`). May be repeated.",
+)
+@click.option("--seed", type=int, metavar="N", help="Seed Python's, numpy's and torch's random numbers first.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def command(
     module: str | None,
     steps: int | None,
     out: Path | None,
     max_incidents: int,
-    on_nonfinite: Literal["observe", "stop"],
+    on_nonfinite: Literal["observe", "stop", "skip", "heal"],
+    precision: str | None,
+    amp_opt_level: str | None,
+    disable_amp: bool,
+    force_fp32: tuple[str, ...],
+    seed: int | None,
     words: tuple[str, ...],
 ) -> Callable[[], int]:
     """Run SCRIPT as Python would, and explain the first bad number that reaches its loss, gradients or outputs.
@@ -75,12 +93,24 @@ def command(
     Options after SCRIPT (or after -m MODULE) belong to the script. The exit status is the script's own.
     """
     target = _target(module, words)
+    overrides = overrides_of(precision, amp_opt_level, disable_amp, force_fp32)
+
+    if seed is not None:
+        seed_everything(seed)
 
     def session() -> GuardSession:
         from ampguard.run.session import RunOptions, Session  # here: it imports torch
 
+        if seed is not None:
+            seed_torch(seed)
+
         options = RunOptions(
-            out=out, steps=steps, max_incidents=max_incidents, on_nonfinite=on_nonfinite, script_name=target.stem
+            out=out,
+            steps=steps,
+            max_incidents=max_incidents,
+            on_nonfinite=on_nonfinite,
+            script_name=target.stem,
+            overrides=overrides,
         )
         return Session(options)
 

@@ -155,7 +155,7 @@ class Casebook:
         try:
             evidence = self._located(bad)
         except DoesNotRepeatError:
-            if not bad.is_held_off:
+            if not bad.is_held_off and bad.error is None:  # anomaly detection also raises for what reaches no parameter
                 self._changed_gradients.append(bad)
                 if not is_one_of_several_ranks():  # else another rank's gradients are to blame, and it says so
                     self._unreplayable.append((bad, NOT_REPEATED))

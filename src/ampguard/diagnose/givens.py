@@ -62,13 +62,14 @@ def _code(evidence: Evidence) -> str:
 
 
 def _state_by_identity(evidence: Evidence, element: Tensor) -> NamedTensor | None:
-    names = evidence.replayer.names if evidence.replayer is not None else {}
+    if evidence.replayer is not None:
+        name = evidence.replayer.parameter_names.get(id(element))
+        return NamedTensor(name, "parameter", element, element, []) if name is not None else None
     for root in evidence.events():
         for module in root.module.modules() if isinstance(root, RootCall) else ():
             for name, parameter in compat.parameters_of(module).items():
                 if parameter is element:
-                    path = names.get(id(module), "")
-                    return NamedTensor(f"{path}.{name}" if path else name, "parameter", element, element, [])
+                    return NamedTensor(name, "parameter", element, element, [])
     return None
 
 

@@ -13,7 +13,6 @@ from ampguard.capture.record import BadResult
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Chain, Link, chain_from
 from ampguard.errors import DoesNotRepeatError, ReplayError
-from ampguard.replay.names import parameter_names
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.trace import TracedOp, bad_elements, traced
 from ampguard.replay.variants import Variant
@@ -117,7 +116,7 @@ class GradientEvidence(Evidence):
 
     def parameters(self) -> dict[str, Any]:
         """Which parameters have finite gradients and which have not: the boundary is half of the answer."""
-        names = parameter_names(self.replayer.events, self.replayer.names) if self.replayer is not None else {}
+        names = self.replayer.parameter_names if self.replayer is not None else {}
         finite: list[str] = []
         bad: list[str] = []
         for tensor, gradient in self.outcome.gradients:

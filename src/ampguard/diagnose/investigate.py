@@ -290,6 +290,8 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
     if bad.names:
         facts["poisoned_buffers"] = list(bad.names)
+    if bad.kind == "gradient" and bad.error is not None:
+        facts["raised"] = str(bad.error)
     dtype = finding.dtype or evidence.precision or evidence.result_dtype
     return Incident(
         step=bad.step,

@@ -91,6 +91,8 @@ class Refused:
     optimizer: Key | None = None
     where: Place = None
     found_inf: bool | None = None
+    weights_moved: bool = False
+    """The parameters were written to since the optimizer's gradients were unscaled, by no optimizer's step."""
 
 
 Event = Backward | Unscale | Read | Step | Update | Clear | Refused

@@ -153,9 +153,16 @@ class Machine:
         if all(part.is_right for part in ledger.parts):
             return
         scales = {float(part.scale) for part in ledger.parts if part.scale is not None}
+        facts = {"scales": sorted(scales), "divided_by": float(event.scale), "updated_between": session.updated_at}
+        other = next(
+            (key for part in ledger.parts if (key := _scaler_of(part.scale)) not in (None, event.scaler)), None
+        )
+        if other is not None:
+            first = next(part.where for part in ledger.parts if _scaler_of(part.scale) is other)
+            self._pend(ledger, "unscaled-backward", event, first, {**facts, "scaled_by_another": True, "other": other})
+            return
         cause = "accumulation-broken" if len(scales) > 1 else "missing-update"
         first = ledger.parts[0].where if cause == "accumulation-broken" else session.updated_at
-        facts = {"scales": sorted(scales), "divided_by": float(event.scale), "updated_between": session.updated_at}
         self._pend(ledger, cause, event, first, facts)
 
     def _pend(self, ledger: Ledger, cause: str, event: Unscale, first: Place, facts: dict[str, Any]) -> None:
@@ -168,8 +175,8 @@ class Machine:
     def _read(self, event: Read) -> Sequence[Breach]:
         ledger = self.ledger(event.optimizer)
         found = BREACHES.get((ledger.stage, Move.CLIP))
-        if found is None:
-            return ()
+        if found is None or ledger.stage is Stage.REOPENED:
+            return ()  # the step with what was unscaled too early tells all of it
         worst = ledger.worst()
         if worst is None or worst.is_right:
             return ()  # a loss scale of 1
@@ -282,6 +289,9 @@ class Machine:
         facts = {"first_found_inf": event.found_inf}
         if ledger.backwards_since_unscale == 0:
             return "double-unscale", first, facts
+        last = ledger.parts[-1].where if ledger.parts else None
+        if event.weights_moved and ledger.stage is not Stage.REOPENED:
+            return "double-unscale", first, {**facts, "second_pass": True, "backward": last}
         if ledger.stage is not Stage.REOPENED or event.found_inf or ledger.backwards_per_step == 1:
             return "missing-update", first, {**facts, "next_iteration": True}
         return "accumulation-broken", first, {**facts, "backwards": ledger.backwards_since_unscale}
@@ -324,6 +334,11 @@ class Machine:
 
 
 _Answer = tuple["str | None", Place, "dict[str, Any]"]
+
+
+def _scaler_of(scale: Any) -> Key | None:
+    """Whose scale it is, where it says so."""
+    return getattr(scale, "watch", None)
 
 
 def _after_backward(stage: Stage, is_scaled: bool) -> Stage:

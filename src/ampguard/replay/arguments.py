@@ -42,6 +42,8 @@ class Values:
     made: dict[Ref, Tensor] = field(default_factory=dict)
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     names: dict[Ref, str] = field(default_factory=dict)
+    is_approximate: bool = False
+    """Whether gradients go another way than in the step."""
 
     def for_module(self, tree: Any, grad: bool) -> Any:
         """A root call's arguments: clones of earlier events' results as replayed (traced, so that the chain of values
@@ -66,8 +68,8 @@ class Values:
                 made = self._result(leaf)
                 return made if self.keeps_graph else made.detach()
             if isinstance(leaf, Held):
-                if self.keeps_graph and leaf.tensor.is_leaf and leaf.tensor.requires_grad:
-                    return self._leaf(leaf, grad=True)
+                if self.keeps_graph and leaf.tensor.requires_grad:
+                    return self._leaf(leaf, grad=True) if leaf.tensor.is_leaf else self._computed(leaf)
                 return self.replaced.get(id(leaf.tensor), leaf.value).detach()
             return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
 
@@ -87,6 +89,23 @@ class Values:
             return leaf.value if known is None else known
 
         return map_leaves(tree, value)
+
+    def _computed(self, held: Held) -> Tensor:
+        """What the step computed where nothing is recorded: in a module that did not return it, or autocast's cast.
+
+        A cast is made anew; where anything else is not found again, gradients end here.
+        """
+        found = self.replaced.get(id(held.tensor))
+        if found is not None:
+            return found
+        self.is_approximate = True
+        parameter = compat.cast_leaf(held.tensor)
+        if parameter is not None:
+            with torch.enable_grad(), self.mode:
+                cast = self.stand_ins.get(id(parameter), parameter).to(held.tensor.dtype)
+            self.replaced[id(held.tensor)] = cast
+            return cast
+        return held.value.detach()
 
     def _result(self, ref: Ref) -> Tensor:
         if ref not in self.made:

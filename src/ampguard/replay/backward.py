@@ -33,8 +33,18 @@ class Gradients:
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         before = self._sums.get(id(parameter))
-        gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        gradient = as_dense(gradient)
         self._sums[id(parameter)] = gradient if before is None else before + gradient
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """A sparse gradient (`nn.Embedding(sparse=True)`) by operators whose operands can be followed."""
+    if gradient.layout == torch.strided:
+        return gradient
+    rows = compat.stored_rows(gradient)
+    if rows is None:
+        return gradient.to_dense()
+    return torch.zeros_like(gradient, layout=torch.strided).index_add(0, *rows)
 
 
 def run_backward(

@@ -8,12 +8,12 @@ replay has changed it, and past the version counters, so that the script's own b
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import random
 import sys
 import types
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +28,7 @@ MAX_DEPTH = 5
 MAX_ELEMENTS = 1 << 28
 """Elements that are copied in all; what lies beyond is taken to be left alone."""
 
-CONTAINERS = (list, dict, set, collections.deque)
+CONTAINERS = (list, dict, set, deque)
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, range, type)
 OPAQUE = (types.ModuleType, types.BuiltinFunctionType, property, staticmethod, classmethod)
 
@@ -137,6 +137,7 @@ class StateKeeper:
             with contextlib.suppress(ValueError):
                 if not isinstance(cell.cell_contents, nn.Module):
                     self.keep(cell.cell_contents, depth + 1)
+                    self._undo.append(_filled(cell, cell.cell_contents))
         for value in function.__defaults__ or ():
             self.keep(value, depth + 1)
         scope = function.__globals__
@@ -154,7 +155,7 @@ class StateKeeper:
         if len(container) > MAX_ITEMS:
             return
         if isinstance(container, dict):
-            before = dict(container)
+            before = dict(dict.items(container))  # past a `__getitem__` of its own, which may make what it returns
             self._undo.append(lambda: _refill_dict(container, before))
             values = list(before.values())
         else:
@@ -217,6 +218,14 @@ def _binding(owner: type, name: str, value: Any) -> Callable[[], None]:
     return restore
 
 
+def _filled(cell: types.CellType, value: Any) -> Callable[[], None]:
+    def restore() -> None:
+        if cell.cell_contents is not value:
+            cell.cell_contents = value
+
+    return restore
+
+
 def _entry(scope: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
     def restore() -> None:
         if scope.get(name) is not value:
@@ -226,9 +235,12 @@ def _entry(scope: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
 
 
 def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
-    if len(container) != len(items) or any(k not in container or container[k] is not v for k, v in items.items()):
-        container.clear()
-        container.update(items)
+    now = dict(dict.items(container))
+    if len(now) != len(items) or any(k not in now or now[k] is not v for k, v in items.items()):
+        kind: type[dict[Any, Any]] = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        for key, value in items.items():
+            kind.__setitem__(container, key, value)
 
 
 def _refill_list(container: list[Any], items: list[Any]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.record import Event, RootCall
+from ampguard.replay.variables import script_names
 
 
 def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
@@ -53,11 +54,22 @@ def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]
 
 
 def parameter_names(events: Iterable[Event], modules: dict[int, str]) -> dict[int, str]:
-    """`id(parameter)` to dotted name, for the root modules of some events; `modules` are their parts' names."""
+    """`id(parameter)` to dotted name, for the root modules of some events; `modules` are their parts' names.
+
+    Where parameters of several roots would have the same name, each root is called what the script calls it.
+    """
+    roots = list({id(event.module): event.module for event in events if isinstance(event, RootCall)}.values())
+    of_roots = [parameters_under(root, modules) for root in roots]
     names: dict[int, str] = {}
-    for event in events:
-        if isinstance(event, RootCall):
-            names = parameters_under(event.module, modules) | names
+    for own in of_roots:
+        names = own | names
+    if len(set(names.values())) == len(names):
+        return names
+    variables = script_names(roots)
+    for root, own in zip(roots, of_roots, strict=True):
+        if not modules.get(id(root)):  # else it is told apart by where it hangs
+            prefix = variables.get(id(root))
+            names |= {p: f"{prefix}.{name}" for p, name in own.items() if prefix and names[p] == name}
     return names
 
 

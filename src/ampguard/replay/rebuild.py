@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from ampguard.capture.record import (
     GlueOp,
     Ref,
     RootCall,
-    StepRecord,
     held_in,
     leaves,
     map_tensors,
@@ -32,7 +32,10 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.arguments import Values, fresh_copy_needed, is_replayable, low_to
 from ampguard.replay.backward import Gradients, run_backward
-from ampguard.replay.names import module_names
+from ampguard.replay.behind import events_behind, forward_code_of_functions, is_computed
+from ampguard.replay.casts import WeightCasts
+from ampguard.replay.keeping import StateKeeper
+from ampguard.replay.names import module_names, parameter_names
 from ampguard.replay.sandbox import ModuleSandbox, modes_of, neutral_thread, quiet, set_streams
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode
@@ -73,6 +76,7 @@ class Replayer:
         self.is_exact = not as_it_is_now
         self.events = events_behind(bad)
         self._sandboxes = contextlib.ExitStack()
+        self._casts = WeightCasts()
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
         self._differentiated_by = {
             ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
@@ -100,7 +104,10 @@ class Replayer:
         """Raise ReplayError where the step's givens are no longer what they were."""
         if not self.events:
             raise ReplayError("nothing that led to the bad result was recorded")
+        functions = forward_code_of_functions() if self.keeps_graph else frozenset()
         for event in self.events:
+            if isinstance(event, GlueOp) and not event.grad and event.line and event.line.code in functions:
+                raise ReplayError("a custom autograd.Function ran whose `apply` was looked up before the guard was on")
             state = event.swapped_state if isinstance(event, RootCall) else {}
             for held in held_in((event.args, event.kwargs, state)):
                 if self.is_exact and not held.is_intact:
@@ -117,6 +124,11 @@ class Replayer:
         updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
         if any(id(p) in updated for p in root.module.parameters()):
             raise ChangedSinceError("an optimizer has changed the parameters since the module was called")
+
+    @cached_property
+    def parameter_names(self) -> dict[int, str]:
+        """`id(parameter)` to the name that tells it apart from every other parameter of the step."""
+        return parameter_names(self.events, self.names)
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
@@ -144,7 +156,7 @@ class Replayer:
             mode.sought = self._sought
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
         gradients = Gradients(self.bad.parameters)
-        exact = self.is_exact
+        exact = self.is_exact and not self._recorder.gradients.hooks.are_lost_since(self.events[0].index)
         ran: list[tuple[Event, list[Tensor]]] = []
         error: BaseException | None = None
         with (
@@ -154,9 +166,11 @@ class Replayer:
             contextlib.ExitStack() as self._sandboxes,
             self._graph(),
             self._paused(),
+            self._weight_casts(),
             traced_modules(mode),
             autocast_in(variant.convert),
         ):
+            self._keep_reach_of_hooks()
             for event in self.events:
                 mode.event = event
                 try:
@@ -171,9 +185,13 @@ class Replayer:
                     if ref in self._differentiated_by and not tensor.requires_grad:
                         tensor = tensor.detach().requires_grad_()  # as the script did, after it was made
                     values.made[ref] = tensor
+                self._put_on_hooks(event, outputs)
                 ran.append((event, outputs))
         if traced and variant is AS_IT_RAN:  # only now: a result may have been written to later, as in the step itself
             exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
+        exact = (
+            exact and not values.is_approximate and not (self.keeps_graph and self._casts.differ(trace, self.events))
+        )
         outcome = self._outcome(values, gradients, trace, exact, error, time.perf_counter() - started)
         outcome.captured = mode.captured
         self._hidden = mode.hidden
@@ -182,14 +200,32 @@ class Replayer:
         outcome.output_names = values.names
         return outcome
 
+    def _put_on_hooks(self, event: Event, outputs: list[Tensor]) -> None:
+        """The script's hooks on what an event made, outside modules."""
+        for output, hook in self._recorder.gradients.hooks.of(event.index) if self.keeps_graph else ():
+            if output < len(outputs) and outputs[output].requires_grad:
+                outputs[output].register_hook(hook)
+
+    def _keep_reach_of_hooks(self) -> None:
+        """Those hooks run once more: what they write to is put back after the replay."""
+        keeper = StateKeeper()
+        for event in self.events:
+            for _, hook in self._recorder.gradients.hooks.of(event.index):
+                keeper.keep(hook)
+        self._sandboxes.callback(keeper.restore)
+
     def _run_event(self, event: Event, values: Values, variant: Variant, gradients: Gradients) -> list[Tensor]:
         if isinstance(event, RootCall):
             return self._run_root(event, values, variant)
         if isinstance(event, BackwardCall):
             factor = variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
-            with modes_of(event.modes):
+            with self._casts.of_backward(event.modes), modes_of(event.modes):
                 return run_backward(event, values, gradients, factor, variant.differentiate, self.bad.loss_scale)
         return self._run_glue(event, values)
+
+    def _weight_casts(self) -> contextlib.AbstractContextManager[Any]:
+        self._casts = WeightCasts()
+        return self._casts.used()
 
     def _graph(self) -> contextlib.AbstractContextManager[Any]:
         """Without gradients to compute, nothing need be saved for them."""
@@ -262,7 +298,7 @@ class Replayer:
             if training != root.training:
                 module.train(root.training)
             set_streams(root.rng)
-            with modes_of(root.modes), mode:
+            with self._casts.of_call(root), modes_of(root.modes), mode:
                 output = module(*args, **kwargs)
             for identity, (owner, name) in sandbox.stand_ins.items():
                 tensor = owner.get(name)
@@ -359,56 +395,6 @@ class Replayer:
             yield
         finally:
             self._recorder.paused = paused
-
-
-def events_behind(bad: BadResult) -> list[Event]:
-    """The events that the bad result was made from, in order, with every event that wrote in place to one of them."""
-    record: StepRecord = bad.record
-    wanted: set[int] = set()
-    for target in bad.targets:
-        if isinstance(target, Ref):
-            wanted.add(target.event)
-        else:
-            wanted |= {
-                event.index
-                for event in record.events
-                if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
-            }
-    if bad.is_of_gradients and not wanted:
-        wanted = backward_calls(record, bad.since)
-    by_index = {event.index: event for event in record.events}
-    pending = sorted(wanted)
-    while pending:
-        event = by_index.get(pending.pop())
-        if event is None:
-            continue
-        state = event.swapped_state if isinstance(event, RootCall) else {}
-        if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_in((event.args, event.kwargs))):
-            pending += [e.index for e in record.events if isinstance(e, RootCall) and e.index < event.index]
-            wanted |= set(pending)
-        more = {ref.event for ref in refs_in((event.args, event.kwargs, state))} | set(
-            record.writers.get(event.index, ())
-        )
-        pending += sorted(more - wanted)
-        wanted |= more
-    return [event for event in record.events if event.index in wanted]
-
-
-def backward_calls(record: StepRecord, since: int) -> set[int]:
-    """The backward passes whose gradients an optimizer is about to use: those since the last update.
-
-    Where there is none, the gradients were put there by hand: from those that `torch.autograd.grad` returned.
-    """
-    begin = max(record.iteration_start, since)
-    every = [e for e in record.events if isinstance(e, BackwardCall) and e.index >= begin and not e.create_graph]
-    calls = [call for call in every if not call.is_functional] or every
-    latest = max((call.updates_before for call in calls), default=0)
-    return {call.index for call in calls if call.updates_before == latest}
-
-
-def is_computed(tensor: Tensor) -> bool:
-    """Whether a tensor that no recorded event made was computed somewhere (inside a module that did not return it)."""
-    return tensor.is_floating_point() and (tensor.grad_fn is not None or not numerics.is_finite(tensor))
 
 
 @contextlib.contextmanager

@@ -40,7 +40,9 @@ def neutral_thread() -> Iterator[None]:
     devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
     autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cache = torch.is_autocast_cache_enabled()
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     try:
+        torch.set_anomaly_enabled(False)  # it would raise where we want to see what comes after
         torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
         for device in devices:
             torch.set_autocast_enabled(device, False)
@@ -48,6 +50,7 @@ def neutral_thread() -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_cache_enabled(cache)
+        torch.set_anomaly_enabled(*anomaly)
         for device, enabled, dtype in autocast:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)

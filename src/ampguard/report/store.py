@@ -74,6 +74,7 @@ def merge(reports: Sequence[Report]) -> Report:
         steps=max(report.steps for report in reports),
         incidents=incidents,
         schema=first.schema,
+        run=first.run,
     )
 
 

@@ -1,6 +1,6 @@
-"""Incidents on the terminal: a card at the moment of failure, a summary at the end. Plain text where nobody looks.
+"""The card of an incident, on the terminal at the moment of failure. Plain text where nobody looks.
 
-Both go to stderr: stdout belongs to the script.
+It goes to stderr: stdout belongs to the script.
 """
 
 from __future__ import annotations
@@ -8,24 +8,21 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from ampguard.incident import CAUSES, Fix, Incident, Location, Report, Severity
+from ampguard.incident import CAUSES, Fix, Incident, Location
 from ampguard.report.numbers import readable_number
+from ampguard.report.summary import STYLES, short_path
 
-_STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 _VERDICTS = {True: ("fix, verified", "green"), False: ("fix, not enough", "yellow"), None: ("fix, untried", "cyan")}
 _MAX_WIDTH = 100
 _MAX_KEY_NUMBERS = 4
-_MAX_SUMMARY_LINES = 20
 _NO_NUMBERS = frozenset(
     {"kind", "element", "rung", "not_replayed_because", "name", "role", "message"}
     | {"last_step", "since_step", "later_failures_caused_by_it"}
@@ -41,11 +38,6 @@ def stderr_console() -> Console:
 def print_incident(incident: Incident, console: Console | None = None) -> None:
     """Print the card of one incident. A closed or broken stderr is no reason to disturb a training."""
     _print([Text(), incident_card(incident), Text()], console)
-
-
-def print_summary(report: Report, path: Path | None, console: Console | None = None) -> None:
-    """Print how the run went, one line per incident, and where the report is (`path` is None if it is nowhere)."""
-    _print(list(_summary_lines(report, path)), console)
 
 
 def incident_card(incident: Incident) -> IncidentCard:
@@ -64,7 +56,7 @@ class IncidentCard:
 
     def lines(self, width: int) -> Iterator[Text]:
         incident = self.incident
-        style = _STYLES[incident.severity]
+        style = STYLES[incident.severity]
         what, numbers, more = _told_in_three(incident)
         heading = Text.assemble((f"{incident.severity}[{incident.cause}]", style), (f" {_when(incident)}: ", "bold"))
         yield from _folded(heading, what, width, indent=2)
@@ -121,10 +113,6 @@ def _place(location: Location | None) -> str:
     return f"{short_path(location.file)}:{location.line}{inside}"
 
 
-def _line_of(location: Location | None) -> str:
-    return f"{Path(location.file).name}:{location.line}" if location is not None else ""
-
-
 def _model_place(incident: Incident) -> str:
     parts = []
     if incident.module is not None:
@@ -134,15 +122,6 @@ def _model_place(incident: Incident) -> str:
     if incident.dtype is not None:
         parts.append(incident.dtype)
     return f"({', '.join(parts)})" if parts else ""
-
-
-def short_path(file: str) -> str:
-    """`file` relative to the working directory where it lies inside, else as it is."""
-    with contextlib.suppress(OSError, ValueError):
-        relative = os.path.relpath(file)
-        if not relative.startswith(os.pardir):
-            return relative
-    return file
 
 
 def _told_in_three(incident: Incident) -> tuple[str, str, str]:
@@ -276,29 +255,3 @@ def _wrapped(text: str, width: int, first_indent: str = "", indent: str = "") ->
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _summary_lines(report: Report, path: Path | None) -> Iterator[Text]:
-    steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
-    outcome = _count(report.incidents) or "no incident"
-    style = "bold green" if report.status == "clean" else "bold"
-    yield Text.assemble(("ampguard: ", style), f"{steps}, ", (outcome, style))
-    for incident in report.incidents[:_MAX_SUMMARY_LINES]:
-        seen = f" (seen {incident.occurrences} times)" if incident.occurrences > 1 else ""
-        place = incident.module or _line_of(incident.location)
-        yield Text.assemble(
-            "  ",
-            (f"{incident.severity:<8}", _STYLES[incident.severity]),
-            f"{incident.cause:<21} step {incident.step:<6} {place}{seen}".rstrip(),
-        )
-    if len(report.incidents) > _MAX_SUMMARY_LINES:
-        yield Text(f"  and {len(report.incidents) - _MAX_SUMMARY_LINES} more")
-    if path is not None:
-        yield Text(f"report: {short_path(str(path))}")
-
-
-def _count(incidents: Sequence[Incident]) -> str:
-    counts = {severity: sum(i.severity == severity for i in incidents) for severity in _STYLES}
-    plurals = {"error": "errors", "warning": "warnings", "info": "notes"}
-    singulars = {"error": "error", "warning": "warning", "info": "note"}
-    return ", ".join(f"{n} {singulars[s] if n == 1 else plurals[s]}" for s, n in counts.items() if n)

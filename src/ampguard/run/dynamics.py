@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
+from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.probes import Patches
 from ampguard.capture.record import Event, Line, RootCall
@@ -29,6 +30,7 @@ from ampguard.capture.vitals import StepVitals, Vitals
 from ampguard.capture.weights import WeightSample
 from ampguard.diagnose.casebook import Case, Casebook
 from ampguard.diagnose.dynamics import suspicion
+from ampguard.diagnose.dynamics.alarm import Alarm
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.fits import is_rising
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
@@ -36,10 +38,14 @@ from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
 from ampguard.replay.activations import ActivationSampling, Peaks
 from ampguard.replay.names import parameter_name
+from ampguard.replay.stretch import StretchReplay
 from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow
 
 ATTENTIVE_SHARE = 0.03
 """Of the training's time, while some activation grows towards its limit."""
+
+MAX_STRETCH_REPLAYS = 3
+"""Failures for which the steps before are run again: each may take as long as many steps."""
 
 PEAKS_A_SAMPLE = 64
 SUPERSEDED_BY = frozenset({"fp16-overflow", "overflow", "divergence"})
@@ -68,7 +74,9 @@ class LearningDynamics:
         self._told: dict[str, Case] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._forecast: Case | None = None
-        self._probes = DynamicsProbes(self._vitals, self._barrier, recorder, self._stepping)
+        self._replays_left = MAX_STRETCH_REPLAYS
+        self.keeper = StretchKeeper(recorder, Alarm)
+        self._probes = DynamicsProbes(self._vitals, self.keeper, self._barrier, recorder, self._stepping)
 
     def start(self, folder: Path, on_problem: Callable[[str], None], rank: int | None = None) -> None:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
@@ -98,6 +106,10 @@ class LearningDynamics:
         """Time that an investigation took does not count as the step's."""
         self._paused += seconds
 
+    def held_off(self, optimizer: Optimizer) -> None:
+        """A step was not made, and no probe saw it: it was held off over them."""
+        self._barrier.call(self._vitals.after_update, optimizer, True)
+
     def second_opinion(self, incident: Incident) -> Incident | Case:
         """A failure was explained: does it end a longer story? The forecast that said so is withdrawn for it."""
         return self._barrier.call(self._second_opinion, incident) or incident
@@ -107,6 +119,7 @@ class LearningDynamics:
     def _iteration_ended(self, step: int) -> None:
         self._step = step
         paused, self._paused = self._paused, 0.0
+        self.keeper.iteration_ended(step)
         self._vitals.iteration_ended(step, paused)
         recorder, sampling = self._recorder, self._sampling
         if self._is_sampled:
@@ -115,18 +128,9 @@ class LearningDynamics:
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)
+        self.keeper.heard_later(vitals.loss)
         if self.history is not None:
-            self.history.step(
-                StepRow(
-                    vitals.step,
-                    vitals.loss,
-                    vitals.scale,
-                    vitals.grad_norm,
-                    vitals.skipped,
-                    vitals.update_ratio,
-                    vitals.seconds,
-                )
-            )
+            self.history.step(StepRow._make(vitals))
         if self.trajectory.skips_in_a_row >= 4:
             self._ask("step", vitals.step)
 
@@ -217,6 +221,9 @@ class LearningDynamics:
         self._vitals.flush()
         situation = self._situation(incident.step)
         situation.failure = incident
+        stretch = self.keeper.with_running_step() if self._replays_left else None
+        self._replays_left -= stretch is not None
+        situation.stretch = StretchReplay(stretch, self._recorder) if stretch is not None else None
         for answer in ask("failure", situation):
             incident = answer
         told = self._case_of_story(incident)
@@ -301,11 +308,13 @@ class DynamicsProbes:
     def __init__(
         self,
         vitals: Vitals,
+        keeper: StretchKeeper,
         barrier: FaultBarrier,
         recorder: FlightRecorder,
         stepping: Callable[[Optimizer], None],
     ) -> None:
         self._vitals = vitals
+        self._keeper = keeper
         self._barrier = barrier
         self._recorder = recorder
         self._stepping = stepping
@@ -374,6 +383,8 @@ class DynamicsProbes:
         is_known = self._last is not None and self._last() is optimizer
         if (self._vitals.looks or not is_known) and self._is_on:
             self._barrier.call(self._before_update, optimizer)
+        if self._is_on:
+            self._barrier.call(self._keeper.before_update, optimizer, bool(self._scaling))
 
     def _before_update(self, optimizer: Optimizer) -> None:
         if self._last is None or self._last() is not optimizer:

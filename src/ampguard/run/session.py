@@ -9,8 +9,8 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import msgspec
 import torch
 
 from ampguard.capture.barrier import FaultBarrier
@@ -22,9 +22,12 @@ from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
-from ampguard.report.terminal import print_incident, print_summary
+from ampguard.report.history import EventRow
+from ampguard.report.summary import print_summary
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.folder import RunFolder, make_run_folder
+from ampguard.run.overrides.asked import OnNonfinite, Overrides
+from ampguard.run.overrides.guard import overrides_under
 
 ISSUES = "https://github.com/ampguard/ampguard/issues"
 
@@ -36,8 +39,9 @@ class RunOptions:
     out: Path | None = None
     steps: int | None = None
     max_incidents: int = 5
-    on_nonfinite: Literal["observe", "stop"] = "observe"
+    on_nonfinite: OnNonfinite = "observe"
     script_name: str = "script"
+    overrides: Overrides | None = None
 
 
 _guarding: Session | None = None
@@ -58,9 +62,12 @@ class Session:
             self._recorder, options.max_incidents, self._rank, self._on_new_incident, self._on_small_fault
         )
         self._dynamics = LearningDynamics(self._recorder, self._casebook, self._rank, self._on_dynamics_fault)
-        self._protocol = ProtocolDesk(self._casebook, self._rank)
+        self._protocol = ProtocolDesk(self._casebook, self._rank, self._note)
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
+        self._overrides = overrides_under(
+            options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook
+        )
         self._stop_at_next_forward: str | None = None
         self._finished = False
         self._told_fault = False
@@ -81,6 +88,8 @@ class Session:
         self._dynamics.start(self._folder.path, lambda problem: print(f"ampguard: {problem}", file=sys.stderr), rank)
         self._probes.install()
         self._calls.install()
+        if self._overrides is not None:
+            self._overrides.install()  # over the probes: what is recorded is what really runs
 
     def finish(self, error: BaseException | None = None) -> None:
         """Judge what is left, take the probes out, write the report. Only the first call counts."""
@@ -94,12 +103,15 @@ class Session:
         _guarding = None
         try:
             if not isinstance(error, StopRun):
+                self._calls.forward_begins()
                 self._barrier.call(self._recorder.flush, error)
                 self._barrier.call(self._casebook.close)
                 self._barrier.call(self._protocol.close)
         except StopRun:
             pass  # it is ending already
         finally:
+            if self._overrides is not None:
+                self._overrides.undo()
             self._calls.undo()
             self._probes.undo()
             self._dynamics.finish()
@@ -129,11 +141,16 @@ class Session:
         environment = Environment(
             torch.__version__.split("+")[0], platform.python_version(), device, int(world) if world.isdigit() else 1
         )
-        return Report(status_of(incidents), environment, self._recorder.steps.count, incidents)
+        report = Report(status_of(incidents), environment, self._recorder.steps.count, incidents)
+        if self._overrides is not None:
+            report = msgspec.structs.replace(report, run=self._overrides.as_dict())
+        return report
 
     # --- what the recorder tells --------------------------------------------------------------------------------------
 
     def on_bad(self, bad: BadResult) -> None:
+        if self._overrides is not None and self._overrides.was_before_healing(bad):
+            return
         started = time.perf_counter()
         self._casebook.examine(bad)
         self._dynamics.pause(time.perf_counter() - started)
@@ -148,11 +165,19 @@ class Session:
         if self._stop_at_next_forward is not None:
             raise StopRun(self._stop_at_next_forward, 0)
         self._dynamics.root_entering()
+        self._calls.forward_begins()
 
     def _on_new_incident(self, incident: Incident) -> None:
+        from ampguard.report.terminal import print_incident  # with rich, which most runs need not load
+
         print_incident(incident)
+        if self._overrides is not None:
+            self._overrides.heal(incident)
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
             raise StopRun(f"{incident.cause} in step {incident.step}", 3)
+
+    def _note(self, incident: Incident) -> None:
+        self._dynamics.note(EventRow(incident.step, incident.cause, incident.explanation))
 
     def _on_small_fault(self, fault: Exception) -> None:
         """One investigation went wrong: say it once, keep watching."""

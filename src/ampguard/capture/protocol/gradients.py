@@ -45,6 +45,7 @@ class OptimizerWatch:
         "steps",
         "taken",
         "was_skipped",
+        "weights",
     )
 
     def __init__(self, optimizer: Optimizer, number: int, created: Line | None) -> None:
@@ -64,6 +65,8 @@ class OptimizerWatch:
         """Parameters that have not been seen with a gradient; None before the first look."""
         self.copy: tuple[Tensor, Tensor] | None = None
         """A parameter and a copy of its gradient right after backward, in iterations that are looked at closely."""
+        self.weights: list[tuple[Tensor, int, Tensor | None]] = []
+        """Sampled parameters as they were when the gradients were unscaled, small ones with their values."""
         self.by_scaler = False
         """Its last step went through a scaler."""
         self.before: list[Seen] | None = None
@@ -161,6 +164,19 @@ class OptimizerWatch:
                 return None
             ratio = float(a @ b) / dot
             return ratio if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
+
+    def keep_weights(self) -> None:
+        """Note the sampled parameters, to tell later whether the script has moved them itself."""
+        with compat.unseen():
+            self.weights = [(p, version_of(p), p.detach().clone() if p.numel() <= SMALL else None) for p in self.sample]
+
+    def weights_moved(self) -> bool:
+        """Whether somebody wrote to them since (SAM's ascent, also by `.data`). Waits for the device."""
+        with compat.unseen():
+            return any(
+                version_of(p) != version or (old is not None and not bool(torch.equal(p.detach(), old)))
+                for p, version, old in self.weights
+            )
 
     def are_zero(self) -> bool:
         """Whether all small sampled gradients are zero (they were cleared in place). Waits for the device."""

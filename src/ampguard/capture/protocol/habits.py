@@ -6,7 +6,7 @@ Also a region of autocast that outlasts a step, in which the casts of the old we
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from ampguard.capture.record import Line
 from ampguard.protocol.events import Breach
 
 NEEDLESS_STEPS = 3
+NEEDLESS_LIVE_STEPS = 64
+"""Steps without any float16 after which a scaler is called needless while the run goes on; before, at its end."""
 LOST_MOVES = 3
 LOST_SHARE = 0.1
 
@@ -34,14 +36,16 @@ class Habits:
     def __init__(self, moves: Moves, models: Models) -> None:
         self._moves = moves
         self._models = models
-        self._half_regions = 0
-        self._dtypes: set[str] = set()
+        self._regions: dict[str, int] = {}
+        """Regions of autocast entered with gradients on, by their type."""
         self._region: Line | None = None
         self.watches_regions = True
         """False once enough steps have passed: a region that outlasts a step shows at once."""
         self._stepped_in_region: dict[OptimizerWatch, Line | None] = {}
         self._schedulers: dict[int, list[int]] = {}
         self._told_needless: set[ScalerWatch] = set()
+        self._suspected: dict[ScalerWatch, int] = {}
+        """Scalers that look needless, and since which step."""
         self._saved_without: tuple[Breach, int] | None = None
         self._model_loaded = False
 
@@ -59,10 +63,8 @@ class Habits:
         if not getattr(region, "_enabled", False):
             return
         if torch.is_grad_enabled():
-            if region.fast_dtype is torch.float16:
-                self._half_regions += 1
-            elif len(self._dtypes) < 4:
-                self._dtypes.add(str(region.fast_dtype))
+            kind = str(region.fast_dtype).removeprefix("torch.")
+            self._regions[kind] = self._regions.get(kind, 0) + 1
 
     def cache_cleared(self) -> None:
         """The outermost region ends: the casts are forgotten."""
@@ -89,22 +91,52 @@ class Habits:
 
     # --- a scaler that does nothing ---------------------------------------------------------------------------------
 
+    @property
+    def suspects_scaler(self) -> bool:
+        """Whether some scaler looks needless so far: regions of autocast are to be counted on."""
+        return bool(self._suspected)
+
     def after_scaler_step(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
         """Has any forward pass been in float16 at all?"""
-        if of.steps != NEEDLESS_STEPS or not of.is_enabled or of in self._told_needless:
+        steps = of.steps
+        if steps < NEEDLESS_STEPS or not of.is_enabled or of in self._told_needless:
             return
-        self._told_needless.add(of)
-        known = self._dtypes | self._models.autocasts
-        if self._half_regions or "torch.float16" in known or not self._models.roots():
+        if steps != NEEDLESS_STEPS and (of not in self._suspected or steps & (steps - 1)):
             return
-        tensors = [*watch.parameters(), *self._models.parameters()]
-        tensors += [b for module, _ in self._models.roots() for b in module.buffers()]
-        if any(t.dtype is torch.float16 for t in tensors):
-            return
-        bf16 = "torch.bfloat16" in known or any(t.dtype is torch.bfloat16 for t in tensors)
-        dtype = "bfloat16" if bf16 else "float32"
-        breach = Breach("needless-scaler", watch, of, of.created, of.created, None, {"dtype": dtype, "steps": of.steps})
-        self._moves.tell([breach], self._moves.attempt)
+        breach = self._needless(of, watch)
+        if breach is None:
+            self._told_needless.add(of)
+            self._suspected.pop(of, None)
+            self._moves.listener.on_suspicion(("needless", of), None, 0)
+        elif steps < NEEDLESS_LIVE_STEPS:
+            since = self._suspected.setdefault(of, self._moves.attempt)
+            self._moves.listener.on_suspicion(("needless", of), breach, since)
+        else:
+            self._told_needless.add(of)
+            self._moves.listener.on_suspicion(("needless", of), None, 0)
+            self._moves.tell([breach], self._suspected.pop(of))
+
+    def _needless(self, of: ScalerWatch, watch: OptimizerWatch) -> Breach | None:
+        """The numbers that say so; None where something is computed in float16, or nothing is known."""
+        called = {name.removeprefix("torch.") for name in self._models.autocasts}
+        roots = self._models.roots()
+        tensors = {id(t): t for t in (*watch.parameters(), *self._models.parameters())}
+        held = dtype_counts(tensors.values())
+        buffers = dtype_counts(b for module, _ in roots for b in module.buffers())
+        if not roots or "float16" in {*self._regions, *called, *held, *buffers}:
+            return None
+        is_bf16 = "bfloat16" in {*self._regions, *called, *held, *buffers}
+        first = of.first_scale
+        facts = {
+            "dtype": "bfloat16" if is_bf16 else "float32",
+            "steps": of.steps,
+            "skipped": max(watch.steps - watch.taken, 0),
+            "first_scale": float(first) if first is not None else None,
+            "scale": float(of.current_scale()),
+            "regions": dict(self._regions),
+            "parameter_dtypes": held,
+        }
+        return Breach("needless-scaler", watch, of, of.created, of.created, None, facts)
 
     # --- schedulers ---------------------------------------------------------------------------------------------------
 
@@ -196,11 +228,23 @@ class Habits:
 
     def first_use(self, of: ScalerWatch) -> None:
         """A scaler begins to scale: does it begin anew beside an optimizer that goes on?"""
+        of.first_scale = of.current_scale()
+        of.first_scale.keep()
         resumed = [w for w in self._moves.watches.optimizers if w.resumed_at is not None and w.steps == 0]
         if resumed and not of.loaded and of.is_enabled:
             facts = {"resumed": True, "scale": float(of.current_scale())}
             breach = Breach("scaler-not-saved", resumed[0], of, of.created, resumed[0].resumed_at, None, facts)
             self._moves.tell([breach], self._moves.recorder.steps.count)
+
+
+def dtype_counts(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """How many of the floating-point tensors have which type."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
 
 
 def rates_of(scheduler: Any) -> list[float]:

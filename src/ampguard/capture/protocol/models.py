@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import RootCall
+from ampguard.capture.record import RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 
 MAX_ROOTS = 64
@@ -35,6 +35,10 @@ class Models:
                 self._roots.append((weakref.ref(event.module), event.prefix))
             if event.modes.grad:
                 self.autocasts |= {str(dtype) for _, enabled, dtype in event.modes.autocast if enabled}
+
+    def record(self) -> StepRecord:
+        """The present step."""
+        return self._recorder.log.slice()
 
     def roots(self) -> list[tuple[nn.Module, str]]:
         """The modules that are still alive, each with the dotted name under which it hangs in the user's module."""

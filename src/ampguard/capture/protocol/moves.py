@@ -202,6 +202,8 @@ class Moves:
         event = Unscale(watch, of, of.current_scale(), script_line(frame))
         self.machine.feed(event)
         watch.rest()
+        if self.looks_closely:
+            watch.keep_weights()
         if frame is not None:
             self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)
 
@@ -224,6 +226,7 @@ class Moves:
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
         watch.by_scaler = True
+        watch.weights = []
         if of.is_enabled:
             of.steps += 1
             unscales = self.unscaled_inside or compat.unscales_as_it_steps(optimizer)
@@ -275,7 +278,8 @@ class Moves:
         step = self.recorder.steps.count
         if call == "update" and self.attempt == step - 1:
             step = self.attempt
-        breaches = self.machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf))
+        moved = watch is not None and watch.weights_moved()
+        breaches = self.machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
         self.tell([self.explain(breach) for breach in breaches], step)
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
@@ -293,6 +297,7 @@ class Moves:
         watch.steps += 1
         watch.taken += 1
         watch.was_skipped = watch.by_scaler = False
+        watch.weights = []
         watch.lost_one = watch.lost_one or not watch.has_gradients()
         found_inf = None
         if self.machine.stage(watch) is Stage.UNSCALED:
@@ -317,14 +322,15 @@ class Moves:
 
     def measured(self, gradients: Any, clips: bool, frame: Frame) -> None:
         """The norm of some gradients was computed, or they were clipped."""
-        if self.scale_was_read:
-            return
+        for watch in self.whose(gradients):
+            breaches = self.machine.feed(Read(watch, script_line(frame), clips))
+            self.tell(breaches, self.recorder.steps.count)
+
+    def whose(self, gradients: Any) -> list[OptimizerWatch]:
+        """The optimizers some of whose gradients (or of the parameters that have them) these are."""
         tensors = [gradients] if isinstance(gradients, Tensor) else gradients
-        measured = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
-        for watch in self.watches.optimizers:
-            if any(p.grad is not None and id(p.grad) in measured for p in watch.sample):
-                breaches = self.machine.feed(Read(watch, script_line(frame), clips))
-                self.tell(breaches, self.recorder.steps.count)
+        ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
+        return [w for w in self.watches.optimizers if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
 
     def after_clipping(self) -> None:
         """Clipping writes to gradients, which is known."""

@@ -1,27 +1,93 @@
-"""Norms that a script computes by hand of gradients that are still scaled.
+"""Norms that a script computes by hand of gradients that are still scaled, and gradients that it clips by hand.
 
 In the few iterations that are looked at closely, and only between a backward pass and the next call of the protocol,
-the functions by which a magnitude is computed are wrapped.
+the functions by which magnitudes are computed and used are wrapped. What is told is not that a scaled norm was
+computed but that it was used as if it were not scaled: a ratio of two norms, a norm divided by the scale, a limit
+multiplied by it are right.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampguard import compat
+from ampguard.capture.frames import is_user_code
+from ampguard.capture.protocol import powers
+from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
-from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.powers import Powers
+from ampguard.capture.protocol.script_lines import is_script_code, script_line
+from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
+from ampguard.capture.record import Line
 from ampguard.protocol.events import Read
 
-_METHODS = ("norm", "pow", "__pow__", "square", "abs", "mean", "max", "std", "clamp", "clamp_")
+_METHODS = tuple(
+    name
+    for name in sorted(
+        powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
+        | powers.COMPARES | powers.READS | {"clamp_", "copy_"}
+    )
+    if hasattr(torch.Tensor, name)
+)  # fmt: skip
+_FUNCTIONS = (
+    *((torch, name) for name in ("norm", "abs", "square", "sqrt", "stack", "cat", "sum", "max", "clamp", "mul", "div")),
+    *((torch, name) for name in ("maximum", "mean")),
+    *((torch, name) for name in dir(torch) if name in powers.FOREACH),
+    *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
+)
 _QUESTIONS = ("isfinite", "isnan", "isinf")
-_FUNCTIONS = ((torch, "norm"), (torch, "abs"), (torch, "square"), (torch.linalg, "norm"), (torch.linalg, "vector_norm"))
+MAX_SPOTS = 8
+MAX_NUMBERS = 256
+NOT_CLIPPED = 1e-3
+SMALLEST_LIMIT = 1e-3
+"""Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Number:
+    """A number read from a quantity."""
+
+    watch: OptimizerWatch
+    power: float
+    where: Line | None
+    spots: list[Spot]
+    is_shown: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Clip:
+    """Gradients were multiplied by `factor`, which carries S^`power` (None: a number, of which that is unknown)."""
+
+    watch: OptimizerWatch
+    factor: Any
+    power: float | None
+    where: Line | None
+    is_division: bool
+    limits_values: bool = False
+    by_comparison: bool = False
+    """They were overwritten, perhaps by what a comparison has chosen (`torch.where(norm > limit, ...)`)."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What happened in the window."""
+
+    numbers: list[_Number] = field(default_factory=list)
+    clips: list[_Clip] = field(default_factory=list)
+    compared: list[tuple[OptimizerWatch, Line | None]] = field(default_factory=list)
+    products: list[tuple[weakref.ref[Tensor], _Clip]] = field(default_factory=list)
+    """Gradients times a factor, as new tensors."""
+    asked_if_finite: bool = False
+    """The script asks if something is finite: the answer does not depend on the scale."""
 
 
 class ReadWindow:
@@ -32,9 +98,8 @@ class ReadWindow:
         self._guarded = guarded
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
         self._busy = False
-        self._seen: list[tuple[Any, Any]] = []
-        self._asked_if_finite = False
-        """Whether the script asks if something is finite: the answer does not depend on the scale."""
+        self._seen = _Seen()
+        self._powers: Powers | None = None
 
     @property
     def is_open(self) -> bool:
@@ -44,22 +109,25 @@ class ReadWindow:
         """Wrap the functions."""
         if self._saved or torch.compiler.is_compiling():
             return
-        places = [(torch.Tensor, name) for name in _METHODS] + list(_FUNCTIONS)
-        for owner, name in places:
-            original = getattr(owner, name, None)
-            if original is None:
-                continue
-            replacement = self._watch(original)
-            self._saved.append((owner, name, original, replacement, name in vars(owner)))
-            setattr(owner, name, replacement)
+        scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
+        if not scale > 1.0:
+            return
+        self._powers = Powers(scale)
+        machine = self._moves.machine
+        self._powers.hold(w for w in self._moves.watches.optimizers if machine.stage(w).is_scaled)
+        self._seen = _Seen()
+        for owner, name in [(torch.Tensor, name) for name in _METHODS] + list(_FUNCTIONS):
+            self._replace(owner, name, self._watch)
         for owner, name in ((o, n) for n in _QUESTIONS for o in (torch, torch.Tensor)):
-            original = getattr(owner, name)
-            replacement = self._ask(original)
-            self._saved.append((owner, name, original, replacement, name in vars(owner)))
-            setattr(owner, name, replacement)
+            self._replace(owner, name, self._ask)
 
-    def close(self, tell: bool = True) -> None:
-        """Put them back; tell what was measured, unless the script has asked for the scale meanwhile."""
+    def _replace(self, owner: Any, name: str, make: Callable[[Any, str], Any]) -> None:
+        original = getattr(owner, name)
+        replacement = make(original, name)
+        self._saved.append((owner, name, original, replacement, name in vars(owner)))
+        setattr(owner, name, replacement)
+
+    def _put_back(self) -> None:
         for owner, name, original, replacement, was_own in reversed(self._saved):
             if vars(owner).get(name) is not replacement:
                 continue
@@ -68,47 +136,242 @@ class ReadWindow:
             else:
                 delattr(owner, name)
         self._saved.clear()
-        seen, self._seen = self._seen, []
-        asked, self._asked_if_finite = self._asked_if_finite, False
-        if tell and not asked and not self._moves.scale_was_read:
-            for watch, where in seen:
-                breaches = self._moves.machine.feed(Read(watch, where, clips=False))
-                self._moves.tell(breaches, self._moves.recorder.steps.count)
 
-    def _ask(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def close(self, tell: bool = True) -> None:
+        """Put them back; tell what was used as if it were not scaled, unless the script has asked for the scale."""
+        self._put_back()
+        seen, self._seen = self._seen, _Seen()
+        found, self._powers = self._powers, None
+        if tell and found is not None and not self._moves.scale_was_read:
+            self._judge(seen, found)
+
+    def track(self, norm: Any, watch: OptimizerWatch, where: Line | None) -> None:
+        """`norm` was computed, by a function of PyTorch's, from gradients of `watch` that are still scaled."""
+        if self._powers is not None:
+            self._powers.note(norm, 1.0, watch, where)
+
+    def limit_knows_scale(self, limit: float) -> bool:
+        """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
+        scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
+        frames = _spots(sys._getframe(1), scale) if scale > 1.0 else ()
+        return limit >= SMALLEST_LIMIT * scale and any(map(computes_with_scale, frames))
+
+    # --- what happens in it -------------------------------------------------------------------------------------------
+
+    def _ask(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def question(*args: Any, **kwargs: Any) -> Any:
-            self._asked_if_finite = True
+            self._seen.asked_if_finite = True
             return original(*args, **kwargs)
 
         return question
 
-    def _watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def measure(*args: Any, **kwargs: Any) -> Any:
-            if args and not self._busy and not torch.compiler.is_compiling():
-                self._guarded(self._note, args[0])
-            return original(*args, **kwargs)
-
-        return measure
-
-    def _note(self, subject: Any) -> None:
+    def _watch(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         recorder = self._moves.recorder
-        if not isinstance(subject, Tensor) or recorder.paused or not recorder.active:
+
+        @functools.wraps(original)
+        def use(*args: Any, **kwargs: Any) -> Any:
+            if self._busy or not args or not is_user_code(sys._getframe(1).f_code):
+                return original(*args, **kwargs)
+            if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            self._busy = True
+            try:
+                self._guarded(self._before, name, args)
+                result = original(*args, **kwargs)
+                self._guarded(self._after, name, args, result)
+                return result
+            finally:
+                self._busy = False
+
+        return use
+
+    def _before(self, name: str, args: tuple[Any, ...]) -> None:
+        found = self._powers
+        if found is None:
             return
-        self._busy = True
-        try:
-            pointer = subject.data_ptr()
-            for watch in self._moves.watches.optimizers:
-                grads = [p.grad for p in watch.sample if p.grad is not None]
-                is_new = all(known is not watch for known, _ in self._seen)
-                with contextlib.suppress(RuntimeError):
-                    if is_new and any(_is_same(g, subject, pointer) for g in grads):
-                        self._seen.append((watch, script_line(sys._getframe(3))))
-        finally:
-            self._busy = False
+        with compat.unseen():
+            if name in powers.READS:
+                self._read(name, args[0], found)
+            elif name in powers.COMPARES:
+                self._compared(args, found)
+            elif name in powers.IN_PLACE or name in ("clamp_", "copy_"):
+                self._written(name, args, found)
+
+    def _after(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        found = self._powers
+        if found is None or name in powers.READS or name in powers.COMPARES:
+            return
+        with compat.unseen():
+            target = found.gradient(args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0])
+            if target is not None and name in powers.IN_PLACE:
+                return
+            carried = found.result(name, args)
+            if carried is not None:
+                for arg in args[:2]:
+                    found.mark_used(arg)
+                if target is not None and name in powers.TIMES | powers.OVER and isinstance(result, Tensor):
+                    clip = self._clip(name, args, target.watch, found, sys._getframe(3))
+                    self._seen.products.append((weakref.ref(result), clip))
+                if result is not args[0]:
+                    found.note(result, *carried, script_line(sys._getframe(3)))
+
+    def _read(self, name: str, value: Any, found: Powers) -> None:
+        carried = found.of(value)
+        known = found.quantity(value)
+        if carried is None or not carried[0] or len(self._seen.numbers) >= MAX_NUMBERS or value.numel() > 64:
+            return
+        found.mark_used(value)
+        frame = sys._getframe(4)
+        where = known.where if known is not None else script_line(frame)
+        spots = list(_spots(frame, found.scale))
+        self._seen.numbers.append(_Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
+
+    def _compared(self, args: tuple[Any, ...], found: Powers) -> None:
+        sides = [found.of(arg) for arg in args[:2]]
+        known = next((side for side in sides if side is not None and side[0]), None)
+        if known is None:
+            return
+        for arg in args[:2]:
+            found.mark_used(arg)
+        carried = [side[0] if side is not None else found.of_number(a) for side, a in zip(sides, args, strict=False)]
+        if len(set(carried)) == 1 or any(isinstance(arg, (int, float)) and not arg for arg in args[:2]):
+            return  # two norms of the same kind, or a look at the sign
+        quantity = found.quantity(args[0]) or found.quantity(args[1])
+        where = quantity.where if quantity is not None else script_line(sys._getframe(4))
+        self._seen.compared.append((known[1], where))
+
+    def _written(self, name: str, args: tuple[Any, ...], found: Powers) -> None:
+        """Gradients are changed in place by a factor."""
+        targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+        held = [h for t in targets if (h := found.gradient(t)) is not None]
+        if not held:
+            return
+        where, whose = script_line(sys._getframe(4)), held[0].watch
+        if name in ("clamp_", "copy_"):
+            is_copy = name == "copy_"
+            self._seen.clips.append(_Clip(whose, args[-1], None, where, False, not is_copy, is_copy))
+            return
+        clip = self._clip(name, args, whose, found, sys._getframe(4))
+        by_scale = found.of_number(clip.factor) if clip.power is None else 0.0
+        for each in held:
+            each.power += -by_scale if clip.is_division else by_scale
+        if not by_scale:
+            found.mark_used(clip.factor)
+            self._seen.clips.append(clip)
+
+    @staticmethod
+    def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> _Clip:
+        factor = args[1] if len(args) > 1 else 1.0
+        carried = found.of(factor)
+        return _Clip(
+            watch, factor, carried[0] if carried is not None else None, script_line(frame), name in powers.OVER
+        )
+
+    # --- the verdict --------------------------------------------------------------------------------------------------
+
+    def _judge(self, seen: _Seen, found: Powers) -> None:
+        knows_scale = any(computes_with_scale(s) for s in {s.code: s for n in seen.numbers for s in n.spots}.values())
+        told: set[OptimizerWatch] = set()
+        uses = [(n, use_of_number(list(n.spots), n.power)) for n in _distinct(seen.numbers) if not n.is_shown]
+        multiplies = any(use.clips for _, use in uses)
+        for clip in seen.clips + [clip for ref, clip in seen.products if self._is_gradient(ref(), clip, found)]:
+            misused = clip.power is not None and clip.power * (-1 if clip.is_division else 1) < 0
+            if clip.by_comparison:
+                misused = any(watch is clip.watch for watch, _ in seen.compared)
+            elif clip.power is None:
+                misused = clip.limits_values or multiplies
+            if misused and clip.watch not in told and not (knows_scale or self._holds_scale(found)):
+                told |= self._tell_clip(clip, found)
+        if seen.asked_if_finite:
+            return
+        raw = [(n.watch, n.where) for n, use in uses if use.is_raw and not (use.clips and knows_scale)]
+        raw += [(n.watch, n.where) for n in seen.numbers if n.is_shown] + self._left_over(found)
+        if not (knows_scale or (seen.compared and self._holds_scale(found))):
+            raw += seen.compared
+        for watch, where in raw:
+            if watch not in told:
+                told.add(watch)
+                breaches = self._moves.machine.feed(Read(watch, where, clips=False))
+                self._moves.tell(breaches, self._moves.recorder.steps.count)
+
+    @staticmethod
+    def _is_gradient(product: Tensor | None, clip: _Clip, found: Powers) -> bool:
+        """Whether a product has taken the place of a gradient."""
+        if product is None or found.of_number(clip.factor):
+            return False
+        return any(p.grad is product for p in clip.watch.parameters())
+
+    def _tell_clip(self, clip: _Clip, found: Powers) -> set[OptimizerWatch]:
+        """A limit for true gradients was applied to scaled ones: by how much does the update differ?"""
+        facts: dict[str, Any] = {"by_hand": True}
+        if not (clip.limits_values or clip.by_comparison):
+            factor = abs(float(clip.factor))
+            factor = 1.0 / factor if clip.is_division and factor else factor
+            wanted = min(1.0, factor * found.scale)
+            if not factor or abs(factor / wanted - 1.0) < NOT_CLIPPED:
+                return set()
+            facts |= {"multiplied_by": factor, "should_be": wanted, "update_too_small_by": wanted / factor}
+        breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
+        for breach in breaches:
+            breach.facts |= facts
+        self._moves.tell(breaches, self._moves.recorder.steps.count)
+        return {clip.watch}
+
+    def _left_over(self, found: Powers) -> list[tuple[OptimizerWatch, Line | None]]:
+        """Norms as tensors that the script's frames still hold, and that it goes on to use as they are."""
+        left = []
+        for quantity in found.known.values():
+            tensor = quantity.ref()
+            if tensor is None or quantity.is_used or not quantity.power or tensor.numel() != 1:
+                continue
+            for frame in _script_frames(sys._getframe(1)):
+                name = _name_of(tensor, frame)
+                if name is None:
+                    continue
+                spot = Spot(frame.f_code, frame.f_lineno, _scales_in(frame, found.scale))
+                if use_of_name(spot, name, quantity.power).is_raw:
+                    left.append((quantity.watch, quantity.where))
+                break
+        return left
+
+    def _holds_scale(self, found: Powers) -> bool:
+        """Whether a name of the script's frames is the scale: the limit was multiplied by it, before the backward pass."""
+        return any(map(computes_with_scale, _spots(sys._getframe(1), found.scale)))
 
 
-def _is_same(gradient: Tensor, subject: Tensor, pointer: int) -> bool:
-    """Whether `subject` is the gradient, or another view of all of it (`.data`, `.detach()`)."""
-    return gradient is subject or (gradient.shape == subject.shape and gradient.data_ptr() == pointer)
+def _distinct(numbers: list[_Number]) -> list[_Number]:
+    """One of those read at the same place."""
+    return list({(n.watch, n.power, *((id(s.code), s.line) for s in n.spots)): n for n in numbers}.values())
+
+
+def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    count = 0
+    while frame is not None and count < MAX_SPOTS:
+        if is_script_code(frame.f_code):
+            count += 1
+            yield frame
+        frame = frame.f_back
+
+
+def _spots(frame: FrameType, scale: float) -> Iterator[Spot]:
+    for inner in _script_frames(frame):
+        yield Spot(inner.f_code, inner.f_lineno, _scales_in(inner, scale))
+
+
+def _scales_in(frame: FrameType, scale: float) -> dict[str, float]:
+    """Names whose value is the present loss scale, or its inverse (as a float: an int of that size is a size)."""
+    found = {}
+    for name, value in list(frame.f_locals.items()):
+        if type(value) is float and value in (scale, 1.0 / scale):
+            found[name] = 1.0 if value == scale else -1.0
+    return found
+
+
+def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
+    for name, value in list(frame.f_locals.items()):
+        if value is tensor:
+            return name
+    owner = frame.f_locals.get("self")
+    attributes = getattr(owner, "__dict__", None) or {}
+    return next((f"self.{name}" for name, value in list(attributes.items()) if value is tensor), None)

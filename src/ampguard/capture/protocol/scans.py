@@ -16,6 +16,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models, look_alike, orphans, share_memory, unowned
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.capture.protocol.unused import unused_facts
 from ampguard.protocol.events import Breach
 
 EARLY_STEPS = 3
@@ -101,6 +102,7 @@ class Scans:
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": candidates, "steps": watch.steps, "of": len(watch.parameters())}
         if not none_at_all:
+            facts |= unused_facts([module for module, _ in self._models.roots()], candidates, watch.trained())
             return Breach("unused-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
         last = self._moves.machine.last_backward
         facts |= {"why": "not-reached", "silent": True, "reached": last.reached if last is not None else ()}

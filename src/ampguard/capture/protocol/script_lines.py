@@ -26,9 +26,14 @@ def is_script_code(code: CodeType) -> bool:
     """Whether this is code of the user's project: neither ours nor PyTorch's nor an installed library's."""
     known = _is_script.get(id(code))
     if known is None:
-        is_script = is_user_code(code) and not code.co_filename.startswith(_LIBRARY_ROOTS)
+        is_script = is_user_code(code) and not is_library_file(code.co_filename)
         known = _is_script[id(code)] = (is_script, code)
     return known[0]
+
+
+def is_library_file(path: str) -> bool:
+    """Whether the file belongs to Python or to an installed package."""
+    return path.startswith(_LIBRARY_ROOTS)
 
 
 def script_line(frame: FrameType | None) -> Line | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class ScalerWatch:
     __slots__ = (
         "__weakref__",
         "created",
+        "first_scale",
         "is_enabled",
         "is_own",
         "loaded",
@@ -38,6 +40,8 @@ class ScalerWatch:
         self.is_enabled = bool(scaler.is_enabled())
         self.is_own = is_own_scaler(scaler)
         self.scale: DeviceScale | None = None
+        self.first_scale: DeviceScale | None = None
+        """As it was when the first loss was scaled."""
         self.uses = 0
         self.steps = 0
         self.state_asked = False
@@ -81,6 +85,18 @@ class Watches:
         self._remember(optimizer, watch)
         return watch
 
+    def join_wrapped(self) -> None:
+        """An optimizer inside another (SAM's, Lookahead's base) that shares its groups is one optimizer with it."""
+        for later in self.optimizers[1:]:
+            inner = later.ref()
+            outer = next((w for w in self.optimizers if w is later or _shares_groups(w.ref(), inner)), later)
+            if outer is later or inner is None:
+                continue
+            self.optimizers.remove(later)
+            self._on_gone(later)
+            outer.steps, outer.taken = max(outer.steps, later.steps), max(outer.taken, later.taken)
+            self._remember(inner, outer, is_alias=True)
+
     def scaler(self, scaler: Any, created: Line | None = None) -> ScalerWatch:
         """The watch of a scaler; a new one at first sight."""
         known = self.by_id.get(id(scaler))
@@ -107,6 +123,13 @@ class Watches:
             self._on_gone(watch)
 
         weakref.finalize(subject, gone).atexit = False
+
+
+def _shares_groups(one: Optimizer | None, other: Optimizer | None) -> bool:
+    groups, others = getattr(one, "param_groups", None), getattr(other, "param_groups", None)
+    if groups is None or others is None:
+        return False
+    return groups is others or (len(groups) == len(others) and all(map(is_, groups, others)))
 
 
 def is_own_scaler(scaler: Any) -> bool:

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import msgspec
+from torch.optim import Optimizer
 
-from ampguard.capture.weights import norm_of, watchable
+from ampguard.capture.copies import wide_norm
+from ampguard.capture.weights import watchable
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.fits import kendall, smoothed
+from ampguard.diagnose.dynamics.remedies import Remedies, try_remedies, untried
 from ampguard.diagnose.dynamics.trajectory import Trajectory, is_number
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
@@ -40,7 +45,12 @@ RISEN_STEEPLY = 1e3
 MIN_RISES = 3
 MIN_RISES_GENTLY = 6
 WEIGHTS_GREW = 1.1
+GREW_SUDDENLY = 10.0
+"""By which factor the weights grow between two looks, in no healthy training."""
+MOVED_FAR = 0.5
+"""||weights now - weights then|| / ||weights then|| over the few steps that are kept."""
 SHOWN = 8
+MORE_RANGE = frozenset(["force-fp32", "use-bf16", "disable-amp"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +74,70 @@ def divergence(situation: Situation) -> Incident | None:
         return None
     rise = rise_of(situation.trajectory)
     if rise is None:
-        return None
+        return sudden(incident, situation)
     grown = growth_of_weights(situation)
     if grown is not None and grown < WEIGHTS_GREW:
         return None  # the data got larger, not the model
     if grown is None and rise.factor < RISEN_STEEPLY:
         return None
-    return told(incident, situation, rise, grown)
+    return told(incident, situation, rise, grown, remedies_of(situation, even_if_data=True))
+
+
+def sudden(incident: Incident, situation: Situation) -> Incident | None:
+    """A divergence of one or two updates: no climb can be seen, the weights tell.
+
+    Either the failing batch is healthy on the weights of a few steps ago, and those have moved far; or, where these steps
+    were not kept, the weights have grown many times over since they were last looked at.
+    """
+    losses = situation.trajectory.loss_series()
+    if not losses:
+        return None
+    remedies = remedies_of(situation, even_if_data=False)
+    look = next((s for s in reversed(situation.trajectory.looks) if s.weight_norm and is_number(s.weight_norm)), None)
+    if remedies is not None and remedies.began_at is not None:
+        if not is_giant(remedies, situation.trajectory):
+            return None
+        had_grown = look is not None and remedies.norm_before >= GREW_SUDDENLY * (look.weight_norm or math.inf)
+        began = remedies.noticed_at - 1 if had_grown else remedies.began_at
+        return told(incident, situation, fall_from(losses, began), None, remedies)
+    if any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
+        return None  # the weights have grown, by whatever hand, and a wider type bears them
+    now = weight_norm_now(look.optimizer()) if look is not None else None
+    if look is None or not look.weight_norm or not is_number(now) or now < GREW_SUDDENLY * look.weight_norm:
+        return None
+    usual = max(abs(loss) for step, loss in losses if step <= max(look.step, losses[0][0]))
+    within = [step for step, loss in losses if abs(loss) <= 2 * usual]
+    return told(incident, situation, fall_from(losses, within[-1]), now / look.weight_norm, remedies)
+
+
+def is_giant(remedies: Remedies, trajectory: Trajectory) -> bool:
+    """Whether the updates of the stretch were out of all proportion, or the loss had left its range by far."""
+    left = max((abs(loss) for _, loss in remedies.losses), default=0.0) >= RISEN * remedies.bound
+    usual = usual_ratio(trajectory)
+    moved = remedies.moved
+    is_out_of_proportion = moved is not None and moved >= MOVED_FAR
+    if usual is not None and moved is not None:
+        is_out_of_proportion &= moved >= RISEN * usual * max(1, remedies.updates)
+    return left or is_out_of_proportion
+
+
+def usual_ratio(trajectory: Trajectory) -> float | None:
+    """Median of the sampled update-to-weight ratios; None where there is none."""
+    ratios = [look.update_ratio for look in trajectory.looks if is_number(look.update_ratio)]
+    return median(ratios) if ratios else None
+
+
+def fall_from(losses: list[tuple[int, float]], began: int) -> Rise:
+    """The loss from the step on at which it began."""
+    points = [(step, abs(loss)) for step, loss in losses if step >= began] or [(began, abs(losses[-1][1]))]
+    best = points[0][1]
+    return Rise(began, best, points[-1][1], points)
+
+
+def remedies_of(situation: Situation, even_if_data: bool) -> Remedies | None:
+    """What lower rates and clipping come to on the steps before the failure; None where they were not kept."""
+    replay = situation.stretch
+    return try_remedies(replay, situation.trajectory, even_if_data) if replay is not None else None
 
 
 def rise_of(trajectory: Trajectory) -> Rise | None:
@@ -99,28 +166,31 @@ def growth_of_weights(situation: Situation) -> float | None:
     if first is None or not first.weight_norm:
         return None
     optimizer = first.optimizer()
-    norm = norm_of(list(watchable(optimizer))) if optimizer is not None else None
-    now = float(norm.item()) if norm is not None else None
+    now = weight_norm_now(optimizer)
     if not is_number(now):  # poisoned already: the last look before
         looks = [s for s in situation.trajectory.looks if s.optimizer() is optimizer and is_number(s.weight_norm)]
         now = looks[-1].weight_norm if len(looks) > 1 else None
     return now / first.weight_norm if is_number(now) else None
 
 
-def told(incident: Incident, situation: Situation, rise: Rise, grown: float | None) -> Incident:
+def weight_norm_now(optimizer: Optimizer | None) -> float | None:
+    """The norm of what the optimizer updates; None without one."""
+    weights = watchable(optimizer) if optimizer is not None else []
+    return wide_norm(weights) if weights else None
+
+
+def told(
+    incident: Incident, situation: Situation, rise: Rise, grown: float | None, remedies: Remedies | None
+) -> Incident:
     trajectory = situation.trajectory
-    steps = incident.step - rise.began
-    text = (
-        f"The training diverged from step {rise.began} on: the loss went from {number(rise.best)} to "
-        f"{number(rise.last)} in {steps} steps"
-    )
-    facts = {
+    facts: dict[str, Any] = {
         "began_at_step": rise.began,
         "best_loss": rise.best,
         "last_finite_loss": rise.last,
         "losses": [[step, value] for step, value in thin(rise.points)],
         "ended_as": incident.cause,
     }
+    text = f"The training diverged from step {rise.began} on: {course_in_words(incident, rise)}"
     if grown is not None:
         facts["weights_grew_by"] = grown
         text += f", the norm of the weights grew by a factor of {number(grown)}"
@@ -128,28 +198,64 @@ def told(incident: Incident, situation: Situation, rise: Rise, grown: float | No
     if len(norms) > 1 and norms[-1][1] > norms[0][1]:
         facts["gradient_norms"] = [[step, value] for step, value in thin(norms)]
         text += f", that of the gradients from {number(norms[0][1])} to {number(norms[-1][1])}"
+    if remedies is not None and remedies.is_weights_doing:
+        facts["alarm"] = remedies.reason
+        text += f". It was noticed in step {remedies.noticed_at}: {remedies.reason}{moved_in_words(remedies, trajectory, facts)}"
     text += f". It ended in step {incident.step}: {incident.explanation}"
     return msgspec.structs.replace(
         incident,
         cause="divergence",
         explanation=text,
         evidence={**incident.evidence, **facts},
-        fixes=fixes(situation),
+        fixes=fixes(situation, remedies),
     )
 
 
-def fixes(situation: Situation) -> tuple[Fix, ...]:
+def moved_in_words(remedies: Remedies, trajectory: Trajectory, facts: dict[str, Any]) -> str:
+    """How far the weights moved since, and what that did; the numbers go into `facts`."""
+    if remedies.moved is None:
+        return ". On the weights of that step the failing one is finite"
+    facts["weights_moved_by"] = remedies.moved
+    usual = usual_ratio(trajectory)
+    before = ""
+    if usual is not None:
+        facts["usual_update_ratio"] = usual
+        before = f" (one update usually moves them by {number(usual)} of it)"
+    return (
+        f". Since then the weights have moved by {number(remedies.moved)} times their norm{before}; on those of "
+        f"that step the failing one is finite"
+    )
+
+
+def course_in_words(incident: Incident, rise: Rise) -> str:
+    if len(rise.points) > 1:
+        return f"the loss went from {number(rise.best)} to {number(rise.last)} in {incident.step - rise.began} steps"
+    return f"the loss was {number(rise.last)} and left the numbers after {incident.step - rise.began} update(s)"
+
+
+def fixes(situation: Situation, remedies: Remedies | None) -> tuple[Fix, ...]:
+    """A lower learning rate and clipping, each as it was tried; what works first."""
     rate = next((g["lr"] for o in situation.optimizers for g in o.param_groups if "lr" in g), None)
     now = f" (it is {float(rate):g})" if rate is not None else ""
-    return (
-        Fix("lower-learning-rate", None, f"lower the learning rate{now} by a factor of 3 to 10, or warm it up"),
-        Fix(
-            "clip-gradients",
-            None,
-            "before the optimizer's step (after scaler.unscale_(optimizer) where there is a scaler): "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        ),
+    if remedies is None:
+        remedies = untried("the steps before the failure were not kept")
+    lower, clip = remedies.lower_rate, remedies.clip
+    if lower.change is not None and lower.change.max_rate is not None:
+        how = f"keep the learning rate{now} at {lower.change.max_rate:g}, which it was before, or warm it up"
+    elif lower.change is not None:
+        how = f"lower the learning rate{now} by a factor of {1 / lower.change.rate_factor:g}, or warm it up"
+    else:
+        how = f"lower the learning rate{now} by a factor of 3 to 10, or warm it up"
+    limit = clip.change.max_norm if clip.change is not None else None
+    clipping = (
+        "before the optimizer's step (after scaler.unscale_(optimizer) where there is a scaler): "
+        f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit or 1.0:g})"
     )
+    tried = [
+        Fix("lower-learning-rate", None, how, lower.verified, lower.outcome),
+        Fix("clip-gradients", None, clipping, clip.verified, clip.outcome),
+    ]
+    return tuple(sorted(tried, key=lambda fix: {True: 0, None: 1, False: 2}[fix.verified]))
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

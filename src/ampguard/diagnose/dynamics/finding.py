@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ampguard.capture.record import Line
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
+from ampguard.replay.stretch import StretchReplay
 
 Moment = Literal["step", "look", "peaks", "failure", "end"]
 
@@ -37,6 +38,8 @@ class Situation:
     """Where each optimizer is stepped, by its identity."""
     name_of: Callable[[Tensor], str | None] = lambda parameter: None
     """A parameter's dotted name, None where it hangs in no module that was called."""
+    stretch: StretchReplay | None = None
+    """The steps up to the failure, where they were kept."""
 
 
 Rule = Callable[[Situation], "Incident | None"]

@@ -4,7 +4,8 @@ What happens   clip_grad_norm_ between scaler.scale(loss).backward() and scaler.
 Why it hurts   the norm is 65536 times too large, so every step is clipped, and after unscaling the gradients are 65536 times
                smaller than the limit asks for: training nearly stands still. A norm that is only logged is wrong by as much.
 Instead        scaler.unscale_(optimizer) first; scaler.step() sees that it was done.
-Not this       a limit that the script multiplies by scaler.get_scale() itself.
+Not this       a limit that the script multiplies by scaler.get_scale() itself; a ratio of two norms of scaled gradients; a
+               norm that is divided by the scale before it is used.
 """
 
 from __future__ import annotations
@@ -23,14 +24,42 @@ def clip_before_unscale(scene: Scene) -> Telling:
         f"The gradients of `{name}` were {done} while still scaled: the norm at {at(scene.again)} is {scene.factor}. They "
         f"carry the loss scale from {at(scene.first)}."
     )
-    if clips:
+    if scene.facts.get("by_hand"):
+        text = _by_hand(scene)
+    elif clips:
         text += f" Once unscaled, the clipped gradients are up to {scale} times smaller than the limit asks for."
     code = scene.again.location().code if scene.again is not None else ""
-    how = f"unscale first: {scaler}.unscale_({name}); {code or 'then clip'}"
+    own = any(word in code for word in ("clip", "norm(", "norm_(", "mul_("))
+    code = code if own else ""  # else a framework clips, and the line only calls it
+    if scene.facts.get("by_hand"):
+        how = (
+            f"unscale right after backward, before the norm is computed: {scaler}.unscale_({name}); "
+            f"then {code or 'clip as here'}"
+        )
+    else:
+        how = f"unscale first: {scaler}.unscale_({name}); {code or 'then clip'}"
     return Telling(
         text,
         scene.again,
         (order(scene, how),),
         severity="error" if clips else "warning",
-        evidence={"scale": scene.facts.get("scale"), "clips": clips},
+        evidence={key: scene.facts.get(key) for key in _EVIDENCE},
+    )
+
+
+_EVIDENCE = ("scale", "clips", "by_hand", "multiplied_by", "should_be", "update_too_small_by")
+
+
+def _by_hand(scene: Scene) -> str:
+    facts, scale = scene.facts, number(float(scene.facts.get("scale") or 0.0))
+    head = f"The gradients of `{scene.optimizer}` were clipped by hand while still scaled, at {at(scene.again)}: "
+    carried = f" They carry the loss scale {scale} from {at(scene.first)}."
+    if facts.get("multiplied_by") is None:
+        return (
+            f"{head}the limit on each value is meant for true gradients, and is {scale} times tighter on scaled "
+            f"ones.{carried}"
+        )
+    return (
+        f"{head}they were multiplied by {number(facts['multiplied_by'])}; the same limit on true gradients asks for "
+        f"{number(facts['should_be'])}, so the update is {number(facts['update_too_small_by'])} times too small.{carried}"
     )

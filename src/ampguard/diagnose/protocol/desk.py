@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ampguard.capture.protocol.models import Models
@@ -19,8 +20,11 @@ MAX_CASES = 24
 class ProtocolDesk:
     """Between the probes and the casebook."""
 
-    def __init__(self, casebook: Casebook, rank: int) -> None:
+    def __init__(
+        self, casebook: Casebook, rank: int, on_told: Callable[[Incident], None] = lambda incident: None
+    ) -> None:
         self._casebook = casebook
+        self._on_told = on_told
         self._rank = rank
         self._cases: dict[tuple[Any, ...], Case] = {}
         self._suspicions: dict[tuple[Any, ...], tuple[tuple[Any, ...], Incident]] = {}
@@ -58,6 +62,7 @@ class ProtocolDesk:
 
     def _open(self, key: tuple[Any, ...], incident: Incident) -> None:
         self._cases[key] = Case(incident, ("", None, None, None), last_step=incident.step)
+        self._on_told(incident)
         self._cases[key] = self._casebook.add(incident)
 
     def _incident(self, breach: Breach, step: int) -> Incident:

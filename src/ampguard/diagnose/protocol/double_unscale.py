@@ -5,6 +5,7 @@ What happens   scaler.unscale_(optimizer) is called twice, or after scaler.step(
 Why it hurts   RuntimeError "unscale_() has already been called on this optimizer since the last update()." By hand nothing
                is said, and the gradients are 65536 times too small.
 Instead        call it once, right before clipping; scaler.step() sees that it was done.
+               With two backward passes an iteration (SAM): unscale the second only, or update() between the two.
 Not this       the second call comes in the next iteration, because update() was left out: see missing-update. It comes in
                the same accumulation window: see accumulation-broken.
 """
@@ -22,6 +23,8 @@ def double_unscale(scene: Scene) -> Telling:
     if scene.facts.get("by_hand"):
         text = f"by the script itself after {at(scene.first)}, and by the scaler at {at(scene.again)}. They are {scene.factor}."
         how = f"let the scaler divide, once: {scaler}.unscale_({name}) in place of the division by hand"
+    elif scene.facts.get("second_pass"):
+        text, how = _second_pass(scene)
     elif scene.facts.get("after_step"):
         text = f"by the step at {at(scene.first)}, and again at {at(scene.again)}. PyTorch refuses that."
         how = f"unscale before the step: {scaler}.unscale_({name}); {scaler}.step({name}); {scaler}.update()"
@@ -29,4 +32,21 @@ def double_unscale(scene: Scene) -> Telling:
         refused = " PyTorch refuses that." if scene.facts.get("refused") else f" They are {scene.factor}."
         text = f"first at {at(scene.first)}, again at {at(scene.again)}, with no backward pass between.{refused}"
         how = f"delete the second call, {at(scene.again)}: {scaler}.step({name}) sees that they are unscaled already"
-    return Telling(head + text, scene.again, (order(scene, how),), evidence={"refused": scene.facts.get("refused")})
+    evidence = {"refused": scene.facts.get("refused"), "second_pass": scene.facts.get("second_pass")}
+    return Telling(head + text, scene.again, (order(scene, how),), evidence=evidence)
+
+
+def _second_pass(scene: Scene) -> tuple[str, str]:
+    """Sharpness-aware minimisation: two backward passes in one iteration, the weights moved between them."""
+    name, scaler = scene.optimizer, scene.scaler
+    text = (
+        f"for the first backward pass of the iteration at {at(scene.first)}, and for the second one, "
+        f"{at(scene.facts.get('backward'))}, again at {at(scene.again)}. The weights were moved in between and no step of "
+        f"`{name}` was made (as sharpness-aware minimisation does), but the scaler unscales an optimizer once between two "
+        f"updates. PyTorch refuses the second."
+    )
+    how = (
+        f"unscale the second pass only: the first one's gradients are divided by their own norm, and the loss scale "
+        f"cancels; or call {scaler}.update() after the first pass, before the second {scaler}.scale(loss).backward()"
+    )
+    return text, how

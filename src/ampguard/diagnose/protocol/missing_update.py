@@ -38,8 +38,20 @@ def missing_update(scene: Scene) -> Telling:
     else:
         text = _between(scene)
         how = f"one {scaler}.update() an iteration, after the last optimizer's step, not after each"
-    line = scene.first if not facts.get("refused") and facts.get("updated_between") is not None else scene.again
+        if _is_by_framework(scene):
+            how += (
+                f" (a framework updates inside each optimizer's step: step them all by {scaler}.step(...) yourself and update "
+                f"once, or put all parameters into one optimizer)"
+            )
+    between = None if facts.get("refused") or facts.get("twice") else facts.get("updated_between")
+    line = between if between is not None else scene.again
     return Telling(text, line, (order(scene, how, target=scaler),), evidence=_evidence(scene))
+
+
+def _is_by_framework(scene: Scene) -> bool:
+    """Whether the script's line that updates the scaler is a step or a hook of a framework."""
+    line = scene.facts.get("updated_between")
+    return line is not None and ".update(" not in line.location().code
 
 
 def _left_out(scene: Scene) -> str:

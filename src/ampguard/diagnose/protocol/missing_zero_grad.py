@@ -1,6 +1,8 @@
 """missing-zero-grad: gradients of earlier iterations are never cleared and pile up.
 
 What happens   a loop of backward and step without zero_grad.
+               Or an iteration with bad gradients is left by a `continue` that jumps over zero_grad: NaN plus anything is NaN,
+               and no iteration after it comes to its step.
 Why it hurts   every step follows the sum of all gradients so far: the effective learning rate grows until training diverges.
                With a GradScaler the old gradients are unscaled once more in every step and hardly count; the code is as wrong.
 Instead        optimizer.zero_grad() once an iteration, before backward.
@@ -16,6 +18,8 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 @breach("missing-zero-grad")
 def missing_zero_grad(scene: Scene) -> Telling:
     name, steps = scene.optimizer, scene.facts["steps"]
+    if scene.facts.get("is_stuck"):
+        return _stuck(scene)
     scaled = bool(scene.facts.get("has_scaler"))
     text = (
         f"The gradients of `{name}` are never cleared: {steps} steps in a row held those of earlier iterations. "
@@ -33,3 +37,16 @@ def missing_zero_grad(scene: Scene) -> Telling:
         severity="warning" if scaled else "error",
         evidence={"steps": steps, "has_scaler": scaled},
     )
+
+
+def _stuck(scene: Scene) -> Telling:
+    """Bad gradients were left where they are, and every backward pass since has added to them."""
+    name, steps, since = scene.optimizer, scene.facts["steps"], scene.facts["since_step"]
+    text = (
+        f"The gradients of `{name}` that were not finite in step {since} were never cleared: the script left that iteration "
+        f"without a step and without zero_grad, and backward at {at(scene.again)} adds to them. {steps} iterations in a row "
+        f"were given up for them; none after it will come to its step."
+    )
+    how = f"clear them before the iteration is left: {name}.zero_grad(); continue (or clear before every backward)"
+    evidence = {"steps": steps, "is_stuck": True, "since_step": since}
+    return Telling(text, scene.again, (order(scene, how),), evidence=evidence)

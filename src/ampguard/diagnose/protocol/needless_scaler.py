@@ -8,17 +8,21 @@ Instead        no scaler, or GradScaler(enabled=use_float16).
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.scene import Scene
+from typing import Any
+
+from ampguard.diagnose.protocol.scene import Scene, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
 @breach("needless-scaler")
 def needless_scaler(scene: Scene) -> Telling:
-    dtype, scaler = scene.facts["dtype"], scene.scaler
+    facts, scaler = scene.facts, scene.scaler
+    dtype = facts["dtype"]
     why = "with float32's range gradients" if dtype == "bfloat16" else "there gradients"
     text = (
-        f"`{scaler}` scales the loss although nothing is computed in float16: every forward pass of {scene.facts['steps']} "
-        f"steps ran in {dtype}, and {why} do not underflow. Scaling costs a pass over the gradients and a wait for the device."
+        f"`{scaler}` scales the loss although nothing is computed in float16: every forward pass of {facts['steps']} "
+        f"steps ran in {dtype} ({_computed(facts)}), and {why} do not underflow. {_scale(facts)} Scaling costs a pass over "
+        f"the gradients and a wait for the device."
     )
     fix = order(
         scene,
@@ -26,4 +30,28 @@ def needless_scaler(scene: Scene) -> Telling:
         "remove-scaler",
         scaler,
     )
-    return Telling(text, scene.again, (fix,), severity="warning", dtype=dtype)
+    keys = ("steps", "skipped", "first_scale", "scale", "parameter_dtypes")
+    evidence = {**{key: facts[key] for key in keys}, "autocast_regions": facts["regions"], "float16_regions": 0}
+    return Telling(text, scene.again, (fix,), severity="warning", dtype=dtype, evidence=evidence)
+
+
+def _computed(facts: dict[str, Any]) -> str:
+    """Which types were met, counted: "autocast was entered 12 times, always in bfloat16; 4 parameters are float32"."""
+    regions: dict[str, int] = facts["regions"]
+    entered = ", ".join(f"{n} times in {kind}" for kind, n in regions.items())
+    held = ", ".join(f"{n} in {kind}" for kind, n in facts["parameter_dtypes"].items())
+    autocast = f"autocast was entered {entered}, never in float16" if regions else "no region of autocast was entered"
+    return f"{autocast}; parameters: {held}"
+
+
+def _scale(facts: dict[str, Any]) -> str:
+    """What the scale did meanwhile."""
+    first, now, skipped = facts["first_scale"], facts["scale"], facts["skipped"]
+    if first is None or first == now:
+        moved = f"The scale stayed at {number(now)}"
+    else:
+        moved = f"The scale went from {number(first)} to {number(now)}"
+    cost = (
+        f"and {skipped} healthy {'step was' if skipped == 1 else 'steps were'} skipped" if skipped else "without effect"
+    )
+    return f"{moved}, {cost}."

@@ -11,6 +11,7 @@ Not this       the optimizer holds other tensors than the model: see stale-param
 
 from __future__ import annotations
 
+from ampguard.diagnose.cuts import DETACH, DISCRETE, NO_GRAD, Cut, in_words
 from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
@@ -59,10 +60,20 @@ def _no_backward(scene: Scene) -> tuple[str, str]:
 def _not_reached(scene: Scene) -> tuple[str, str]:
     others = scene.others(watch for watch in scene.facts.get("reached", ()) if watch is not scene.breach.optimizer)
     backward = at(scene.first)
+    places = scene.cuts()
     if others:
-        text = f"the last backward, {backward}, reached only the parameters of `{others}`: it is not this optimizer's turn."
-        return text, f"step `{scene.optimizer}` only after the backward pass of its own loss: {_right_order(scene)}"
+        text = f"the last backward, {backward}, reached only the parameters of `{others}`"
+        how = f"step `{scene.optimizer}` only after the backward pass of its own loss: {_right_order(scene)}"
+        if places:
+            return (
+                f"{text}: on the way to those of `{scene.optimizer}`, {in_words(places)}.",
+                f"{how}. Or {_without(places)}",
+            )
+        return f"{text}: it is not this optimizer's turn.", how
     whose = f" (they are {listed(scene.parameters)})" if scene.parameters else ""
+    if places:
+        text = f"the loss differentiated at {backward} was computed from them{whose}, but {in_words(places)}."
+        return text, f"let gradients pass there: {_without(places)}"
     text = (
         f"the loss differentiated at {backward} does not depend on them{whose}. It was detached on the way "
         f"(.detach(), .data, .item(), no_grad, argmax), or computed without them."
@@ -71,6 +82,15 @@ def _not_reached(scene: Scene) -> tuple[str, str]:
         text,
         "compute the loss from the outputs themselves, without detach, .data or no_grad between them and the loss",
     )
+
+
+def _without(places: list[Cut]) -> str:
+    ways = {
+        NO_GRAD: "compute what the loss needs outside `no_grad`",
+        DETACH: "use the tensor itself, without .detach() or .data",
+        DISCRETE: "put a function with a derivative in its place",
+    }
+    return "; ".join(ways[how] for how in dict.fromkeys(place.how for place in places))
 
 
 def _right_order(scene: Scene) -> str:

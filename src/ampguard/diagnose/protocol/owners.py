@@ -21,15 +21,17 @@ MAX_LOOKS = 4000
 def variable_name(subject: object) -> str | None:
     """What the script calls `subject`: a name in its frames, an attribute of `self`, an item of a list."""
     frames = list(_frames())
+    private: str | None = None
     for wanted in (is_script_code, is_user_code):
         for frame in frames:
             if not wanted(frame.f_code):
                 continue
             for names in (frame.f_locals, frame.f_globals):
                 found = _name_among(names, subject)
-                if found is not None:
+                if found is not None and "._" not in found:
                     return found
-    return None
+                private = private or found
+    return private
 
 
 def _frames() -> Iterator[FrameType]:
@@ -43,7 +45,7 @@ def _frames() -> Iterator[FrameType]:
 
 def _name_among(names: dict[str, Any], subject: object) -> str | None:
     for name, value in list(names.items()):
-        if _is_it(value, subject):
+        if name not in ("self", "cls") and _is_it(value, subject):
             return name
     for name, value in list(names.items()):
         if name.startswith("__"):
@@ -69,7 +71,8 @@ def _name_inside(name: str, value: Any, subject: object) -> str | None:
             for position, inner in enumerate(item):
                 if _is_it(inner, subject):
                     return f"{name}.{key}[{position}]"
-    return None
+    shared = vars(type(value))
+    return next((f"{name}.{key}" for key, item in list(shared.items()) if item is subject), None)
 
 
 def _is_it(value: Any, subject: object) -> bool:

@@ -10,6 +10,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
+from ampguard.diagnose.cuts import Cut, cuts
 from ampguard.diagnose.protocol.owners import common_module, parameter_names, variable_name
 from ampguard.protocol.events import Breach
 
@@ -44,6 +45,10 @@ class Scene:
     def _names(self, parameters: list[Tensor]) -> list[str]:
         names = parameter_names(self._models.roots(), parameters) if parameters else {}
         return [names.get(id(p)) or f"a tensor of shape {tuple(p.shape)}" for p in parameters]
+
+    def cuts(self) -> list[Cut]:
+        """Where the way from the loss to the parameters in question is cut."""
+        return cuts(self._models.record(), self.breach.facts.get("parameters") or [])
 
     @property
     def module(self) -> str | None:

@@ -17,6 +17,8 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 def unscaled_backward(scene: Scene) -> Telling:
     refused = scene.facts.get("refused")
     name, scaler = scene.optimizer, scene.scaler
+    if refused is None and scene.facts.get("scaled_by_another"):
+        return _by_another(scene)
     if refused is None:
         scale = number(float(scene.facts.get("scale", 0.0)))
         text = (
@@ -44,6 +46,21 @@ def unscaled_backward(scene: Scene) -> Telling:
         (order(scene, _how(scene)),),
         evidence={"scale": scene.facts.get("scale"), "refused": refused},
     )
+
+
+def _by_another(scene: Scene) -> Telling:
+    """One scaler has scaled the loss, another divides its gradients."""
+    facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    other = scene.name_of(facts.get("other")) or "another scaler"
+    carried = ", ".join(number(s) for s in facts["scales"])
+    text = (
+        f"The loss was scaled by one scaler and its gradients are divided by another: `{other}` has multiplied it by {carried} "
+        f"at {at(scene.first)}, `{scaler}` divides by {number(facts['divided_by'])} at {at(scene.again)}. What `{name}` gets "
+        f"is {scene.factor}."
+    )
+    how = f"step with the scaler that scaled the loss: {other}.step({name}); {other}.update()"
+    evidence = {"scale": facts["divided_by"], "scales": facts["scales"], "scaled_by": other}
+    return Telling(text, scene.again, (order(scene, how),), evidence=evidence)
 
 
 def _how(scene: Scene) -> str:

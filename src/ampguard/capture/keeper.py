@@ -1,0 +1,295 @@
+"""Keeping a stretch of steps while a run seems to go wrong.
+
+Nothing is kept while the alarm is quiet. When it is raised, before an update, the trained parameters and the optimizers
+are copied; from there on the records of the steps are held, with what each update was made of. At most `SEGMENTS` times
+`SEGMENT_STEPS` steps: beyond it the oldest part goes, and the copies with it, unless what is kept shows already how the
+loss rises. When the alarm has passed, all of it goes.
+
+Memory: the copies and the inputs that the records hold on to may take up `MEMORY_SHARE` of what the device and the host
+have left. Where that is not enough, `refusal` says so and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.copies import parameters_of, size_of, take_snapshot
+from ampguard.capture.flags import is_capturing
+from ampguard.capture.memory import available_bytes
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.stretch import (
+    KeptStep,
+    Segment,
+    Stretch,
+    Update,
+    find_target,
+    has_risen,
+    needed_events,
+    secure,
+    why_not,
+)
+from ampguard.capture.weights import norm_of
+
+SEGMENT_STEPS = 16
+SEGMENTS = 2
+MEMORY_SHARE = 1 / 8
+CALM_STEPS = 8
+"""Quiet steps in a row after which the alarm has passed."""
+LONGEST_ALARM = 256
+"""Steps after which what raised the alarm is taken to be the usual."""
+TIME_SHARE = 0.01
+"""Of the run's time that copying for alarms may take; the first copy is free."""
+
+
+class Alarm(Protocol):
+    """Knows the range of one optimizer's losses and learning rates."""
+
+    highest: float
+    rate: float
+
+    def is_quiet(self, loss: float | None, rate: float) -> bool: ...
+    def reason(self, loss: float | None, rate: float) -> str: ...
+    def calm(self, loss: float | None, rate: float) -> None: ...
+    def settle(self) -> None: ...
+
+
+class StretchKeeper:
+    """Listens to the alarm before each update, and keeps steps while it is raised."""
+
+    def __init__(self, recorder: FlightRecorder, new_alarm: Callable[[], Alarm]) -> None:
+        self.stretch: Stretch | None = None
+        self.alarms_raised = 0
+        self.limit: Callable[[Sequence[Tensor]], int | None] = available_bytes
+        """Bytes left for tensors like these; None where it is not known."""
+        self._recorder = recorder
+        self._new_alarm = new_alarm
+        self._alarms: dict[int, tuple[weakref.ref[Optimizer], Alarm]] = {}
+        self._losses_seen = 0
+        self._begin = 0
+        """The first event of the running iteration."""
+        self._has_updated = False
+        self._is_late = False
+        """Whether losses lie on a device."""
+        self._wanted: tuple[str, Alarm, float] | None = None
+        """An alarm that was raised after the iteration's first update: a snapshot is due before the next one's."""
+        self._raised_by: Alarm | None = None
+        self._updates: list[Update] = []
+        self._is_scaled = False
+        """Whether the last update was made by a scaler."""
+        self._step = 0
+        self._quiet_steps = 0
+        self._is_quiet = True
+        self._steps_armed = 0
+        self._spent = 0.0
+        self._cost = 0.0
+        self._began = time.perf_counter()
+
+    def before_update(self, optimizer: Optimizer, by_scaler: bool) -> None:
+        """An optimizer is about to step. Costs two or three microseconds where nothing is kept."""
+        losses = self._recorder.judge.losses
+        seen, self._losses_seen = self._losses_seen, len(losses)
+        loss = losses[seen] if len(losses) == seen + 1 else _sum(losses[seen:])
+        known = self._alarms.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = self._alarms[id(optimizer)] = (weakref.ref(optimizer), self._new_alarm())
+        alarm = known[1]
+        rate = optimizer.param_groups[0].get("lr", 0.0)
+        value = loss if type(loss) is float else None
+        self._is_late = isinstance(loss, Tensor)
+        rate = rate if type(rate) is float else 0.0 if isinstance(rate, Tensor) else float(rate)
+        if alarm.is_quiet(value, rate):
+            if self.stretch is None:
+                alarm.calm(value, rate)
+        else:
+            self._is_quiet = False
+            if self.stretch is None and self._wanted is None:
+                self._wanted = (alarm.reason(value, rate), alarm, alarm.rate)
+            alarm.rate = max(alarm.rate, rate)  # it has been told once
+        if self.stretch is not None or self._wanted is not None:
+            self._attend(optimizer, by_scaler)
+        self._has_updated = True
+
+    def heard_later(self, loss: float | None) -> None:
+        """The loss of an earlier step, whose device was not waited for, has come."""
+        if not self._is_late or self.stretch is not None or loss is None:
+            return
+        if math.isfinite(loss) and len(self._alarms) == 1:
+            alarm = next(iter(self._alarms.values()))[1]
+            if alarm.is_quiet(loss, alarm.rate):
+                alarm.calm(loss, alarm.rate)
+            elif self._wanted is None:
+                self._wanted = (alarm.reason(loss, alarm.rate), alarm, alarm.rate)
+
+    def iteration_ended(self, step: int) -> None:
+        """Iteration number `step` is over; called before its losses are taken."""
+        self._step = step + 1
+        self._losses_seen = 0
+        self._has_updated = False
+        begin, self._begin = self._begin, self._recorder.log.next_index
+        updates, self._updates = self._updates, []
+        quiet, self._is_quiet = self._is_quiet, True
+        stretch = self.stretch
+        if stretch is None:
+            return
+        if stretch.refusal is None and not stretch.is_closed:
+            self._keep(stretch, self._kept(step, begin, updates))
+        if any(type(loss) is float and not math.isfinite(loss) for loss in self._recorder.judge.losses):
+            self._drop()  # it has failed: what led to it has been asked for
+            return
+        self._steps_armed += 1
+        self._quiet_steps = self._quiet_steps + 1 if quiet else 0
+        if self._steps_armed >= LONGEST_ALARM and self._raised_by is not None:
+            self._raised_by.settle()
+            self._drop()
+        elif self._quiet_steps >= CALM_STEPS:
+            self._drop()
+
+    def with_running_step(self) -> Stretch | None:
+        """What is kept, and the step that has just failed as its last one."""
+        stretch = self.stretch
+        if stretch is None or stretch.refusal is not None or stretch.is_closed or not stretch.segments:
+            return stretch
+        step = self._kept(self._step, self._begin, self._updates)
+        find_target(step, self._recorder)
+        whole = Stretch(stretch.reason, stretch.raised_at, stretch.highest, stretch.rate)
+        whole.segments = deque(Segment(s.snapshot, list(s.steps)) for s in stretch.segments)
+        whole.segments[-1].steps.append(step)
+        return whole
+
+    # --- keeping ------------------------------------------------------------------------------------------------------
+
+    def _attend(self, optimizer: Optimizer, by_scaler: bool) -> None:
+        """The alarm is raised: copy what an iteration starts from, note what its updates are made of."""
+        if is_capturing():
+            return
+        if not self._has_updated:
+            if self._wanted is not None:
+                self._raise_alarm(*self._wanted)
+            elif self.stretch is not None and self._is_segment_full(self.stretch):
+                self.stretch.is_closed = has_risen(self.stretch.steps)
+                if not self.stretch.is_closed:
+                    self._copy(self.stretch)
+        stretch = self.stretch
+        if stretch is None or stretch.refusal is not None or stretch.is_closed or not stretch.segments:
+            return
+        self._recorder.resting.spoil()  # what is kept must have been taped
+        number = stretch.segments[-1].snapshot.number_of(optimizer)
+        if number is None:
+            self._refuse(stretch, "an optimizer joined after the copy of the weights was made")
+            return
+        self._updates.append(self._noted(optimizer, number, by_scaler))
+
+    def _raise_alarm(self, reason: str, alarm: Alarm, rate_before: float) -> None:
+        self._wanted = None
+        recorder = self._recorder
+        elapsed = time.perf_counter() - self._began
+        if recorder.counting or (self._cost and self._spent + self._cost > TIME_SHARE * elapsed):
+            return
+        self.alarms_raised += 1
+        self.stretch = Stretch(reason, self._step, alarm.highest, rate_before)
+        self._raised_by = alarm
+        self._quiet_steps = self._steps_armed = 0
+        self._copy(self.stretch)
+        self._cost = time.perf_counter() - self._began - elapsed
+        self._spent += self._cost
+
+    def _copy(self, stretch: Stretch) -> None:
+        """Copy the weights and the optimizers, if there is room; the oldest segment goes first."""
+        while len(stretch.segments) >= SEGMENTS:
+            stretch.segments.popleft()
+        optimizers = [optimizer for ref, _ in self._alarms.values() if (optimizer := ref()) is not None]
+        room = self._room(optimizers, stretch.size)
+        size = size_of(optimizers)
+        if room is not None and size + stretch.size > room:
+            self._refuse(stretch, f"a copy of the weights and the optimizer's state takes {size / 1e6:.0f} MB, and "
+                                  f"{room / 1e6:.0f} MB may be used for it")  # fmt: skip
+            return
+        snapshot = take_snapshot(optimizers)
+        if isinstance(snapshot, str):
+            self._refuse(stretch, snapshot)
+            return
+        stretch.segments.append(Segment(snapshot))
+
+    def _room(self, optimizers: Sequence[Optimizer], held: int) -> int | None:
+        """Bytes that may be held in all; None where it is not known what is left."""
+        left = self.limit(parameters_of(optimizers))
+        return None if left is None else int(MEMORY_SHARE * (left + held))
+
+    def _keep(self, stretch: Stretch, step: KeptStep) -> None:
+        if not stretch.segments:
+            return
+        step.record.events = needed_events(step.record)
+        why = why_not(step.record, stretch.snapshot)
+        if why is not None:
+            self._refuse(stretch, why)
+            return
+        secure(step.record.events)
+        stretch.segments[-1].keep(step)
+        room = self._room(stretch.snapshot.live_optimizers(), stretch.size)
+        if room is None or stretch.size <= room:
+            return
+        if len(stretch.segments) > 1:
+            stretch.segments.popleft()
+        if stretch.size > room:
+            self._refuse(stretch, f"the inputs of these steps take more than the {room / 1e6:.0f} MB that may be used")
+
+    def _kept(self, number: int, begin: int, updates: list[Update]) -> KeptStep:
+        record = self._recorder.log.slice()
+        record.events = [event for event in record.events if event.index >= begin]
+        record.iteration_start = begin
+        return KeptStep(number, record, list(updates), list(self._recorder.judge.losses), self._scale_now())
+
+    def _noted(self, optimizer: Optimizer, number: int, by_scaler: bool) -> Update:
+        self._is_scaled = by_scaler
+        gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
+        is_dense = all(g.layout == torch.strided for g in gradients)
+        norm = norm_of(gradients) if is_dense else None
+        still_scaled = compat.held_scale(optimizer) if by_scaler else None
+        if norm is not None and still_scaled is not None:
+            norm = norm / still_scaled
+        options = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
+        return Update(
+            self._recorder.log.next_index,
+            number,
+            options,
+            self._scale_now(),
+            float(norm) if norm is not None else None,
+        )
+
+    def _scale_now(self) -> float | None:
+        """The loss scale, where a scaler makes the updates."""
+        scale = compat.loss_scale(self._recorder.scaler) if self._is_scaled and self._recorder.scaler else None
+        return float(scale) if scale is not None else None
+
+    def _is_segment_full(self, stretch: Stretch) -> bool:
+        is_open = bool(stretch.segments) and not stretch.is_closed
+        return is_open and len(stretch.segments[-1].steps) >= SEGMENT_STEPS
+
+    def _refuse(self, stretch: Stretch, why: str) -> None:
+        stretch.refusal = why
+        stretch.segments.clear()
+        self._updates.clear()
+
+    def _drop(self) -> None:
+        self.stretch = None
+        self._raised_by = None
+        self._updates.clear()
+
+
+def _sum(losses: list[float | Tensor]) -> float | None:
+    if not losses or any(type(loss) is not float for loss in losses):
+        return None
+    return math.fsum(float(loss) for loss in losses)

@@ -1,0 +1,102 @@
+"""Gradients that a loop drops: backward was called, and the step that always follows did not come.
+
+A loop that leaves an iteration early (`if not finite: continue`) may clear its gradients, or leave them to pile up.
+Where as many backward passes as usual went by without a step, the gradients are looked at before the next forward
+pass, before they are cleared, and at the end of the run; in an ordinary iteration nothing is looked at.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.moves import Moves
+from ampguard.capture.record import BackwardCall, RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.numerics import is_finite
+from ampguard.protocol.events import Breach
+
+FIRST_LOOKS = 8
+"""Looks before the first step of the run, when it is not yet known how many backward passes a step has."""
+
+STUCK_LOOKS = 3
+"""Iterations in a row that were given up for the same bad gradients, after which the run is stuck."""
+
+
+class DroppedGradients:
+    """Counts backward passes between steps."""
+
+    def __init__(self, recorder: FlightRecorder, moves: Moves) -> None:
+        self.waiting = 0
+        """Backward passes since the last step."""
+        self.usual = 1
+        """The most that were ever seen between two steps; until the first step, 1."""
+        self._recorder = recorder
+        self._moves = moves
+        self._left: dict[OptimizerWatch, tuple[int, int, int]] = {}
+        """Bad gradients that nobody has cleared: one by its identity, since which step, and how many looks ago."""
+        self._has_stepped = False
+        self._first_looks = FIRST_LOOKS
+
+    def stepped(self) -> None:
+        """An optimizer's step was attempted."""
+        if self.waiting > self.usual:
+            self.usual = self.waiting
+        self.waiting = 0
+        self._has_stepped = True
+        if self._left:
+            self._left.clear()
+
+    def look(self) -> None:
+        """The step that was due is passed over: have bad gradients judged, while the record of their making is there."""
+        recorder = self._recorder
+        if not self._has_stepped:
+            self._first_looks -= 1
+        if recorder.counting or recorder.steps.counts_backwards or self._first_looks < 0:
+            return
+        if not self._ends_with_backward():
+            return
+        held = [p for watch in self._moves.watches.optimizers for p in watch.parameters() if p.grad is not None]
+        bad = {id(p): p for p in held if p.grad is not None and not _is_finite(p.grad)}
+        if not bad:
+            self._left.clear()
+            return
+        scaler = recorder.scaler
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+        recorder.judge.gradients_are_bad(held, scale, is_held_off=True)
+        if not self._has_stepped:
+            return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
+        for watch in self._moves.watches.optimizers:
+            worst = next((p for p in watch.parameters() if id(p) in bad), None)
+            if worst is not None:
+                self._note_left(watch, id(worst.grad))
+
+    def _note_left(self, watch: OptimizerWatch, gradient: int) -> None:
+        """Are these the bad gradients of an earlier iteration, to which others were added since?"""
+        known, since, looks = self._left.get(watch, (0, 0, 0))
+        step = self._recorder.steps.count
+        if known != gradient:
+            self._left[watch] = (gradient, step, 1)
+            return
+        self._left[watch] = (gradient, since, looks + 1)
+        if looks + 1 == STUCK_LOOKS:
+            last = self._moves.machine.last_backward
+            where = last.where if last is not None else None
+            facts = {"steps": looks + 1, "is_stuck": True, "since_step": since}
+            self._moves.tell([Breach("missing-zero-grad", watch, None, where, where, None, facts)], since)
+
+    def _ends_with_backward(self) -> bool:
+        """Whether no module was called since the last backward pass."""
+        for event in reversed(self._recorder.log.record.events):
+            if isinstance(event, BackwardCall):
+                return True
+            if isinstance(event, RootCall):
+                return False
+        return False
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    if gradient.is_sparse:
+        gradient = compat.stored_values(gradient)
+    return type(gradient) is not Tensor or not compat.has_values(gradient) or is_finite(gradient.detach())

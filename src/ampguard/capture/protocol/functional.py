@@ -1,0 +1,120 @@
+"""Training by `torch.func.grad` and `grad_and_value`: no `.backward()`, no `.grad`, and mostly no optimizer.
+
+What runs inside such a transform cannot be recorded. Its loss and gradients are looked at as they come out: each
+outermost call is a step where no optimizer is known, its loss goes into the history. Where a number is not finite the
+same function is run once more, with the same random numbers, and differentiated by `torch.autograd.grad`, where every
+operator can be followed. Under `vmap` there is no such second run: then only the loss is judged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ampguard import compat
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.numerics import is_finite
+
+UNDER_VMAP = (
+    "this run differentiates by torch.func under vmap: its losses are looked at, what happens inside is not followed; "
+    "a failure there is told without its operator"
+)
+
+
+class FunctionalTraining:
+    """Wraps the one function that all of torch.func's gradients go through."""
+
+    def __init__(self, recorder: FlightRecorder, guarded: Callable[..., Any]) -> None:
+        self.calls = 0
+        """Outermost gradients that were taken."""
+        self._recorder = recorder
+        self._guarded = guarded
+        self._depth = 0
+        self._has_said = False
+        self._has_failed = False
+
+    def watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, guarded = self._recorder, self._guarded
+
+        @functools.wraps(original)
+        def grad_and_value(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+            is_ours = self._depth == 0 and recorder.active and not recorder.paused
+            if not is_ours or torch.compiler.is_compiling():
+                return original(func, argnums, has_aux, args, kwargs)
+            random = torch.get_rng_state()
+            self._depth += 1
+            try:
+                result = original(func, argnums, has_aux, args, kwargs)
+            finally:
+                self._depth -= 1
+            guarded(self._after, (func, argnums, has_aux, args, kwargs), result, random)
+            return result
+
+        return grad_and_value
+
+    def _after(self, call: tuple[Any, ...], result: Any, random: Tensor) -> None:
+        """A gradient was taken."""
+        gradients, value = result
+        loss = compat.without_transforms(value[0] if call[2] else value).detach()
+        if torch.is_grad_enabled() and loss.requires_grad:
+            return  # part of a larger loss
+        self.calls += 1
+        with compat.unseen():
+            leaves = [compat.without_transforms(g) for g in pytree.tree_leaves(gradients) if isinstance(g, Tensor)]
+            if loss.is_cpu and compat.has_values(loss):
+                self._recorder.judge.losses.append(float(loss.double().mean()))
+            is_bad = any(g.is_cpu and not is_finite(g.detach()) for g in (loss, *leaves))
+        if compat.in_functorch():
+            self._under_vmap(loss, is_bad)
+        elif is_bad and not self._recorder.counting and not (self._has_failed and self._are_spoilt(call)):
+            self._has_failed = True
+            self._again(call, random)
+            return
+        if self._recorder.steps.counts_backwards:
+            self._recorder.after_backward()
+
+    def _under_vmap(self, loss: Tensor, is_bad: bool) -> None:
+        if not self._has_said:
+            self._has_said = True
+            print(f"ampguard: {UNDER_VMAP}", file=sys.stderr)
+        if is_bad and not math.isfinite(float(loss.double().sum())):
+            self._recorder.judge.judge_losses([loss])
+
+    @staticmethod
+    def _are_spoilt(call: tuple[Any, ...]) -> bool:
+        """Whether the parameters are bad already: an update with the gradients of an earlier failure."""
+        wanted = (call[1],) if isinstance(call[1], int) else tuple(call[1])
+        held = [t for i in wanted for t in pytree.tree_leaves(call[3][i]) if isinstance(t, Tensor) and t.is_cpu]
+        return any(t.is_floating_point() and not is_finite(t.detach()) for t in held)
+
+    def _again(self, call: tuple[Any, ...], random: Tensor) -> None:
+        """Run the function as plain code and differentiate it: the recorder sees every operator, and judges."""
+        func, argnums, has_aux, args, kwargs = call
+        recorder = self._recorder
+        recorder.judge.take_losses()
+        wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        given = [pytree.tree_map(_as_leaf, arg) if i in wanted else arg for i, arg in enumerate(args)]
+        leaves = [t for i in wanted for t in pytree.tree_leaves(given[i]) if isinstance(t, Tensor) and t.requires_grad]
+        after, self._depth = torch.get_rng_state(), 1
+        torch.set_rng_state(random)
+        try:
+            recorder.resume_tape()
+            with torch.enable_grad():
+                value = func(*given, **kwargs)
+                torch.autograd.grad(value[0] if has_aux else value, leaves, allow_unused=True)
+        finally:
+            self._depth = 0
+            torch.set_rng_state(after)
+
+
+def _as_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value

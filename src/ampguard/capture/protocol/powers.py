@@ -1,0 +1,175 @@
+"""Tensors that are made of gradients which are still scaled, and which power of the loss scale S each of them carries.
+
+A gradient carries S, its norm S, the square of it S^2, a ratio of two norms S^0. The rules are those of physical units;
+what an operator does that has no rule here is not followed any further.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.record import Line
+
+
+@dataclass(slots=True, eq=False)
+class Quantity:
+    """A tensor that was computed from scaled gradients. `where`: the script's line that did."""
+
+    ref: weakref.ref[Tensor]
+    power: float
+    watch: OptimizerWatch
+    where: Line | None
+    is_used: bool = False
+    """Something was computed from it, or compared with it."""
+
+
+@dataclass(slots=True)
+class Held:
+    """All of a parameter's gradient, by its memory."""
+
+    numel: int
+    watch: OptimizerWatch
+    power: float = 1.0
+
+
+KEEPS = frozenset(
+    (
+        *(
+            "norm",
+            "vector_norm",
+            "_foreach_norm",
+            "abs",
+            "mean",
+            "sum",
+            "max",
+            "min",
+            "amax",
+            "std",
+            "clamp",
+            "clamp_min",
+        ),
+        *(
+            "clamp_max",
+            "detach",
+            "clone",
+            "float",
+            "double",
+            "to",
+            "cpu",
+            "flatten",
+            "view",
+            "reshape",
+            "ravel",
+            "squeeze",
+        ),
+        *("stack", "cat", "maximum", "minimum", "add", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__"),
+        *("add_", "__neg__"),
+    )
+)
+FACTORS = {"square": 2.0, "sqrt": 0.5, "reciprocal": -1.0, "rsqrt": -0.5, "var": 2.0}
+POWERS = frozenset({"pow", "__pow__", "pow_"})
+TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "_foreach_mul_", "_foreach_mul"})
+OVER = frozenset({"div", "__truediv__", "div_", "__itruediv__", "true_divide", "_foreach_div_", "_foreach_div"})
+UNDER = frozenset({"__rtruediv__", "__rdiv__"})
+IN_PLACE = frozenset({"mul_", "__imul__", "div_", "__itruediv__", "_foreach_mul_", "_foreach_div_"})
+BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "sum", "norm"})
+"""Their second argument is a limit or a dimension."""
+FOREACH = frozenset({"_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_mul", "_foreach_div"})
+COMPARES = frozenset({"__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"})
+READS = frozenset({"item", "tolist", "__float__", "__format__", "__repr__", "__str__", "numpy", "__array__"})
+SHOWS = frozenset({"__format__", "__repr__", "__str__"})
+
+
+@dataclass
+class Powers:
+    """What is known in one window between a backward pass and the next call of the protocol. `scale`: S."""
+
+    scale: float
+    gradients: dict[int, Held] = field(default_factory=dict)
+    known: dict[int, Quantity] = field(default_factory=dict)
+
+    def hold(self, watches: Iterable[OptimizerWatch]) -> None:
+        """Their gradients are scaled."""
+        for watch in watches:
+            for p in watch.parameters():
+                grad = p.grad
+                if grad is not None and type(grad) is Tensor and not grad.is_sparse:
+                    self.gradients[grad.data_ptr()] = Held(grad.numel(), watch)
+
+    def gradient(self, tensor: Any) -> Held | None:
+        """The gradient of which the tensor is all (itself, `.data`, `.detach()`, a flat view)."""
+        if not isinstance(tensor, Tensor):
+            return None
+        held = self.gradients.get(tensor.data_ptr())
+        return held if held is not None and held.numel == tensor.numel() else None
+
+    def quantity(self, value: Any) -> Quantity | None:
+        found = self.known.get(id(value))
+        return found if found is not None and found.ref() is value else None
+
+    def of(self, value: Any) -> tuple[float, OptimizerWatch] | None:
+        """The power that a tensor (or a list of them) carries, and whose gradients it is made of."""
+        if isinstance(value, (list, tuple)):
+            parts = [part for item in value if (part := self.of(item)) is not None]
+            return parts[0] if parts and all(part[0] == parts[0][0] for part in parts) else None
+        known = self.quantity(value)
+        if known is not None:
+            return known.power, known.watch
+        held = self.gradient(value)
+        return (held.power, held.watch) if held is not None else None
+
+    def of_number(self, value: Any) -> float:
+        """1 for S itself, -1 for 1/S, 0 for any other number."""
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or not value.is_cpu or value.requires_grad:
+                return 0.0
+            value = float(value)
+        if not isinstance(value, float) or value == 1.0 or not value:
+            return 0.0
+        return next((p for p, s in ((1.0, self.scale), (-1.0, 1.0 / self.scale)) if abs(value / s - 1) < 1e-6), 0.0)
+
+    def _is_unknown(self, value: Any) -> bool:
+        """A tensor that was computed from who knows what, perhaps from scaled gradients as well."""
+        return isinstance(value, Tensor) and self.of(value) is None and not self.of_number(value)
+
+    def mark_used(self, value: Any) -> None:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            known = self.quantity(item)
+            if known is not None:
+                known.is_used = True
+
+    def result(self, name: str, args: tuple[Any, ...]) -> tuple[float, OptimizerWatch] | None:
+        """What `name(*args)` carries; None where that is not known."""
+        first = self.of(args[0])
+        second = self.of(args[1]) if len(args) > 1 else None
+        whose = first or second
+        if whose is None:
+            return None
+        watch = whose[1]
+        if len(args) > 1 and name not in BOUNDS and any(self._is_unknown(arg) for arg in args[:2]):
+            return None
+        left = first[0] if first is not None else self.of_number(args[0])
+        right = second[0] if second is not None else self.of_number(args[1]) if len(args) > 1 else 0.0
+        if name in KEEPS:
+            return (left or right), watch
+        if name in FACTORS:
+            return left * FACTORS[name], watch
+        if name in POWERS and len(args) > 1 and isinstance(args[1], (int, float)):
+            return left * args[1], watch
+        if name in TIMES:
+            return left + right, watch
+        if name in OVER:
+            return left - right, watch
+        return (right - left, watch) if name in UNDER else None
+
+    def note(self, result: Any, power: float, watch: OptimizerWatch, where: Line | None) -> None:
+        """A tensor (or each of a list) carries S^power."""
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.known[id(tensor)] = Quantity(weakref.ref(tensor), power, watch, where)

@@ -1,0 +1,309 @@
+"""What becomes of a Python number that was read from gradients which are still scaled: does the scale cancel?
+
+PyTorch sees the number leave (`norm.item()`) and nothing of what follows. From there on the units are followed through
+the script's own source, as in a check of physical units: a number times S^k, divided by another such number, is free
+of the scale S; compared with a constant, formatted or handed to a call it is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+MAX_LINES = 20_000
+_READING = frozenset({"item", "tolist", "float", "int", "numpy"})
+_KEEPING = frozenset(
+    [
+        *("abs", "array", "asarray", "clone", "cpu", "detach", "fsum", "float", "hypot", "item", "list", "max", "mean"),
+        *(
+            "median",
+            "min",
+            "norm",
+            "numpy",
+            "round",
+            "sorted",
+            "stack",
+            "cat",
+            "sum",
+            "tensor",
+            "tolist",
+            "tuple",
+            "int",
+        ),
+        *(
+            "double",
+            "squeeze",
+            "flatten",
+            "view",
+            "reshape",
+            "values",
+            "items",
+            "dict",
+            "zip",
+            "enumerate",
+            "get",
+            "pop",
+        ),
+    ]
+)
+_FREE = frozenset({"isnan", "isinf", "isfinite", "len", "type", "isinstance", "id", "keys"})
+_CLIPPING = frozenset({"mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a script's frame stood, and which of its names hold the loss scale (1) or its inverse (-1)."""
+
+    code: CodeType
+    line: int
+    scales: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Use:
+    """What the script does with the number."""
+
+    is_raw: bool = False
+    """It is used as if it were free of the scale."""
+    clips: bool = False
+    """Gradients are multiplied by it."""
+
+
+def use_of_number(spots: list[Spot], power: float) -> Use:
+    """A number that carries S^`power` was read at the innermost of `spots` (the others called it)."""
+    line = spots[0].line if spots else 0
+    while spots and spots[0].code.co_name in ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>", "<lambda>"):
+        spots = spots[1:]
+    wanted: str | None = None
+    for spot in spots:
+        function = _function(spot.code)
+        if function is None:
+            break
+        seeds = _calls_at(function, line if wanted is None else spot.line, {wanted} if wanted else _READING)
+        if not seeds:
+            break
+        units = _Units(seeds, power, spot.scales)
+        units.walk(function)
+        if units.is_raw or not units.returned:
+            return Use(units.is_raw or not units.cancels, units.clips)
+        power, wanted = units.returned, spot.code.co_name
+    return Use(is_raw=True)
+
+
+def use_of_name(spot: Spot, name: str, power: float) -> Use:
+    """A tensor that carries S^`power` is still known to the script's frame as `name`."""
+    function = _function(spot.code)
+    if function is None:
+        return Use()
+    units = _Units((), power, {**spot.scales, name: power})
+    units.walk(function)
+    return Use(units.is_raw or not (units.cancels or units.returned), units.clips)
+
+
+def computes_with_scale(spot: Spot) -> bool:
+    """Whether the function multiplies or divides by one of its names that hold the loss scale."""
+    function = _function(spot.code) if spot.scales else None
+    if function is None:
+        return False
+    units = _Units((), 0.0, spot.scales)
+    units.walk(function)
+    return units.computes
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(path: str) -> ast.Module | None:
+    lines = linecache.getlines(path)
+    if not lines or len(lines) > MAX_LINES:
+        return None
+    try:
+        return ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _function(code: CodeType) -> ast.AST | None:
+    """The source of a function or of a script's module level."""
+    tree = _tree(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first <= code.co_firstlineno <= node.lineno:
+                return node
+    return None
+
+
+def _calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.AST, ...]:
+    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
+    return tuple(call for call in found if _last_name(call.func) in names)
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _strongest(powers: Iterable[float]) -> float:
+    return max(powers, key=abs, default=0.0)
+
+
+@dataclass
+class _Units:
+    """Follows S^power through one function, statement by statement."""
+
+    seeds: tuple[ast.AST, ...]
+    seed_power: float
+    fixed: Mapping[str, float]
+    """What some names are known to carry, by their values."""
+    names: dict[str, float] = field(default_factory=dict)
+    computes: bool = False
+    is_raw: bool = False
+    clips: bool = False
+    cancels: bool = False
+    returned: float = 0.0
+    _handlers: dict[type, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names |= self.fixed
+        self._handlers = {
+            ast.BinOp: self._arithmetic, ast.Call: self._call, ast.Compare: self._compare, ast.JoinedStr: self._format,
+            ast.IfExp: self._choice, ast.NamedExpr: self._named, ast.ListComp: self._comprehension,
+            ast.GeneratorExp: self._comprehension, ast.SetComp: self._comprehension, ast.DictComp: self._comprehension,
+        }  # fmt: skip
+
+    def walk(self, function: ast.AST) -> None:
+        """Twice: what a loop computes is used in its next turn."""
+        body = list(getattr(function, "body", ()))
+        for _ in range(2):
+            self._block(body)
+
+    # --- statements ---------------------------------------------------------------------------------------------------
+
+    def _block(self, body: Iterable[ast.stmt]) -> None:
+        for statement in body:
+            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assign(target, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._assign(node.target, node.value)
+        elif isinstance(node, ast.AugAssign):
+            self._set(node.target, self._combined(node.op, self.power(node.target), self.power(node.value), node.value))
+        elif isinstance(node, (ast.Return, ast.Expr)) and node.value is not None:
+            power = self.power(node.value)
+            if isinstance(node, ast.Return):
+                self.returned = _strongest((self.returned, power))
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            self._set(node.target, self.power(node.iter))
+        elif isinstance(node, (ast.If, ast.While, ast.Assert)):
+            self.power(node.test)
+        for name in ("body", "orelse", "finalbody"):
+            self._block(getattr(node, name, ()))
+        for handler in getattr(node, "handlers", ()):
+            self._block(handler.body)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
+            for inner, part in zip(target.elts, value.elts, strict=False):
+                self._assign(inner, part)
+        else:
+            self._set(target, self.power(value))
+
+    def _set(self, target: ast.AST, power: float) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for inner in target.elts:
+                self._set(inner, power)
+            return
+        name = ast.unparse(target)
+        if name not in self.fixed:
+            self.names[name] = power
+
+    # --- expressions --------------------------------------------------------------------------------------------------
+
+    def power(self, node: ast.AST) -> float:
+        """Which power of the scale the value carries; 0 where nothing is known of it."""
+        if any(node is seed for seed in self.seeds):
+            return self.seed_power
+        handler = self._handlers.get(type(node))
+        if handler is not None:
+            return float(handler(node))
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            known = self.names.get(ast.unparse(node))
+            if known is None and isinstance(node, ast.Subscript):
+                return self.power(node.value)
+            return known or 0.0
+        if isinstance(node, (ast.Lambda, ast.Constant)):
+            return 0.0
+        return _strongest(self.power(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+
+    def _arithmetic(self, node: ast.BinOp) -> float:
+        return self._combined(node.op, self.power(node.left), self.power(node.right), node.right)
+
+    def _combined(self, op: ast.operator, left: float, right: float, exponent: ast.expr) -> float:
+        if isinstance(op, (ast.Mult, ast.Div)):
+            power = left + right if isinstance(op, ast.Mult) else left - right
+            self.computes = self.computes or bool(left or right)
+            self.cancels = self.cancels or (not power and bool(left))
+            return power
+        if isinstance(op, ast.Pow):
+            value = getattr(exponent, "value", None)
+            return left * value if isinstance(value, (int, float)) else left
+        return _strongest((left, right))
+
+    def _call(self, node: ast.Call) -> float:
+        name = _last_name(node.func)
+        given = [self.power(arg) for arg in (*node.args, *(k.value for k in node.keywords))]
+        own = self.power(node.func.value) if isinstance(node.func, ast.Attribute) else 0.0
+        power = _strongest(given)
+        if name == "get_scale":
+            return 1.0
+        if name in ("append", "extend", "add") and isinstance(node.func, ast.Attribute):
+            self._set(node.func.value, _strongest((own, power)))
+            return 0.0
+        if name.endswith("sqrt"):
+            return _strongest((own, power)) / 2
+        if name in _FREE:
+            return 0.0
+        if name in _KEEPING:
+            return _strongest((own, power))
+        if power:
+            self.is_raw = True
+            self.clips = self.clips or name in _CLIPPING
+        return 0.0
+
+    def _compare(self, node: ast.Compare) -> float:
+        sides = [node.left, *node.comparators]
+        powers = [self.power(side) for side in sides]
+        if any(powers):
+            if len(set(powers)) == 1:
+                self.cancels = True
+            elif not any(isinstance(side, ast.Constant) and not side.value for side in sides):
+                self.is_raw = True
+        return 0.0
+
+    def _format(self, node: ast.JoinedStr) -> float:
+        if any(self.power(part.value) for part in node.values if isinstance(part, ast.FormattedValue)):
+            self.is_raw = True
+        return 0.0
+
+    def _choice(self, node: ast.IfExp) -> float:
+        self.power(node.test)
+        return _strongest((self.power(node.body), self.power(node.orelse)))
+
+    def _named(self, node: ast.NamedExpr) -> float:
+        power = self.power(node.value)
+        self._set(node.target, power)
+        return power
+
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp) -> float:
+        for loop in node.generators:
+            self._set(loop.target, self.power(loop.iter))
+        return self.power(node.value if isinstance(node, ast.DictComp) else node.elt)

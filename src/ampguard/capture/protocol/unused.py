@@ -1,0 +1,77 @@
+"""How much of a model its unused parameters are, and whether the script or a library left them unused.
+
+A pooler that a library's model computes for other tasks, or a bias beside a weight that is trained, costs nothing; a
+branch of the script's own that forward never reaches is most likely forgotten. Told by who attached the unused part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.protocol.script_lines import is_library_file
+
+SMALL_SHARE = 0.05
+"""Of a model's trainable elements."""
+FEW = 8
+"""Parameters."""
+
+
+def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list[Tensor]) -> dict[str, object]:
+    """`elements` of the unused parameters, `of_elements` of all, and `left_by`: who attached the unused parts.
+
+    `left_by` is "library" where every unused part hangs in a module of an installed library, "sibling" where each is
+    the bias of one of PyTorch's layers whose weight is trained (or of such a library), "script" otherwise.
+    """
+    ids, held = {id(p) for p in unused}, {id(p) for p in trained}
+    kinds: dict[int, str] = {}
+    for root in roots:
+        for parameter, kind in _kinds(compat.unwrapped(root), ids, held):
+            kinds.setdefault(id(parameter), kind)
+    found = {kinds.get(i, "script") for i in ids}
+    left_by = "script" if "script" in found else "sibling" if "sibling" in found else "library"
+    return {
+        "elements": sum(p.numel() for p in unused),
+        "of_elements": sum(p.numel() for p in trained),
+        "left_by": left_by,
+        "is_harmless": left_by != "script" and is_small(unused, trained),
+    }
+
+
+def is_small(unused: list[Tensor], trained: list[Tensor]) -> bool:
+    """Whether the unused parameters are few and a small share of all elements."""
+    total = sum(p.numel() for p in trained)
+    return len(unused) <= FEW and sum(p.numel() for p in unused) <= SMALL_SHARE * total
+
+
+def _kinds(root: nn.Module, unused: set[int], held: set[int]) -> Iterator[tuple[Tensor, str]]:
+    """Each unused parameter under `root`, and who left it unused."""
+    stack: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
+    seen: set[int] = set()
+    while stack:
+        module, owner = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        inside = [p for p in module.parameters() if id(p) in held]
+        if inside and all(id(p) in unused for p in inside):
+            kind = "library" if owner is not None and _is_of_library(owner) else "script"
+            yield from ((p, kind) for p in inside)
+            continue
+        own = [p for p in compat.parameters_of(module).values() if p is not None]
+        is_layer = type(module).__module__.startswith("torch.nn.") and any(p.dim() > 1 for p in own)
+        for p in own:
+            if id(p) in unused:
+                yield p, "library" if _is_of_library(module) else "sibling" if is_layer and p.dim() <= 1 else "script"
+        inner = owner if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) else module
+        stack += [(child, inner) for child in compat.children_of(module).values() if child is not None]
+
+
+def _is_of_library(module: nn.Module) -> bool:
+    """Whether the module's class comes from an installed library that builds models (not from torch itself)."""
+    name = type(module).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and name.partition(".")[0] != "torch" and is_library_file(file)

@@ -1,0 +1,120 @@
+"""Where the tape may rest: after module calls whose glue was the same in several steps in a row (see `rested`).
+
+While steps are taped they are learnt from. Once they agree, the tape stays off after those calls, and each step keeps
+only the few tensors that its operators cannot be told without. Now and then a step is taped all the same and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ampguard import compat
+from ampguard.capture.record import Event, Line, Ref, RootCall
+from ampguard.capture.rested import Plan, plan_of
+
+ALIKE_STEPS = 5
+"""Steps in a row that must have taught the same before the tape rests."""
+
+RELEARN_STEPS = 256
+"""Every so often a step is taped all the same."""
+
+FIRST_LESSON = 3
+LESSON_STEPS = 12
+"""Steps that a lesson may take; the next one begins after four times as many steps."""
+
+_Place: TypeAlias = tuple[int, int, bool]
+"""A line (identity of its code, number), and whether the module was in training."""
+
+
+@dataclass(slots=True)
+class _Learnt:
+    plan: Plan
+    alike: int
+    at: Line
+    """Holds on to the code whose identity is the key."""
+
+
+class RestingTape:
+    """Learns what the tape records, and says where it may rest."""
+
+    def __init__(self) -> None:
+        self.is_learning = False
+        self.is_resting = False
+        """Whether the tape was left off after the last module call."""
+        self._learnt: dict[tuple[int, int], _Learnt] = {}
+        self._places: dict[_Place, Line] = {}
+        self._called: dict[_Place, Line] = {}
+        self._steps = 0
+        self._lesson_at = FIRST_LESSON
+        self._relearn_at = 0
+        self._is_strange = False
+
+    def may_rest(self, root: RootCall) -> bool:
+        """Whether what follows this call need not be taped."""
+        line = root.line
+        if line is None or not root.modes.grad:
+            return False
+        place = (id(line.code), line.number, root.training)
+        if place in self._places:
+            self.is_resting = True
+            return True
+        if self.is_learning:
+            self._called[place] = line
+            if compat.keeps_by_hooks():
+                self._is_strange = True
+        return False
+
+    def plan_at(self, line: Line | None) -> Plan | None:
+        """What was learnt of the backward call at this line."""
+        learnt = self._learnt.get((id(line.code), line.number)) if line is not None else None
+        return learnt.plan if learnt is not None else None
+
+    def learn(
+        self, events: Sequence[Event], results: Sequence[Ref | None], node: Any, scale: Any, at: Line | None
+    ) -> None:
+        """A taped step is about to be differentiated at the line `at`: compare it with what is known of that line."""
+        plan = plan_of(events, results, node, scale) if at is not None and not self._is_strange else None
+        if plan is None or at is None:
+            self._is_strange = True
+            return
+        key = (id(at.code), at.number)
+        known = self._learnt.get(key)
+        alike = known.alike + 1 if known is not None and known.plan == plan else 0
+        self._learnt[key] = _Learnt(plan, alike, at)
+
+    def spoil(self) -> None:
+        """Something happened that cannot be read off the graph: this step is to be taped, and those like it."""
+        self._is_strange = True
+
+    def iteration_ended(self) -> None:
+        """An iteration is over: is the next one learnt from, may it rest?"""
+        self._steps += 1
+        if self._is_strange:
+            self._forget()
+        if self._places:
+            if self._steps >= self._relearn_at:
+                self._places = {}
+                self.is_learning = True
+        elif self.is_learning:
+            if self._learnt and all(learnt.alike >= ALIKE_STEPS for learnt in self._learnt.values()):
+                self._places, self.is_learning = self._called, False
+                self._relearn_at = self._steps + RELEARN_STEPS
+            elif self._steps >= self._lesson_at + LESSON_STEPS:
+                self._end_lesson()
+        elif self._steps >= self._lesson_at:
+            self.is_learning = True
+        self._called = {}
+
+    def _forget(self) -> None:
+        self._is_strange = False
+        self._learnt.clear()
+        if self._places:
+            self._places = {}
+            self.is_learning, self._lesson_at = True, self._steps
+
+    def _end_lesson(self) -> None:
+        self.is_learning = False
+        self._learnt.clear()
+        self._lesson_at = 4 * self._steps

@@ -1,0 +1,1 @@
+"""What this machine's devices can do in each precision, found by computing, never by version."""

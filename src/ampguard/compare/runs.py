@@ -1,0 +1,61 @@
+"""Run a script once a precision, each time in a process of its own, with the same seeds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampguard.compare.course import Course, course_of
+from ampguard.errors import RunFolderError, UsageError
+
+OUTPUT = "output.txt"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: the script's (or module's) words, and how far it is to run."""
+
+    words: tuple[str, ...]
+    is_module: bool = False
+    steps: int = 200
+    seed: int = 0
+
+
+def run_each(subject: Subject, precisions: Sequence[str], folder: Path, say: Callable[[str], None]) -> list[Course]:
+    """One run after the other: side by side they would disturb each other's times."""
+    courses = []
+    for precision in precisions:
+        say(f"{precision}: running")
+        started = time.perf_counter()
+        course = _run(subject, precision, folder)
+        courses.append(course)
+        say(f"{precision}: {course.steps} steps in {time.perf_counter() - started:.0f} s, status {course.status}")
+    return courses
+
+
+def make_folder(out: Path | None, stem: str) -> Path:
+    """The folder that the run folders go into; new or empty. Raises UsageError or RunFolderError."""
+    folder = out or Path("ampguard-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare-{stem}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"--out {folder}: is not empty; name a new folder")
+    except OSError as error:
+        raise RunFolderError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+    return folder.absolute()
+
+
+def _run(subject: Subject, precision: str, folder: Path) -> Course:
+    target = folder / precision
+    command = [sys.executable, "-m", "ampguard", "run", "--precision", precision, "--steps", str(subject.steps)]
+    command += ["--seed", str(subject.seed), "--out", str(target)]
+    command += ["-m", *subject.words] if subject.is_module else ["--", *subject.words]
+    environment = {**os.environ, "PYTHONHASHSEED": str(subject.seed)}
+    with (folder / f"{precision}-{OUTPUT}").open("wb") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+    return course_of(target, precision, done.returncode)

@@ -1,0 +1,186 @@
+"""Would a smaller learning rate, or clipping, have kept the run in its range? Tried on the stretch of steps that failed.
+
+The steps are run again unchanged first: they must give the losses that were seen, and fail. Then with smaller learning
+rates, then with gradients clipped to the norm that was usual before. A remedy is verified if every step stays finite, no loss
+leaves the range that was seen before (or, where the first step that was kept had left it, it comes back), and the updates
+are still made.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+from ampguard.capture.copies import wide_norm
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.words import number
+from ampguard.errors import ReplayError
+from ampguard.replay.stretch import Change, Course, StretchReplay
+
+SAME_LOSS = 1e-3
+"""Relative difference up to which a replayed loss is the one that was seen, and replayed weights are the same."""
+LEFT_RANGE = 2.0
+MANY_SKIPPED = 0.5
+RATE_FACTORS = (0.1, 0.01)
+NORMS_OF_BEFORE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a remedy came to. `change` is the one that was tried last: the one that works, where one does."""
+
+    verified: bool | None
+    outcome: str | None
+    change: Change | None = None
+
+
+@dataclass(slots=True)
+class Remedies:
+    """The verdicts on a stretch. `is_weights_doing`: the failing step is healthy on the weights of before."""
+
+    lower_rate: Verdict
+    clip: Verdict
+    began_at: int | None = None
+    """The last step whose loss was within the range of before."""
+    moved: float | None = None
+    """||weights now - weights then|| / ||weights then||."""
+    norm_before: float = 0.0
+    """The norm of the weights that the stretch began with."""
+    is_weights_doing: bool = False
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    bound: float = math.inf
+    """Beyond it a |loss| has left its range."""
+    updates: int = 0
+    reason: str = ""
+    """What raised the alarm."""
+    noticed_at: int = 0
+
+
+def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bool) -> Remedies:
+    """Replay the stretch as it ran and with each remedy. Never raises what a replay raises: it becomes the reason.
+
+    `even_if_data`: also where the failing step fails on the weights of before as well.
+    """
+    stretch = replay.stretch
+    if stretch.refusal is not None:
+        return untried(stretch.refusal)
+    if len(stretch.steps) < 2:
+        return untried("the updates that led to it came before anything looked unusual")
+    bound = max(LEFT_RANGE * stretch.highest, abs(stretch.steps[0].loss or 0.0))
+    try:
+        is_weights_doing = not stretch.is_closed and is_healthy(replay.failing_step_before(), bound)
+        if not is_weights_doing and not even_if_data:
+            ends_early = "the steps that were kept end before the one that failed"
+            return untried(ends_early if stretch.is_closed else "the step fails on the weights of before as well")
+        ran = replay.as_it_ran()
+        why = why_not_reproduced(replay, ran)
+        if why is None:
+            replay.learn_clipping()
+    except Exception as error:
+        return untried(f"the steps before it could not be run again: {in_words(error)}")
+    if why is not None:
+        return untried(why)
+    trial = Trial(replay, ran, bound)
+    remedies = Remedies(trial.of(rate_changes(replay)), trial.of(clip_changes(trajectory, stretch.steps[0].number)))
+    within = [step for step, loss in ran.losses if abs(loss) <= bound]
+    remedies.began_at = within[-1] if within else None
+    remedies.losses, remedies.bound, remedies.updates = ran.losses, bound, ran.updates
+    remedies.moved, remedies.is_weights_doing = stretch.moved(), is_weights_doing
+    remedies.norm_before = wide_norm([then for _, then in stretch.snapshot.pairs()])
+    remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
+    return remedies
+
+
+def is_healthy(course: Course, bound: float) -> bool:
+    """Whether all steps are finite and no loss is out of its range."""
+    return course.failed_at is None and course.highest <= bound
+
+
+def untried(why: str) -> Remedies:
+    verdict = Verdict(None, f"not tried: {why}")
+    return Remedies(verdict, verdict)
+
+
+def why_not_reproduced(replay: StretchReplay, ran: Course) -> str | None:
+    """Why the replayed steps are not those that were seen; None where they are, and fail as they did."""
+    steps = replay.stretch.steps
+    replayed = dict(ran.losses)
+    for step in steps if replay.stretch.is_closed else steps[:-1]:
+        seen = step.loss
+        if seen is None or not math.isfinite(seen):
+            continue
+        again = replayed.get(step.number)
+        if again is None or not math.isclose(again, seen, rel_tol=SAME_LOSS, abs_tol=1e-12):
+            return f"not reproduced: run again, step {step.number} has a loss of {number(again)}, and it was {number(seen)}"
+    if replay.stretch.is_closed:
+        return None
+    if ran.weights_apart is not None and ran.weights_apart > SAME_LOSS:
+        return (
+            "not reproduced: run again, these steps lead to other weights (something changed them or their gradients)"
+        )
+    if ran.failed_at is None:
+        return "not reproduced: run again, these steps do not fail"
+    return None if ran.losses else "none of these steps had a finite loss"
+
+
+def rate_changes(replay: StretchReplay) -> list[Change]:
+    """The rate from before it was raised, where it was; else a tenth, then a hundredth."""
+    before = replay.stretch.rate
+    rates = [o["lr"] for step in replay.stretch.steps for u in step.updates for o in u.options if "lr" in o]
+    if not rates:
+        return []
+    was_raised = 0 < before < max(float(rate) for rate in rates) / 2
+    return [Change(max_rate=before)] if was_raised else [Change(rate_factor=factor) for factor in RATE_FACTORS]
+
+
+def clip_changes(trajectory: Trajectory, begin: int) -> list[Change]:
+    """Clipping to the median of the gradient norms that were measured before the stretch; to 1 where none was."""
+    norms = [norm for step, norm in (*trajectory.norms.points, *trajectory.recent_norms()) if step < begin]
+    usual = median(norms[-NORMS_OF_BEFORE:]) if norms else 1.0
+    return [Change(max_norm=float(f"{usual or 1.0:.2g}"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Changes tried on one stretch."""
+
+    replay: StretchReplay
+    ran: Course
+    bound: float
+
+    def of(self, changes: list[Change]) -> Verdict:
+        """The first change that works, or the last that does not."""
+        verdict = Verdict(None, "not tried: the optimizer has no learning rate")
+        for change in changes:
+            try:
+                course = self.replay.with_change(change)
+            except Exception as error:
+                return Verdict(None, f"not tried: {in_words(error)}", change)
+            verdict = self._judged(course, change)
+            if verdict.verified:
+                break
+        return verdict
+
+    def _judged(self, course: Course, change: Change) -> Verdict:
+        steps = self.replay.stretch.steps
+        which = f"steps {steps[0].number} to {steps[-1].number} replayed"
+        if course.failed_at is not None:
+            return Verdict(False, f"{which}: step {course.failed_at} is still not finite", change)
+        if course.highest > self.bound:
+            return Verdict(False, f"{which}: the loss still rises to {number(course.highest)}", change)
+        if course.skipped > max(1, MANY_SKIPPED * (course.updates + course.skipped)):
+            return Verdict(False, f"{which}: {course.skipped} updates are still skipped", change)
+        last = course.losses[-1][1]
+        usual = self.replay.stretch.highest
+        if abs(last) > LEFT_RANGE * usual > 0:
+            outcome = (
+                f"{which}: the loss does not come back: it is {number(last)}, and had been {number(usual)} at most"
+            )
+            return Verdict(False, outcome, change)
+        return Verdict(True, f"{which}: all finite, the loss goes to {number(last)}", change)
+
+
+def in_words(error: Exception) -> str:
+    """The reason of a replay that did not come about."""
+    return str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"[:200]

@@ -1,0 +1,1 @@
+"""The AMP engine: precision modes, the optimizer step, and what happens when numbers break."""

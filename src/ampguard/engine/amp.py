@@ -1,0 +1,262 @@
+"""`Amp`: autocast, loss scale, clipping, step and checkpoints as one object that cannot be used in a wrong order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampguard.engine import arguments, closures
+from ampguard.engine.checkpoint import files
+from ampguard.engine.checkpoint.state import Checkpoint
+from ampguard.engine.followers import Followers
+from ampguard.engine.holding import Holding
+from ampguard.engine.policies import BadStep, Policy, policy_named
+from ampguard.engine.precision import mode_named
+from ampguard.engine.result import StepResult
+from ampguard.engine.setup import named, parameter_names, refuse_strangers
+from ampguard.engine.step import LossScale
+from ampguard.engine.stepper import Stepper
+from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
+from ampguard.errors import SetupError
+
+logger = logging.getLogger("ampguard")
+
+PATIENCE, PATIENCE_WITH_SCALE = 10, 25
+"""Skipped steps in a row after which the run ends: a scale of 2**16 needs 16 halvings to reach 1."""
+
+
+class Amp:
+    """Mixed precision for a training loop of one's own.
+
+        amp = ampguard.Amp(model, optimizer, precision="fp16", max_grad_norm=1.0)
+        for x, y in loader:
+            with amp.autocast():
+                loss = criterion(model(x), y)
+            amp.backward(loss)
+            amp.step()
+
+    Models and optimizers are one, several, or mappings of names to them. docs/engine.md says what each option does.
+    """
+
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizers: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
+        precision: str = "fp16",
+        *,
+        max_grad_norm: float | None = None,
+        force_fp32: str | Sequence[str] = (),
+        eval_precision: str | None = None,
+        accumulate: int = 1,
+        on_nonfinite: str | Policy = "skip",
+        patience: int | None = None,
+        schedulers: Any = None,
+        ema: Any = None,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        name_nonfinite: bool = False,
+        **mode_options: Any,
+    ) -> None:
+        self.models = named(models, nn.Module, "models")
+        self.optimizers = named(optimizers, Optimizer, "optimizers")
+        arguments.refuse_converted(self.models, self.optimizers)
+        flat = refuse_strangers(self.models, self.optimizers)
+        arguments.refuse_numbers(max_grad_norm, accumulate, patience)
+        roots = list(self.models.values())
+        all_parameters = [p for model in roots for p in model.parameters()]
+        device = all_parameters[0].device if all_parameters else torch.device("cpu")
+        kind, evaluation = mode_named(precision), mode_named(eval_precision or precision)
+        self.mode = arguments.made_mode(kind, device.type, mode_options)
+        self.evaluation = self.mode if evaluation is kind else evaluation(device.type)
+        for mode in {self.mode, self.evaluation}:
+            mode.refuse_if_unsupported(roots)
+        arguments.refuse_combinations(self.mode, self.evaluation, flat)
+        arguments.refuse_closures(self.optimizers, self.mode)
+        arguments.refuse_low_weights(self.optimizers, self.mode)
+        self.policy = policy_named(on_nonfinite)
+        self.followers = Followers(schedulers, ema, self.models, self.optimizers)
+        self.loss_scale = LossScale(device, init_scale=init_scale, growth_interval=growth_interval)
+        self.accumulate = accumulate
+        self._names = parameter_names(self.models)
+        self._name_nonfinite = name_nonfinite or self.policy.waits
+
+        forced = arguments.force_patterns(self.models, force_fp32)  # from here on, models and optimizers are changed
+        self.mode.convert(roots, list(self.optimizers.values()), forced)
+        arguments.note_converted(self.models, self.optimizers, self.mode)
+        self.holdings = {
+            name: Holding(name, optimizer, flat[name], all_parameters, self.mode.parameter_of)
+            for name, optimizer in self.optimizers.items()
+        }
+        self.stepper = Stepper(list(self.holdings.values()), self.mode, self.loss_scale, accumulate, max_grad_norm)
+        patience = patience or (PATIENCE_WITH_SCALE if self.mode.scales_loss else PATIENCE)
+        self.verdicts = Verdicts(patience, self._stepped, self._skipped)
+        self._losses: list[Tensor] = []
+        self._has_begun = False
+        self._checkpoint = Checkpoint(self)
+        for note in self.mode.notes:
+            logger.warning("precision %s: %s", self.mode.name, note)
+
+    # --- forward and backward -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def autocast(self, training: bool | None = None) -> Iterator[None]:
+        """Around the forward pass and the loss. In evaluation (all models in eval mode) `eval_precision` holds."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.policy.begin(self)
+        if training is None:
+            training = any(model.training for model in self.models.values())
+        is_other = not training and self.evaluation is not self.mode
+        region = self.mode.evaluation(self.evaluation) if is_other else self.mode.autocast()
+        with (self.evaluation if is_other else self.mode).computing(), region:
+            yield
+
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        optimizers: Optimizer | str | Sequence[Optimizer | str] | None = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of the loss (or of a sum of losses), scaled, and divided by `accumulate`.
+
+        With `optimizers`, only their parameters get gradients: for a generator's loss that runs through the
+        discriminator.
+        """
+        losses = [loss] if isinstance(loss, Tensor) else list(loss)
+        for one in losses:
+            arguments.refuse_loss(one)
+        only = None if optimizers is None else self._chosen_of(optimizers)
+        self.stepper.backward(losses, only, retain_graph=retain_graph, create_graph=create_graph)
+        self._losses += [one.detach() for one in losses]
+
+    # --- step ---------------------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Optimizer | str | None = None) -> None:
+        """Divide the gradients now, for a loop that wants to read or change them before `step`."""
+        self.stepper.unscale(self._chosen(optimizer))
+
+    def step(
+        self,
+        optimizer: Optimizer | str | None = None,
+        closure: Callable[[], Any] | None = None,
+        *,
+        last: bool = False,
+    ) -> StepResult:
+        """Unscale, clip, step, clear the gradients, and update the scale after the last optimizer of an iteration.
+
+        Without `optimizer` all step together: with one norm, and either all or none. Inside an accumulation window
+        the call only counts; `last=True` ends the window early, and the mean is over what it holds.
+        """
+        chosen = self._chosen(optimizer)
+        arguments.refuse_missing_closure(self.optimizers, [h.name for h in chosen], closure)
+        if closure is not None:
+            return self._step_with_closure(chosen, closure)
+        if not last and any(h.micro_steps + 1 < self.accumulate for h in chosen):
+            for holding in chosen:
+                self.stepper.rules.in_window(holding)
+                holding.micro_steps += 1
+            return StepResult()
+        self.verdicts.settle()
+        scale = self.stepper.scale
+        before = scale.clone() if scale is not None else None
+        check = self.stepper.check(chosen)
+        parameters = [p for h in chosen for p in h.parameters]
+        names = nonfinite_names(parameters, self.name_of, check.found_inf, self._name_nonfinite)
+        self.stepper.apply(chosen, check)
+        self.stepper.end_iteration(chosen, check.found_inf)
+        return self._judged(StepResult(check.norm, check.found_inf, before, names), chosen, check.found_inf)
+
+    def _step_with_closure(self, chosen: Sequence[Holding], closure: Callable[[], Any]) -> StepResult:
+        if len(chosen) != 1:
+            raise SetupError("a closure is for one optimizer: amp.step(optimizer, closure)")
+        if self.accumulate > 1:
+            raise SetupError("a closure computes its own loss: accumulate inside it, and leave Amp(accumulate=) out")
+        if not self.mode.takes_closures:
+            raise closures.refusal(chosen[0].name, self.mode)
+        self.verdicts.settle()
+        norm, undone, self._losses = self.stepper.evaluate(chosen[0], closure)
+        return self._judged(StepResult(norm, undone), chosen, undone)
+
+    def _judged(self, result: StepResult, chosen: Sequence[Holding], flag: Tensor) -> StepResult:
+        self.stepper.clear(chosen)
+        losses, self._losses = self._losses, []
+        self.verdicts.add(Verdict(result, tuple(h.name for h in chosen), losses, flag), self.policy.waits)
+        return result
+
+    def _stepped(self, verdict: Verdict) -> None:
+        self.followers.stepped(verdict.optimizers)
+        self.policy.on_good_step(self, self.verdicts.steps)
+
+    def _skipped(self, bad: BadStep) -> None:
+        self.policy.on_bad_step(self, bad)
+
+    def zero_grad(self, optimizer: Optimizer | str | None = None) -> None:
+        """Forget gradients, inside a window too. `step` does this by itself."""
+        self.stepper.clear(self._chosen(optimizer))
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps that were made (skipped ones do not count)."""
+        return self.verdicts.steps
+
+    def get_scale(self) -> float:
+        """The loss scale; 1 where there is none. Waits for the device."""
+        return float(self.stepper.scale) if self.stepper.scale is not None else 1.0
+
+    def settle(self) -> None:
+        """Wait for the last step's verdict: schedulers and averages are up to date then. On the CPU they always are."""
+        self.verdicts.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on bit for bit, inside an accumulation window too.
+
+        Tensors are references, as in PyTorch's state_dict: save or copy them before training goes on. Raises
+        PoisonedStateError where parameters, statistics or optimizer state hold NaN or Inf.
+        """
+        self.verdicts.settle()
+        return self._checkpoint.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`. Raises CheckpointError before anything is changed."""
+        self._checkpoint.load(state)
+
+    def roll_back(self, state: Mapping[str, Any]) -> None:
+        """As `load_state_dict`, but the random streams and the count of skipped steps go on."""
+        self._checkpoint.load(state, rng=False, skips=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict()` to a file: whole, or not at all."""
+        files.save(self.state_dict(), path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a file that `save` wrote."""
+        self.load_state_dict(files.load(path))
+
+    def name_of(self, parameter: Tensor) -> str:
+        """What the model calls a parameter that an optimizer holds."""
+        name = self._names.get(id(self.mode.parameter_of(parameter)))
+        return name or f"a flat buffer of {parameter.numel()} elements"
+
+    def _chosen_of(self, optimizers: Optimizer | str | Sequence[Optimizer | str]) -> list[Holding]:
+        several = [optimizers] if isinstance(optimizers, (str, Optimizer)) else optimizers
+        return [holding for optimizer in several for holding in self._chosen(optimizer)]
+
+    def _chosen(self, optimizer: Optimizer | str | None) -> list[Holding]:
+        if optimizer is None:
+            return list(self.holdings.values())
+        for name, holding in self.holdings.items():
+            if optimizer is holding.optimizer or optimizer == name:
+                return [holding]
+        shown = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+        raise SetupError(f"{shown!r} is none of the optimizers given to Amp ({', '.join(map(repr, self.holdings))})")

@@ -1,0 +1,145 @@
+"""What `Amp` refuses to be given, and what it says then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.engine import closures
+from ampguard.engine.force_fp32.modules import ForcedModules
+from ampguard.engine.patterns import matching_modules
+from ampguard.engine.precision.base import Precision
+from ampguard.engine.setup import parameters_of
+from ampguard.errors import LossError, PatternError, PrecisionError, SetupError
+
+
+def made_mode(kind: type[Precision], device_type: str, options: Mapping[str, Any]) -> Precision:
+    """The mode, with options that only it has."""
+    try:
+        return kind(device_type, **options)
+    except TypeError:
+        shown = ", ".join(f"{name}=" for name in options)
+        raise SetupError(
+            f"precision {kind.name!r} takes no option {shown}; see docs/engine.md for its options"
+        ) from None
+
+
+_converted: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models and optimizers that some Amp has changed."""
+
+
+def refuse_combinations(mode: Precision, evaluation: Precision, flat: Mapping[str, Sequence[Tensor]]) -> None:
+    """An evaluation that needs other weights; flat buffers, whose memory a cast would leave."""
+    if evaluation is not mode and evaluation.weights_dtype != torch.float32:
+        raise PrecisionError(
+            f"eval_precision={evaluation.name!r} needs {evaluation.weights_dtype} weights, the training mode "
+            f"{mode.name!r} has {mode.weights_dtype}\n"
+            f"  do    evaluate in {mode.name!r} (leave eval_precision out), fp32, fp16 or bf16"
+        )
+    for name, buffers in flat.items():
+        if buffers and mode.weights_dtype != torch.float32:
+            raise SetupError(
+                f"`{name}` updates a flat buffer in whose memory the model's weights lie; precision {mode.name!r} casts "
+                "them, and they would leave it\n"
+                "  do    use fp32, fp16 or bf16, or build the optimizer without the flat buffer (contiguous=False)"
+            )
+
+
+def refuse_converted(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+    """What another Amp has changed."""
+    for name, thing in (*models.items(), *optimizers.items()):
+        if thing in _converted:
+            raise SetupError(
+                f"`{name}` was changed by an Amp before, whose mode keeps its weights in a low precision\n"
+                "  do    go on with that Amp, or make model and optimizer anew"
+            )
+
+
+def refuse_low_weights(optimizers: Mapping[str, Optimizer], mode: Precision) -> None:
+    """Weights that are in a low precision already, where the mode needs them in float32."""
+    low = {p.dtype for o in optimizers.values() for p in parameters_of(o) if p.dtype.itemsize < 4 and p.requires_grad}
+    if mode.weights_dtype != torch.float32 or not low:
+        return
+    if torch.float16 in low:
+        raise PrecisionError(
+            f"the optimizers update float16 weights, precision {mode.name!r} needs float32 ones: small updates are lost "
+            "in float16 [fp16-parameters]\n"
+            "  do    load the model in float32 (model.float() before the optimizer is made); to save memory, use "
+            "precision='O2' on the float32 model"
+        )
+    mode.notes.append("the optimizers update bfloat16 weights and lose small updates; precision='bf16-true' does not")
+
+
+def note_converted(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], mode: Precision) -> None:
+    """Remember what cannot be given to another Amp."""
+    if mode.weights_dtype != torch.float32:
+        _converted.update([*models.values(), *optimizers.values()])
+
+
+def refuse_closures(optimizers: Mapping[str, Optimizer], mode: Precision) -> None:
+    """LBFGS does not go together with every mode."""
+    for name, optimizer in optimizers.items():
+        if not mode.takes_closures and closures.needs_closure(optimizer):
+            raise closures.refusal(name, mode)
+
+
+def refuse_missing_closure(optimizers: Mapping[str, Optimizer], chosen: Sequence[str], closure: Any) -> None:
+    for name in chosen:
+        if closure is None and closures.needs_closure(optimizers[name]):
+            raise SetupError(
+                f"`{name}` computes the loss several times in one step\n"
+                "  do    amp.step(optimizer, closure), with a closure that clears gradients, computes the loss, calls "
+                "amp.backward(loss) and returns the loss"
+            )
+
+
+def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str]) -> list[nn.Module]:
+    """Every model is asked for every pattern, which must match in at least one. Nothing is changed if one does not."""
+    forced: dict[str, dict[str, nn.Module]] = {name: {} for name in models}
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    for pattern in patterns:
+        missed: list[PatternError] = []
+        for name, model in models.items():
+            try:
+                forced[name] |= matching_modules(compat.unwrapped(model), [pattern])
+            except PatternError as error:
+                missed.append(error)
+        if len(missed) == len(models):
+            raise missed[0]
+    for found in forced.values():
+        ForcedModules(found)
+    return [module for found in forced.values() for module in found.values()]
+
+
+def refuse_numbers(max_grad_norm: float | None, accumulate: int, patience: int | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise SetupError(f"max_grad_norm={max_grad_norm} would stop all learning\n  do    leave it out for no clipping")
+    if accumulate < 1 or int(accumulate) != accumulate:
+        raise SetupError(f"accumulate={accumulate}: a window has a whole number of micro-steps, at least 1")
+    if patience is not None and patience < 1:
+        raise SetupError(f"patience={patience}: at least 1 skipped step in a row")
+
+
+def refuse_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise LossError(f"amp.backward() takes a loss tensor, not a {type(loss).__name__}")
+    if not loss.requires_grad:
+        why = (
+            "it was computed under no_grad"
+            if not torch.is_grad_enabled()
+            else "nothing that requires a gradient is in it"
+        )
+        raise LossError(
+            f"the loss (a {tuple(loss.shape)} tensor) needs no gradient: {why}\n"
+            "  do    compute it from the model's outputs, without detach(), item() or no_grad; unfreeze some parameters"
+        )
+    if loss.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(loss.shape)}; a gradient is that of one number\n  do    take loss.mean() or .sum()"
+        )

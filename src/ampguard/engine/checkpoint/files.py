@@ -1,0 +1,44 @@
+"""A state in a file: whole or not there, and read without executing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampguard.errors import CheckpointError
+
+
+def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write beside `path`, then rename: a run that is killed meanwhile leaves the old file."""
+    target = Path(path)
+    handle, unfinished = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    try:
+        torch.save(dict(state), unfinished)
+        os.replace(unfinished, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What is in the file, on the CPU. Raises CheckpointError where it is missing, truncated or no such file."""
+    if not Path(path).is_file():
+        raise CheckpointError(f"there is no checkpoint {os.fspath(path)!r}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"the checkpoint was not loaded: {os.fspath(path)!r} is truncated, or no file of amp.save(): {first}\n"
+            "  do    use an earlier checkpoint"
+        ) from error

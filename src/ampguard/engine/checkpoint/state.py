@@ -1,0 +1,123 @@
+"""The state of an `Amp`: everything that decides what the next step does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampguard import compat
+from ampguard.engine.checkpoint.check import check
+from ampguard.engine.checkpoint.poison import nonfinite_leaves, refuse_poisoned
+from ampguard.engine.checkpoint.rng import rng_state, set_rng_state
+from ampguard.engine.checkpoint.seal import seal_of
+from ampguard.engine.setup import parameters_of
+
+if TYPE_CHECKING:
+    from ampguard.engine.amp import Amp
+
+FORMAT = 1
+
+
+class Checkpoint:
+    """Makes the state of one `Amp`, and loads it after all of it was found fit."""
+
+    def __init__(self, amp: Amp) -> None:
+        self._amp = amp
+        self._known = nonfinite_leaves(self._judged())
+        """Not finite from the beginning: masks of -Inf that are buffers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises PoisonedStateError."""
+        judged = self._judged()
+        refuse_poisoned(judged, self._known)
+        state = {"ampguard": FORMAT, "precision": self._amp.mode.name, **judged, **self._rest()}
+        return {**state, "seal": seal_of(state)}
+
+    def load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
+        """Raises CheckpointError before anything has changed."""
+        check(
+            state, {"ampguard": FORMAT, "precision": self._amp.mode.name, **self._judged(), **self._rest()}, self._amp
+        )
+        amp = self._amp
+        for name, model in amp.models.items():
+            compat.unwrapped(model).load_state_dict(state["models"][name])
+        amp.mode.load_state_dict(state["mode"])
+        for name, optimizer in amp.optimizers.items():
+            _load_optimizer(optimizer, state["optimizers"][name])
+            amp.holdings[name].refresh()
+        amp.followers.load_state_dict(state["followers"])
+        if state["scale"] is not None:
+            amp.loss_scale.load_state_dict(state["scale"])
+        self._load_progress(state, skips)
+        if rng:
+            set_rng_state(state["rng"])
+
+    def _judged(self) -> dict[str, Any]:
+        """What must be finite."""
+        amp = self._amp
+        return {
+            "models": {name: compat.unwrapped(model).state_dict() for name, model in amp.models.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in amp.optimizers.items()},
+            "mode": amp.mode.state_dict(),
+        }
+
+    def _rest(self) -> dict[str, Any]:
+        amp = self._amp
+        return {
+            "followers": amp.followers.state_dict(),
+            "scale": amp.loss_scale.state_dict() if amp.mode.scales_loss else None,
+            "kinds": {name: type(optimizer).__name__ for name, optimizer in amp.optimizers.items()},
+            "accumulate": amp.accumulate,
+            "progress": {
+                "steps": amp.verdicts.steps,
+                "attempts": amp.verdicts.attempts,
+                "in_a_row": amp.verdicts.in_a_row,
+                "micro_steps": {name: h.micro_steps for name, h in amp.holdings.items()},
+                "found_infs": {name: float(flag) for name, flag in amp.stepper.found_infs.items()},
+            },
+            "gradients": {name: [p.grad for p in h.parameters] for name, h in amp.holdings.items()},
+            "rng": rng_state(),
+        }
+
+    def _load_progress(self, state: Mapping[str, Any], skips: bool) -> None:
+        amp, progress = self._amp, state["progress"]
+        amp.verdicts.steps = progress["steps"]
+        if skips:
+            amp.verdicts.attempts, amp.verdicts.in_a_row = progress["attempts"], progress["in_a_row"]
+        device = amp.loss_scale.value.device
+        amp.stepper.found_infs = {
+            name: torch.tensor(flag, device=device) for name, flag in progress["found_infs"].items()
+        }
+        for name, holding in amp.holdings.items():
+            holding.clear()
+            amp.stepper.rules.cleared(holding)
+            saved = state["gradients"][name]
+            holding.micro_steps = progress["micro_steps"][name]
+            if all(gradient is None for gradient in saved):
+                continue
+            for p, gradient in zip(holding.parameters, saved, strict=True):
+                _load_gradient(p, gradient)
+            amp.stepper.rules.restored(holding)
+
+
+@torch.no_grad()
+def _load_gradient(parameter: torch.Tensor, saved: torch.Tensor | None) -> None:
+    if saved is None:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.copy_(saved)  # in place: it may be a flat buffer
+    else:
+        parameter.grad = saved.to(parameter.device, copy=True)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """`optimizer.load_state_dict`, with the types of the saved state: PyTorch casts it to those of the parameters."""
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": saved["param_groups"]})
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        entries = saved["state"].get(number, {})
+        for key, value in entries.items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                optimizer.state[parameter][key] = value.to(now.device, copy=True)

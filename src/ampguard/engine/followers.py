@@ -1,0 +1,81 @@
+"""What follows a step, and so waits for it to be made: learning-rate schedulers and averages of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ampguard.errors import SetupError
+
+
+class Followers:
+    """Advance with their optimizer's steps, and stand still where one is skipped."""
+
+    def __init__(
+        self, schedulers: Any, averages: Any, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+    ) -> None:
+        self.schedulers = _listed(schedulers)
+        self.averages = [_with_model(average, models) for average in _listed(averages)]
+        self._optimizer_of = [_owner(scheduler, optimizers) for scheduler in self.schedulers]
+        self._first_optimizer = next(iter(optimizers))
+
+    def stepped(self, optimizers: Iterable[str]) -> None:
+        """These optimizers have updated their parameters. Averages follow the first optimizer."""
+        names = set(optimizers)
+        for scheduler, owner in zip(self.schedulers, self._optimizer_of, strict=True):
+            if owner in names:
+                scheduler.step()
+        if self._first_optimizer in names:
+            for average, model in self.averages:
+                update = getattr(average, "update_parameters", None) or average.update
+                update(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "averages": [average.state_dict() for average, _ in self.averages],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        for (average, _), saved in zip(self.averages, state["averages"], strict=True):
+            average.load_state_dict(saved)
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _owner(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> str:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise SetupError(
+            "ReduceLROnPlateau needs a metric with every step, which Amp does not know\n"
+            "  do    leave it out of schedulers= and call scheduler.step(metric) yourself, after the validation"
+        )
+    for name, optimizer in optimizers.items():
+        if getattr(scheduler, "optimizer", None) is optimizer:
+            return name
+    raise SetupError(
+        f"the {type(scheduler).__name__} in schedulers= belongs to none of the optimizers given\n"
+        "  do    make it from one of them: schedulers= are stepped whenever their optimizer was"
+    )
+
+
+def _with_model(average: Any, models: Mapping[str, nn.Module]) -> tuple[Any, nn.Module]:
+    if isinstance(average, tuple) and len(average) == 2:
+        average, model = average
+    else:
+        model = next(iter(models.values()))
+    if not callable(getattr(average, "update_parameters", None)) and not callable(getattr(average, "update", None)):
+        raise SetupError(
+            f"ema= takes objects with update_parameters(model) or update(model), not a {type(average).__name__}\n"
+            "  do    use torch.optim.swa_utils.AveragedModel, or a pair (average, model) for another model"
+        )
+    return average, model

@@ -1,0 +1,106 @@
+"""Modules of a model, made to run in float32 from outside.
+
+A module gets a class of its own, derived from its old one, as `torch.nn.utils.parametrize` does it. So it stays
+itself under `deepcopy` (a copy for an average of the weights runs its own weights), `pickle` and `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampguard.engine.force_fp32.region import call_in_fp32
+from ampguard.engine.patterns import matching_modules
+from ampguard.errors import PatternError
+
+
+class ForcedModules:
+    """The modules that were changed; `undo()` gives them their classes back. Also a context manager."""
+
+    def __init__(self, modules: dict[str, nn.Module], cast_back: bool = True) -> None:
+        self._modules = {name: m for name, m in modules.items() if not is_forced(m)}
+        self.names = tuple(modules)
+        for name, module in self._modules.items():
+            _change_class(name, module, cast_back)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return list(self._modules.values())
+
+    def undo(self) -> None:
+        for module in self._modules.values():
+            if is_forced(module):
+                module.__class__ = type(module).__mro__[1]
+        self._modules = {}
+
+    def __enter__(self) -> ForcedModules:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.undo()
+
+
+def force_modules(model: nn.Module, patterns: Iterable[str], cast_back: bool = True) -> ForcedModules:
+    """Make the modules whose paths match run in float32, in training and in evaluation alike."""
+    return ForcedModules(matching_modules(model, patterns), cast_back)
+
+
+def is_forced(module: nn.Module) -> bool:
+    return "_ampguard_cast_back" in vars(type(module))
+
+
+def _change_class(name: str, module: nn.Module, cast_back: bool) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PatternError(
+            f"`{name}` is a TorchScript module: its forward pass cannot be changed from outside\n"
+            "  do    force the Python module around it, or script it after this call"
+        )
+    try:
+        module.__class__ = _forced_class(type(module), cast_back)
+    except TypeError as error:
+        raise PatternError(
+            f"`{name}` ({type(module).__name__}) cannot be changed: {error}\n"
+            "  do    put @ampguard.force_fp32 on its forward method instead"
+        ) from error
+
+
+_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+
+
+def _forced_class(original: type[nn.Module], cast_back: bool) -> type[nn.Module]:
+    key = (original, cast_back)
+    if key not in _classes:
+        _classes[key] = _make_class(original, cast_back)
+    return _classes[key]
+
+
+def _make_class(original: type[nn.Module], cast_back: bool) -> type[nn.Module]:
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call_in_fp32(functools.partial(original.forward, self), args, kwargs, cast_back)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
+        made = super(type(self), self).__reduce_ex__(protocol)
+        if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (_rebuild, (original, cast_back), *made[2:])
+        return made
+
+    body = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_ampguard_cast_back": cast_back,
+    }
+    return type(original.__name__, (original,), body)
+
+
+def _rebuild(original: type[nn.Module], cast_back: bool) -> nn.Module:
+    forced = _forced_class(original, cast_back)
+    return forced.__new__(forced)

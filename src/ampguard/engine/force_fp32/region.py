@@ -1,0 +1,76 @@
+"""What a float32 region does: cast the inputs, leave autocast, cast the results back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from ampguard.engine.casting import cast_floats, lowest_dtype
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _device_types() -> tuple[str, str]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu", "cpu" if accelerator is None else accelerator.type)
+
+
+DEVICE_TYPES = _device_types()
+"""Whose autocast may be on: the CPU's, and that of the accelerator of this machine. Asked once: a compiler traces this."""
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Autocast is off inside, whichever device's was on."""
+    cpu, accelerator = DEVICE_TYPES
+    with torch.autocast(cpu, enabled=False), torch.autocast(accelerator, enabled=False):
+        yield
+
+
+def call_in_fp32(function: Callable[..., Any], args: Any, kwargs: Any, cast_back: bool = True) -> Any:
+    """`function` on float32 inputs, outside autocast.
+
+    Its floating results get the narrowest type among the inputs, so that what follows sees what it saw before. Where
+    all inputs were float32 (or with `cast_back=False`) the results stay float32.
+    """
+    back = lowest_dtype((args, kwargs)) if cast_back else None
+    with outside_autocast():
+        result = function(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+    return result if back is None else cast_floats(result, back)
+
+
+def in_fp32(function: F, cast_back: bool = True) -> F:
+    """The function, made to run in float32."""
+
+    @functools.wraps(function)
+    def forced(*args: Any, **kwargs: Any) -> Any:
+        return call_in_fp32(function, args, kwargs, cast_back)
+
+    return forced  # type: ignore[return-value]
+
+
+class Region:
+    """`with force_fp32(q, k) as (q, k):` or `@force_fp32(cast_back=False)`."""
+
+    def __init__(self, values: tuple[Any, ...], cast_back: bool) -> None:
+        self._values = values
+        self._cast_back = cast_back
+        self._left: list[Any] = []
+
+    def __enter__(self) -> Any:
+        """The values in float32: as one where there is one, else as a tuple."""
+        left = outside_autocast()
+        left.__enter__()
+        self._left.append(left)
+        cast = cast_floats(self._values, torch.float32)
+        return cast[0] if len(cast) == 1 else cast
+
+    def __exit__(self, *exception: Any) -> None:
+        self._left.pop().__exit__(*exception)
+
+    def __call__(self, function: F) -> F:
+        return in_fp32(function, self._cast_back)

@@ -1,0 +1,105 @@
+"""One optimizer, and what its gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.engine.setup import parameters_of
+
+SAMPLE = 64
+"""Parameters whose gradients are glanced at, to see whether somebody has changed them."""
+
+Fingerprint = tuple[tuple[int, int] | None, ...]
+
+
+class Holding:
+    """Made once per optimizer. Nothing here reads a gradient's values."""
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        flat: Sequence[Tensor],
+        models_parameters: Sequence[Tensor],
+        leaf_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.name = name
+        self._leaf_of = leaf_of
+        self.optimizer = optimizer
+        self.flat = list(flat)
+        """Parameters that are buffers in whose memory the model's parameters lie."""
+        keys = {compat.storage_key(p) for p in flat}
+        self._inside_flat = [p for p in models_parameters if keys and compat.storage_key(p) in keys]
+        self.micro_steps = 0
+        """Calls of `amp.step` in the present accumulation window."""
+        self.foreign_writes_told = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The optimizer's parameter groups have changed."""
+        self.parameters = parameters_of(self.optimizer)
+        flat = {id(p) for p in self.flat}
+        learning = [p for p in self.parameters if p.requires_grad or id(p) in flat]
+        self._learning = len(learning)
+        self._sample = learning[:: -(-len(learning) // SAMPLE) or 1]
+
+    def has_new_parameters(self) -> bool:
+        """Whether somebody has changed the optimizer's groups (`add_param_group`)."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters)
+
+    def fingerprint(self) -> Fingerprint:
+        """Changes when a gradient is added to, written to, replaced or cleared (as far as the sample shows)."""
+        return tuple([None if (g := p.grad) is None else (id(g), compat.version_of(g)) for p in self._sample])
+
+    def sees_all(self) -> bool:
+        """Whether the fingerprint is of all parameters."""
+        return len(self._sample) == self._learning
+
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._sample) or any(p.grad is not None for p in self.parameters)
+
+    def inputs(self) -> list[Tensor]:
+        """The leaves that backward has to reach, for gradients of this optimizer only."""
+        leaves = self._inside_flat or [self._leaf_of(p) for p in self.parameters]
+        return [p for p in leaves if p.requires_grad]
+
+    def flat_is_stale(self) -> bool:
+        """Whether the model's gradients do not lie in the flat buffer's gradient."""
+        keys = {compat.storage_key(p.grad) for p in self.flat if p.grad is not None}
+        grads = [p.grad for p in self._inside_flat if p.grad is not None]
+        return bool(self.flat) and (not grads or any(compat.storage_key(g) not in keys for g in grads))
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Gradients become None; those that share a buffer become 0 in place, or the buffer would lose them."""
+        in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
+        for p in self.parameters:
+            if p.grad is None:
+                continue
+            if id(p) in in_place:
+                if p.grad.grad_fn is None:
+                    p.grad.requires_grad_(False)
+                else:
+                    p.grad.detach_()  # the graph of a double backward
+                p.grad.zero_()
+            else:
+                p.grad = None
+        self.micro_steps = 0
+
+
+def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
+    """The parameters whose gradients are parts of one buffer, by identity."""
+    parts = [p for p in parameters if p.grad is not None and _is_part(p.grad)]
+    keys = [compat.storage_key(p.grad) for p in parts if p.grad is not None]
+    return {id(p) for p, key in zip(parts, keys, strict=True) if keys.count(key) > 1}
+
+
+def _is_part(gradient: Tensor) -> bool:
+    if gradient.layout != torch.strided or type(gradient) is not Tensor:
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()

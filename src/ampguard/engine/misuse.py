@@ -1,0 +1,117 @@
+"""The errors of a wrong order of calls: what happened where, why it is wrong, what to do."""
+
+from __future__ import annotations
+
+import sys
+
+from ampguard.errors import ProtocolError
+
+Line = tuple[str, int]
+"""File and line."""
+
+
+_NOT_THE_LOOP = ("ampguard.", "contextlib", "torch.")
+
+
+def calling_line() -> Line | None:
+    """The nearest line outside this package."""
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_NOT_THE_LOOP):
+        frame = frame.f_back  # type: ignore[assignment]
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def error(cause: str, what: str, do: str, first: Line | None = None, again: Line | None = None) -> ProtocolError:
+    """A ProtocolError that shows both places."""
+    lines = [f"{what} [{cause}]"]
+    if first is not None:
+        lines.append(f"  first   {_shown(first)}")
+    if again is not None:
+        lines.append(f"  {'again' if first else 'at'}   {_shown(again)}")
+    lines.append(f"  do      {do}   (ampguard explain {cause})")
+    return ProtocolError("\n".join(lines), cause)
+
+
+def _shown(line: Line) -> str:
+    file, number = line
+    return f"{file.rpartition('/')[2]}:{number}"
+
+
+def never_differentiated(name: str, has_gradients: bool) -> ProtocolError:
+    if has_gradients:
+        return error(
+            "unscaled-backward",
+            f"`{name}` holds gradients, but amp.backward() was not called since its last step: their loss was not scaled",
+            "call amp.backward(loss) instead of loss.backward()",
+            again=calling_line(),
+        )
+    return error(
+        "no-gradients",
+        f"amp.step() of `{name}`, but none of its parameters has a gradient",
+        "call amp.backward(loss) before it, on a loss that depends on these parameters; where this loss does not, "
+        "step the other optimizers by name: amp.step(optimizer)",
+        again=calling_line(),
+    )
+
+
+def not_reached(name: str, backward: Line | None) -> ProtocolError:
+    return error(
+        "no-gradients",
+        f"amp.step() of `{name}`: the last amp.backward() reached none of its parameters, or their gradients were "
+        "cleared since",
+        "step only the optimizers whose parameters the loss depends on, amp.step(optimizer); call zero_grad before "
+        "amp.backward, not between it and amp.step",
+        first=backward,
+        again=calling_line(),
+    )
+
+
+def cleared_in_window(name: str, micro_step: int, window: int) -> ProtocolError:
+    return error(
+        "accumulation-broken",
+        f"the gradients of `{name}` were cleared after micro-step {micro_step} of {window}: what was accumulated is lost",
+        "delete the zero_grad() call: amp.step() clears the gradients at the end of each window",
+        again=calling_line(),
+    )
+
+
+def stale_flat(name: str) -> ProtocolError:
+    return error(
+        "stale-parameters",
+        f"`{name}` updates a flat buffer whose gradient is not where the model's gradients are: its weights would "
+        "never move",
+        "keep gradients in place: zero_grad(set_to_none=False), or amp.step(), which clears them so",
+        again=calling_line(),
+    )
+
+
+def direct_step(name: str, scale: float, backward: Line | None) -> ProtocolError:
+    return error(
+        "bypassed-scaler",
+        f"optimizer.step() of `{name}` with gradients that are {scale:g} times too large: they carry the loss scale",
+        "call amp.step(optimizer) instead",
+        first=backward,
+        again=calling_line(),
+    )
+
+
+def of_breach(cause: str, name: str, first: Line | None) -> ProtocolError:
+    """What the state machine objects to."""
+    what, do = _BREACHES.get(cause, ("the gradients of `{name}` are not what they should be", "see the explanation"))
+    return error(cause, what.format(name=name), do, first, calling_line())
+
+
+_BREACHES = {
+    "double-unscale": (
+        "the gradients of `{name}` were unscaled twice",
+        "delete the second amp.unscale_(): amp.step() sees that they are unscaled already",
+    ),
+    "accumulation-broken": (
+        "amp.backward() added scaled gradients to those of `{name}` that amp.unscale_() had unscaled already",
+        "call amp.unscale_() once, after the last amp.backward() of the step",
+    ),
+    "unscaled-backward": (
+        "`{name}` holds a sum of scaled and unscaled gradients",
+        "call amp.backward(loss) instead of loss.backward() for every loss",
+    ),
+}

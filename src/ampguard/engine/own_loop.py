@@ -1,0 +1,83 @@
+"""`ampguard.precision`: autocast and scaler that belong together, for people who keep their own loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampguard.engine.precision import mode_named
+from ampguard.engine.precision.o2 import O2
+from ampguard.errors import PrecisionError, ProtocolError
+
+ONLY_WITH_AMP = ("bf16-true", "float8")
+
+
+class LoopPrecision:
+    """What `ampguard.precision` returns. Unpacks as `autocast, scaler`."""
+
+    def __init__(self, name: str, device: str | torch.device | None = None) -> None:
+        kind = mode_named(name)
+        if kind.name in ONLY_WITH_AMP:
+            raise PrecisionError(
+                f"precision {kind.name!r} needs a step of its own, which a GradScaler does not have\n"
+                f"  do    use ampguard.Amp(model, optimizer, precision={kind.name!r})"
+            )
+        self.device_type = torch.device(device or _default_device()).type
+        self._mode = kind(self.device_type)
+        self._mode.refuse_if_unsupported([])
+        self._is_ready = kind.weights_dtype == torch.float32
+        self.name = kind.name
+        self.dtype = kind.autocast_dtype or kind.weights_dtype
+        scales = kind.scales_loss and kind.name != "O3"  # GradScaler refuses float16 gradients
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=scales)
+
+    def prepare(self, models: nn.Module | Sequence[nn.Module], optimizers: Optimizer | Sequence[Optimizer]) -> None:
+        """Cast the models (O2, O3), and give the optimizers their master weights (O2). Does nothing in other modes."""
+        roots = [models] if isinstance(models, nn.Module) else list(models)
+        updating = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._is_ready = True
+        self._mode.convert(roots, updating, [])
+        if isinstance(self._mode, O2):
+            mode = self._mode
+            for optimizer in updating:
+                optimizer.register_step_post_hook(lambda stepped, *_: mode.copy_to_model(stepped))
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """For the forward pass and the loss; leaves autocast where the precision has none."""
+        if not self._is_ready:
+            raise ProtocolError(
+                f"precision {self.name!r} has its weights in float16, and the model has not been cast\n"
+                "  do    keep what ampguard.precision() returned and call its prepare(model, optimizer) once, before the loop",
+                "fp16-parameters",
+            )
+        with self._mode.computing(), self._mode.autocast():
+            yield
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.autocast, self.scaler))
+
+
+def precision(name: str, device: str | torch.device | None = None) -> LoopPrecision:
+    """Matching autocast and scaler for `O0`, `O1`, `O2`, `O3`, `fp32`, `tf32`, `fp16`, `bf16` (and their other names).
+
+        autocast, scaler = ampguard.precision("O1", "cuda")
+        with autocast():
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+
+    The scaler is a real GradScaler, switched off where the precision needs none: the same loop serves every precision.
+    O2 and O3 also change the model: `p = ampguard.precision("O2"); p.prepare(model, optimizer)` before the loop.
+    `device` is the accelerator where there is one.
+    """
+    return LoopPrecision(name, device)
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"

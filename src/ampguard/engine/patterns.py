@@ -1,0 +1,61 @@
+"""Find modules by shell-style patterns over their paths, and say what was meant where nothing matches."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ampguard.errors import PatternError
+
+MAX_NEAREST = 4
+
+
+def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules whose path matches any pattern, outermost only: what lies inside a match is covered by it.
+
+    `*` stands for anything, dots included. "" names the model itself. Raises PatternError for a pattern that matches
+    nothing.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matched = {name: m for name, m in modules.items() if (name or not pattern) and fnmatchcase(name, pattern)}
+        if not matched:
+            raise PatternError(_nothing_matches(pattern, type(model).__name__, list(modules)))
+        found |= matched
+    return {name: m for name, m in found.items() if not any(_is_inside(name, other) for other in found)}
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names most like `word`: by spelling, or because they end with its last part.
+
+    >>> nearest("blocks.*.attention", ["blocks.0.attn", "blocks.1.attn", "head"])
+    ['blocks.*.attn']
+    """
+    known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:] for name in names if name))
+    close = difflib.get_close_matches(word, known, MAX_NEAREST, 0.5)
+    last = re.sub(r"\W", "", word.rpartition(".")[2])
+    ends = [name for name in known if len(last) > 2 and last in name]
+    return list(dict.fromkeys(close + ends))[:MAX_NEAREST]
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def _nothing_matches(pattern: str, model: str, names: list[str]) -> str:
+    near = nearest(pattern, names)
+    top = list(dict.fromkeys(name.partition(".")[0] for name in names if name))
+    hint = f"nearest: {_listed(near)}" if near else f"its top modules: {_listed(top[:8]) or 'none'}"
+    return (
+        f"the pattern {pattern!r} matches no module of {model}; {hint}\n"
+        f"  do    patterns are paths as model.named_modules() has them; `*` stands for anything"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,23 @@
+"""What to do when a step is not finite: one file per policy."""
+
+from __future__ import annotations
+
+from ampguard.engine.policies.base import BadStep, Policy
+from ampguard.engine.policies.raising import Raise
+from ampguard.engine.policies.rollback import Rollback
+from ampguard.engine.policies.skip import Skip
+from ampguard.errors import SetupError
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Skip, Raise, Rollback)}
+
+
+def policy_named(given: str | Policy) -> Policy:
+    """A policy by its name, or the given one."""
+    if isinstance(given, Policy):
+        return given
+    if given not in POLICIES:
+        raise SetupError(f"unknown on_nonfinite={given!r}\n  do    use one of {', '.join(map(repr, POLICIES))}")
+    return POLICIES[given]()
+
+
+__all__ = ["POLICIES", "BadStep", "Policy", "Raise", "Rollback", "Skip", "policy_named"]

@@ -1,0 +1,67 @@
+"""A policy: told of every verdict, in the order of the steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ampguard.errors import NonfiniteError
+
+if TYPE_CHECKING:
+    from ampguard.engine.amp import Amp
+
+logger = logging.getLogger("ampguard")
+
+
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """A step that was not finite. Parameters and optimizer state were not touched by it."""
+
+    step: int
+    optimizers: tuple[str, ...]
+    parameters: tuple[str, ...] | None
+    """Whose gradients were not finite; None where they were not recorded."""
+    loss_scale: float
+    loss_is_finite: bool
+    in_a_row: int
+    patience: int
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether it may be no more than a loss scale that is still too high."""
+        return self.loss_is_finite and self.loss_scale > 1.0
+
+    def __str__(self) -> str:
+        what = "the gradients are not finite" if self.loss_is_finite else "the loss is not finite"
+        names = list(self.parameters or ())
+        where = f", first in {', '.join(f'`{n}`' for n in names[:3])}" if names and self.loss_is_finite else ""
+        more = f" ({len(names)} parameters)" if len(names) > 3 and self.loss_is_finite else ""
+        scale = f", loss scale {self.loss_scale:g}" if self.loss_scale != 1.0 else ""
+        return f"step {self.step} of {', '.join(f'`{o}`' for o in self.optimizers)}: {what}{where}{more}{scale}"
+
+
+class Policy:
+    """The step was skipped already when `on_bad_step` is called."""
+
+    name = ""
+    waits = False
+    """Whether it must know of a bad step before the next one begins: then every step waits for the device."""
+
+    def begin(self, amp: Amp) -> None:
+        """The first forward pass is about to begin."""
+
+    def on_good_step(self, amp: Amp, step: int) -> None:
+        """A step was made."""
+
+    def on_bad_step(self, amp: Amp, bad: BadStep) -> None:
+        """A step was skipped. After `patience` in a row, raise whatever the policy: this does not go away."""
+        if bad.in_a_row >= bad.patience:
+            raise NonfiniteError(f"{bad.in_a_row} steps in a row were skipped. {bad}\n{ADVICE}", bad.parameters or ())
+
+
+ADVICE = (
+    "  why   skipping does not help any more: an operation overflows in the forward or backward pass whatever the scale\n"
+    "  do    run the script with `ampguard run`: it names the operator, the line and a fix; or try precision='bf16', or "
+    "force_fp32=[...] for the modules above"
+)

@@ -1,0 +1,78 @@
+"""rollback: go back to the last good state and leave the batch out.
+
+A skipped step leaves parameters alone, but not what the forward pass itself has changed (running statistics), nor the
+steps before it that led there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampguard.engine.casting import map_tensors
+from ampguard.engine.policies.base import BadStep, Policy, logger
+from ampguard.errors import PoisonedStateError, SetupError
+
+if TYPE_CHECKING:
+    from ampguard.engine.amp import Amp
+
+
+class Rollback(Policy):
+    """Keeps a snapshot of the state every `every` good steps: in memory, or in `folder` where one is given.
+
+    The random streams are not set back: the same noise would lead to the same failure.
+    """
+
+    name = "rollback"
+    waits = True
+
+    def __init__(self, every: int = 100, folder: str | os.PathLike[str] | None = None) -> None:
+        if every < 1:
+            raise SetupError(f"Rollback(every={every}): a snapshot is taken every so many steps, so at least 1")
+        self.every = every
+        self.path = Path(folder) / "last-good.pt" if folder is not None else None
+        self.rollbacks = 0
+        self._snapshot: Mapping[str, Any] | None = None
+        self._taken_at: int | None = None
+
+    def begin(self, amp: Amp) -> None:
+        self.on_good_step(amp, amp.steps)
+
+    def on_good_step(self, amp: Amp, step: int) -> None:
+        if self._taken_at is not None and step - self._taken_at < self.every:
+            return
+        try:
+            self._keep(amp)
+        except PoisonedStateError as error:
+            logger.warning("step %d: no snapshot is taken. %s", step, error)
+            return
+        self._taken_at = step
+
+    def on_bad_step(self, amp: Amp, bad: BadStep) -> None:
+        super().on_bad_step(amp, bad)
+        if bad.is_settling:
+            return
+        if self._taken_at is None:
+            logger.warning("%s: skipped; there is no good state yet to go back to", bad)
+            return
+        amp.roll_back(self._last())
+        self.rollbacks += 1
+        self._taken_at = amp.steps
+        logger.warning("%s: back to the state after step %d, the batch is left out", bad, amp.steps)
+
+    def _keep(self, amp: Amp) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            amp.save(self.path)
+        else:
+            self._snapshot = map_tensors(lambda t: t.detach().to("cpu", copy=True), amp.state_dict())
+
+    def _last(self) -> Mapping[str, Any]:
+        if self.path is not None:
+            return torch.load(self.path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        assert self._snapshot is not None
+        return self._snapshot

@@ -1,0 +1,91 @@
+"""float32, and the base of every other mode: each method is harmless."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampguard.engine.step import GradientCheck, apply_update
+from ampguard.errors import CheckpointError, SetupError
+
+
+class Precision:
+    """The model computes and is updated in float32. Also called O0.
+
+    A mode may change the models and optimizers once (`convert`), wrap the forward pass (`autocast`), and update in its
+    own way (`apply`).
+    """
+
+    name = "fp32"
+    autocast_dtype: torch.dtype | None = None
+    """What autocast computes in; None: autocast is off."""
+    weights_dtype: torch.dtype = torch.float32
+    """What the models' weights are."""
+    scales_loss = False
+    """Whether float16 gradients need a loss scale."""
+
+    takes_closures = True
+    """Whether an optimizer may compute its losses itself (LBFGS)."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.notes: list[str] = []
+        """What was changed beside the precision itself, to be told to the user."""
+
+    def refuse_if_unsupported(self, models: Sequence[nn.Module]) -> None:
+        """Raise PrecisionError where this device or these models cannot do it. Nothing was changed yet."""
+
+    def convert(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
+    ) -> None:
+        """Change models and optimizers; what lies inside the modules `in_fp32` stays float32."""
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """For the forward pass and the loss. Where autocast is off, one around it is left."""
+        if self.autocast_dtype is None:
+            return torch.autocast(self.device_type, enabled=False)
+        return torch.autocast(self.device_type, dtype=self.autocast_dtype)
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Global settings of PyTorch's, for forward and backward passes."""
+        return contextlib.nullcontext()
+
+    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+        """For an evaluation in another precision than the training's."""
+        return precision.autocast()
+
+    def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
+        """Update the parameters with checked gradients, or leave them as they are."""
+        apply_update(optimizer, check, max_norm)
+
+    def refuse_direct_step(self, name: str) -> None:
+        """Raise ProtocolError where `optimizer.step()` of the optimizer called `name` would not do the update right."""
+
+    def refuse_new_parameters(self, name: str) -> None:
+        """Raise SetupError where parameters cannot be added to the optimizer called `name` any more."""
+        if self.weights_dtype != torch.float32:
+            raise SetupError(
+                f"parameters were added to `{name}` after Amp was made, which has cast the model for {self.name}\n"
+                "  do    give the optimizer all its parameters first; freeze those that learn later (requires_grad_(False))"
+            )
+
+    def parameter_of(self, held: torch.Tensor) -> torch.Tensor:
+        """The model's parameter for what the optimizer holds: another one where it holds a master copy."""
+        return held
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside models and optimizers."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is not of this mode; nothing is loaded."""
+        if state:
+            raise CheckpointError(f"a state of {self.name} holds nothing of its own, this one holds {sorted(state)}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `check_state` has accepted."""

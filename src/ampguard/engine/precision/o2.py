@@ -1,0 +1,95 @@
+"""O2: a float16 model, norms in float32, float32 master weights, a dynamic loss scale."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampguard.engine.casting import is_castable
+from ampguard.engine.force_fp32.modules import ForcedModules
+from ampguard.engine.precision.base import Precision
+from ampguard.engine.precision.masters import Masters
+from ampguard.engine.precision.weights import LowWeights, norms_in
+from ampguard.engine.step import GradientCheck
+from ampguard.errors import CheckpointError, ProtocolError
+
+
+class O2(Precision):
+    """Half the memory traffic of autocast, which casts the weights in every step; updates as exact as float32's."""
+
+    name = "O2"
+    weights_dtype = torch.float16
+    scales_loss = True
+    takes_closures = False
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self._weights: LowWeights | None = None
+        self._masters: Masters | None = None
+
+    def convert(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
+    ) -> None:
+        norms = {f"norm {i}": m for i, m in enumerate(n for model in models for n in norms_in(model))}
+        ForcedModules(norms)
+        kept = [*in_fp32, *norms.values()]
+        to_cast = _castable(models) - {id(p) for module in kept for p in module.parameters()}
+        self._masters = Masters(optimizers, to_cast)
+        self._weights = LowWeights(models, self.weights_dtype, kept)
+
+    def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
+        super().apply(optimizer, check, max_norm)
+        self.copy_to_model(optimizer)
+
+    def copy_to_model(self, optimizer: Optimizer) -> None:
+        """Round the updated master weights into the model."""
+        if self._masters is not None:
+            self._masters.copy_to_model(optimizer)
+
+    def parameter_of(self, held: Tensor) -> Tensor:
+        return held if self._masters is None else self._masters.model_weight(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": self._masters.state() if self._masters is not None else []}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        saved, own = state.get("masters"), self.state_dict()["masters"]
+        if saved is None or [t.shape for t in saved] != [t.shape for t in own]:
+            raise CheckpointError("the checkpoint was not loaded: its float32 master weights are missing or others")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._masters is not None:
+            self._masters.load(state["masters"])
+
+    def refuse_direct_step(self, name: str) -> None:
+        raise ProtocolError(
+            f"optimizer.step() of `{name}` in O2: it would update the master weights, and not the model\n"
+            "  do    call amp.step(optimizer) instead   (ampguard explain bypassed-scaler)",
+            "bypassed-scaler",
+        )
+
+    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+        return evaluated_in(precision, self._weights, self._master_of)
+
+    def _master_of(self, weight: Tensor) -> Tensor | None:
+        return self._masters.of(weight) if self._masters is not None else None
+
+
+def evaluated_in(
+    other: Precision, weights: LowWeights | None, wide: Callable[[Tensor], Tensor | None]
+) -> contextlib.AbstractContextManager[Any]:
+    """An evaluation in autocast or float32 of a model with low-precision weights: they are float32 meanwhile."""
+    stack = contextlib.ExitStack()
+    if weights is not None:
+        stack.enter_context(weights.widened(wide))
+    stack.enter_context(other.autocast())
+    return stack
+
+
+def _castable(models: Sequence[nn.Module]) -> set[int]:
+    return {id(p) for model in models for p in model.parameters() if is_castable(p)}

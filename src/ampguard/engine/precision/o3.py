@@ -1,0 +1,47 @@
+"""O3: everything in float16, the update too. The fastest mode, and the one that loses most."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampguard.engine.precision.base import Precision
+from ampguard.engine.precision.o2 import evaluated_in
+from ampguard.engine.precision.weights import LowWeights
+
+EPS = 1e-4
+"""Above float16's smallest normal number (6.1e-5): an eps of 1e-8 is 0 in float16, and 0 / (0 + eps) is NaN."""
+
+
+class O3(Precision):
+    """float16 weights, updated in float16; the loss scale keeps the backward pass above zero."""
+
+    name = "O3"
+    weights_dtype = torch.float16
+    scales_loss = True
+    takes_closures = False
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self._weights: LowWeights | None = None
+
+    def convert(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
+    ) -> None:
+        self._weights = LowWeights(models, self.weights_dtype, in_fp32)
+        for number, optimizer in enumerate(optimizers):
+            for group in optimizer.param_groups:
+                eps = group.get("eps")
+                if isinstance(eps, float) and eps < torch.finfo(torch.float16).smallest_normal:
+                    group["eps"] = EPS
+                    self.notes.append(
+                        f"eps of optimizer {number} raised from {eps:g}, which is 0 in float16, to {EPS:g}"
+                    )
+
+    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+        return evaluated_in(precision, self._weights, lambda weight: None)

@@ -1,0 +1,98 @@
+"""Models whose weights are in a low precision: the cast, and what it needs at the models' edges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.compat import unwrapped
+from ampguard.engine.casting import cast_floats, is_castable
+
+
+class CastInputs:
+    """A forward pre-hook: floating inputs of the model get the type of its weights."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+
+
+class CastOutputs:
+    """A forward hook: floating outputs of the model become float32, so that the loss is computed in it."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(output, torch.float32)
+
+
+class LowWeights:
+    """Models that were cast to `dtype`; the modules in `kept` were not."""
+
+    def __init__(self, models: Sequence[nn.Module], dtype: torch.dtype, kept: Sequence[nn.Module]) -> None:
+        self._models = [unwrapped(model) for model in models]
+        self._inputs = CastInputs(dtype)
+        own = {id(t) for module in kept for t in (*module.parameters(), *module.buffers())}
+        tensors = {id(t): t for m in self._models for t in (*m.parameters(), *m.buffers()) if is_castable(t)}
+        self.cast = [t for key, t in tensors.items() if key not in own]
+        """Parameters and buffers that changed their type."""
+        with torch.no_grad():
+            for tensor in self.cast:
+                tensor.data = tensor.data.to(dtype)
+                if tensor.grad is not None:
+                    tensor.grad = None
+        for model in self._models:
+            model.register_forward_pre_hook(self._inputs, prepend=True, with_kwargs=True)
+            model.register_forward_hook(CastOutputs())
+
+    @contextlib.contextmanager
+    def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+        """The weights are float32 inside: `wide(weight)` where it gives one, else the weight's own value."""
+        low = [(t, t.data) for t in self.cast]
+        dtype, self._inputs.dtype = self._inputs.dtype, torch.float32
+        try:
+            for tensor, data in low:
+                better = wide(tensor)
+                tensor.data = data.float() if better is None else better.detach()
+            yield
+        finally:
+            self._inputs.dtype = dtype
+            for tensor, data in low:
+                if not _is_parameter(tensor) and tensor.dtype != data.dtype:
+                    data.copy_(tensor.data)  # a running statistic may have been updated
+                tensor.data = data
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+NORMS = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LocalResponseNorm,
+)
+
+
+def norms_in(model: nn.Module) -> list[nn.Module]:
+    """Normalisation layers: PyTorch's, and others that are called so and hold nothing but vectors."""
+    return [module for module in model.modules() if isinstance(module, NORMS) or _looks_like_norm(module)]
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    if "norm" not in type(module).__name__.lower() or next(module.children(), None) is not None:
+        return False
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(p.ndim <= 1 for p in own)

@@ -1,0 +1,155 @@
+"""The order of calls, followed with the same state machine that the guard drives; what breaks it raises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ampguard.engine import misuse
+from ampguard.engine.holding import Fingerprint, Holding
+from ampguard.engine.misuse import Line
+from ampguard.protocol.events import Backward, Breach, Clear, Step, Unscale, Update
+from ampguard.protocol.machine import Machine
+from ampguard.protocol.states import Stage
+
+logger = logging.getLogger("ampguard")
+
+
+class _CurrentScale:
+    """The loss scale of all gradients that are about: when it changes, they are multiplied by as much."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    def __float__(self) -> float:
+        return self._read()
+
+
+class Rules:
+    """Told of every call of an `Amp`. Raises ProtocolError before anything has changed."""
+
+    def __init__(self, holdings: Sequence[Holding], is_scaled: bool, window: int, read_scale: Callable[[], float]):
+        self._holdings = holdings
+        self._window = window
+        self._is_scaled = is_scaled
+        self._machine = Machine()
+        self._scale = _CurrentScale(read_scale)
+        self._seen: dict[str, Fingerprint] = {}
+        """What the gradients were when the last call of ours that changed them had ended."""
+        self._backward_at: Line | None = None
+
+    def stage(self, holding: Holding) -> Stage:
+        return self._machine.stage(holding.name)
+
+    def before_backward(self) -> None:
+        """Somebody may have cleared gradients, or written to them."""
+        for holding in self._holdings:
+            if self.stage(holding) is Stage.EMPTY and not holding.micro_steps:
+                continue
+            if not holding.has_gradients():
+                if holding.micro_steps:
+                    raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
+                self._machine.feed(Clear(holding.name))
+        self._before = {h.name: h.fingerprint() for h in self._holdings}
+
+    def after_backward(self) -> None:
+        """Whose gradients have changed has been reached."""
+        now = {h.name: h.fingerprint() for h in self._holdings}
+        changed = {name for name, seen in now.items() if seen != self._before[name]}
+        reached = tuple(
+            h.name for h in self._holdings if h.name in changed or (not h.sees_all() and self._may_be_reached(h))
+        )
+        self._backward_at = misuse.calling_line()
+        scale = self._scale if self._is_scaled else None
+        self._machine.feed(Backward(reached, scale, self._backward_at))
+        self._seen |= {name: now[name] for name in reached}
+
+    def _may_be_reached(self, holding: Holding) -> bool:
+        """Gradients among those that are not glanced at."""
+        return self.stage(holding) is Stage.EMPTY and holding.has_gradients()
+
+    def unscale(self, holding: Holding) -> None:
+        """`amp.unscale_`, before it divides."""
+        self._expect_gradients(holding)
+        if self.stage(holding) is Stage.UNSCALED:
+            first = self._machine.ledger(holding.name).unscaled_at
+            raise misuse.of_breach("double-unscale", holding.name, first)
+        self._divide(holding)
+
+    def step(self, holding: Holding) -> None:
+        """`amp.step`, before it reads the gradients."""
+        self._expect_gradients(holding)
+        if not self._is_scaled:
+            return self._raise_first(holding, self._machine.feed(Step(holding.name)))
+        if self.stage(holding) is Stage.SCALED:
+            self._tell_of_foreign_writes(holding)
+            self._divide(holding)
+        breaches = self._machine.feed(Step(holding.name, "amp", misuse.calling_line()))
+        return self._raise_first(holding, breaches)
+
+    def in_window(self, holding: Holding) -> None:
+        """`amp.step` that only counts."""
+        self._expect_gradients(holding)
+
+    def rescaled(self, holding: Holding) -> None:
+        """Gradients were written to by us."""
+        self._seen[holding.name] = holding.fingerprint()
+
+    def cleared(self, holding: Holding) -> None:
+        self._machine.feed(Clear(holding.name))
+        self._seen.pop(holding.name, None)
+
+    def updated(self) -> None:
+        self._machine.feed(Update("amp"))
+
+    def direct_step(self, holding: Holding) -> None:
+        """The optimizer's own step, called by the loop."""
+        if not self._is_scaled:
+            self._machine.feed(Step(holding.name))
+        elif self.stage(holding).is_scaled and holding.has_gradients():
+            raise misuse.direct_step(holding.name, float(self._scale), self._backward_at)
+
+    def restored(self, holding: Holding) -> None:
+        """Gradients came from a saved state, inside a window."""
+        self._machine.feed(Backward((holding.name,), self._scale if self._is_scaled else None))
+        self._seen[holding.name] = holding.fingerprint()
+
+    def is_held(self, holding: Holding) -> bool:
+        """Whether it has gradients that carry the loss scale."""
+        return self.stage(holding).is_scaled
+
+    def is_unscaled(self, holding: Holding) -> bool:
+        """Whether `amp.unscale_` has divided its gradients."""
+        return self.stage(holding) is Stage.UNSCALED
+
+    def _expect_gradients(self, holding: Holding) -> None:
+        if holding.flat and holding.flat_is_stale():
+            raise misuse.stale_flat(holding.name)
+        if not holding.has_gradients():
+            if holding.micro_steps:
+                raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
+            if self._machine.last_backward is None:
+                raise misuse.never_differentiated(holding.name, False)
+            raise misuse.not_reached(holding.name, self._backward_at)
+        if self.stage(holding) in (Stage.EMPTY, Stage.USED) and (self._is_scaled or self._window > 1):
+            raise misuse.never_differentiated(holding.name, True)
+
+    def _tell_of_foreign_writes(self, holding: Holding) -> None:
+        if holding.foreign_writes_told or self._seen.get(holding.name) == holding.fingerprint():
+            return
+        holding.foreign_writes_told = True
+        logger.warning(
+            "the gradients of `%s` were changed by something else between amp.backward() and amp.step(), while they "
+            "carry the loss scale %g. Where that was clipping, it has clipped too much: use Amp(max_grad_norm=...), or "
+            "call amp.unscale_(optimizer) first.",
+            holding.name,
+            float(self._scale),
+        )
+
+    def _divide(self, holding: Holding) -> None:
+        self._machine.feed(Unscale(holding.name, "amp", self._scale, misuse.calling_line()))
+
+    def _raise_first(self, holding: Holding, breaches: Sequence[Breach]) -> None:
+        for breach in breaches:
+            if breach.cause != "missing-zero-grad":
+                raise misuse.of_breach(breach.cause, holding.name, breach.first)

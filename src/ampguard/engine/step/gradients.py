@@ -1,0 +1,115 @@
+"""Are the gradients finite, and how long are they: both answers from one read of them.
+
+A sum of squares is Inf or NaN where any gradient is, so the norm tells both. It can also be Inf because the sum itself
+overflowed. On the CPU that is looked into when it happens; elsewhere, where looking means waiting, the squares are
+summed in a type wide enough that it cannot happen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ampguard.compat import norms_in
+from ampguard.engine.step.squares import sum_of_squares
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCheck:
+    """What one read of the gradients says; every field is a 0-d float32 tensor on the gradients' device."""
+
+    norm: Tensor
+    """2-norm over all gradients, unscaled; Inf or NaN where a gradient is."""
+    found_inf: Tensor
+    """1.0 where any gradient is Inf or NaN, else 0.0."""
+    inverse_scale: Tensor
+    """What the gradients are yet to be multiplied by; 1.0 without a loss scale."""
+
+
+def check_gradients(parameters: Iterable[Tensor], scale: Tensor | None = None) -> GradientCheck:
+    """Norm and finiteness over every `.grad` of the parameters, which carry the loss scale `scale` (0-d float32).
+
+    Reads each gradient once and changes none. With gradients on several devices the answers lie on the first of them
+    that is not the CPU. Waits for no device, and can be captured in a CUDA graph, if all gradients are dense: a sparse
+    one must add up what belongs to one place first. Without any gradient the norm is 0.
+    """
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    with torch.no_grad():
+        is_on_cpu = False not in [g.is_cpu for g in gradients] and (scale is None or scale.is_cpu)
+        if is_on_cpu and not _are_sharded(gradients):
+            return _on_host(gradients, scale)
+        return _on_device(gradients, scale)
+
+
+def _on_host(gradients: list[Tensor], scale: Tensor | None) -> GradientCheck:
+    inverse = 1.0 if scale is None else 1.0 / scale.item()
+    if {g.layout for g in gradients} - {torch.strided}:
+        gradients = [_dense(g) for g in gradients]
+    squares = sum_of_squares(gradients)
+    norm = math.sqrt(squares) if squares == squares else squares
+    found_inf = 0.0 if math.isfinite(squares) else 1.0
+    return GradientCheck(_scalar(norm * inverse), _scalar(found_inf), _scalar(inverse))
+
+
+def _on_device(gradients: list[Tensor], scale: Tensor | None) -> GradientCheck:
+    """The same without asking for a single number."""
+    here = next((g.device for g in gradients if not g.is_cpu), scale.device if scale is not None else CPU)
+    nothing = torch.zeros((), dtype=torch.float32, device=here)
+    inverse = nothing + 1 if scale is None else _reciprocal(scale.to(here, non_blocking=True))
+    if not gradients:
+        return GradientCheck(nothing, nothing.clone(), inverse)
+    norms = [_norm(group, wide).to(here, non_blocking=True) for wide, group in _alike(gradients)]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms]))
+    return GradientCheck((norm * inverse).float(), norm.isfinite().logical_not().float(), inverse)
+
+
+def _norm(tensors: list[Tensor], wide: torch.dtype) -> Tensor:
+    """2-norm over tensors of one device and type; of sharded ones over all their shards."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms_in(tensors, wide)))
+    whole: Tensor = norm.full_tensor() if _is_shard(norm) else norm  # type: ignore[attr-defined]
+    return whole
+
+
+def _alike(gradients: list[Tensor]) -> list[tuple[torch.dtype, list[Tensor]]]:
+    """Groups of one device and type, each with the type in which no sum of their squares overflows."""
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    for gradient in map(_dense, gradients):
+        groups.setdefault((gradient.device, gradient.dtype, _is_shard(gradient)), []).append(gradient)
+    return [(_wide(device, dtype), tensors) for (device, dtype, _), tensors in groups.items()]
+
+
+def _wide(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """65504 squared a million times over fits float32; the other types reach as far as float32 itself.
+
+    MPS has no float64: a sum of squares beyond 3e38 is taken for Inf there, and the step is skipped.
+    """
+    if dtype.is_complex:
+        return torch.complex64 if device.type == "mps" else torch.complex128
+    return torch.float32 if dtype == torch.float16 or device.type == "mps" else torch.float64
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+def _is_shard(gradient: Tensor) -> bool:
+    return hasattr(gradient, "full_tensor")
+
+
+def _are_sharded(gradients: list[Tensor]) -> bool:
+    """Whether some are of a subclass, such as shards of FSDP, that must be asked through its own operators."""
+    return not set(map(type, gradients)) <= {Tensor, torch.nn.Parameter}
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=CPU)

@@ -1,0 +1,151 @@
+"""The optimizer's step, with unscaling and clipping inside its own pass over the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from ampguard.compat import multiply_all_, stored_values
+from ampguard.engine.step.foreach import as_foreach
+from ampguard.engine.step.fused import Way, can_lengthen, lengthened, way_of
+from ampguard.engine.step.gradients import GradientCheck
+from ampguard.errors import UsageError
+
+CLIP_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`: keeps a norm of 0 from dividing."""
+
+TINY = 1e-30
+"""A factor below this is left to the kernel: float32 ends near its inverse."""
+
+
+def apply_update(
+    optimizer: Optimizer,
+    check: GradientCheck,
+    max_norm: float | None = None,
+    closure: Callable[[], Any] | None = None,
+    *,
+    write_back: bool = False,
+) -> None:
+    """Step on the gradients times `inverse_scale * min(1, max_norm / (norm + 1e-6))`, or not at all if `found_inf` is 1.
+
+    Equals `scaler.unscale_`, `clip_grad_norm_`, `scaler.step` but for roundings in the last digit. SGD, Adam, AdamW and
+    Adagrad take their fused kernel, with the factor in its own pass, unless the script chose another implementation;
+    so does any optimizer with `_step_supports_amp_scaling`. Waits for no device then, and can be captured in a CUDA
+    graph. Every other optimizer steps after one multiplication of its gradients; on an accelerator `found_inf` is
+    read for it once, as GradScaler does.
+
+    Afterwards the gradients may be multiplied by the factor or not; with `write_back` they are, except where the step
+    was skipped: then they are as they were. A `closure` is for optimizers such as LBFGS, which compute gradients by
+    themselves that nobody checks: it raises UsageError if there is anything to unscale or to clip.
+    """
+    if closure is not None or isinstance(optimizer, LBFGS):
+        _step_with_closure(optimizer, check, max_norm, closure)
+    elif check.norm.is_cpu:
+        if not check.found_inf.item():
+            _step_by(optimizer, _host_factor(check, max_norm), write_back)
+    else:
+        _step_on_device(optimizer, check, _device_factor(check, max_norm), write_back)
+
+
+def _step_by(optimizer: Optimizer, factor: float, write_back: bool) -> None:
+    """Step on the gradients times a number that the host knows."""
+    way = way_of(optimizer)
+    if factor != 1.0 and (way is Way.PLAIN or (write_back and not _writes_back(optimizer, way))):
+        _multiply_gradients(optimizer, _number(factor))
+        factor = 1.0
+    if way is Way.PLAIN:
+        _step_plainly(optimizer)
+        return
+    if way is Way.FUSED and not write_back and factor > TINY and can_lengthen(optimizer):
+        with way.prepared(optimizer, None, None), lengthened(optimizer, factor):
+            optimizer.step()
+        return
+    divisor = _number(1.0 / factor if factor else torch.inf)
+    if way is Way.FUSED:  # its kernel does less where there is nothing to divide by, and nothing to skip
+        with way.prepared(optimizer, divisor if factor != 1.0 else None, None):
+            optimizer.step()
+    else:
+        with way.prepared(optimizer, divisor, _number(0.0)):
+            optimizer.step()
+
+
+def _step_on_device(optimizer: Optimizer, check: GradientCheck, factor: Tensor, write_back: bool) -> None:
+    """The same with a factor and a verdict that lie on a device; only a plain step waits for the verdict."""
+    way = way_of(optimizer)
+    if way is Way.PLAIN:
+        if not check.found_inf.item():
+            _multiply_gradients(optimizer, factor)
+            _step_plainly(optimizer)
+        return
+    divisor: Tensor | None = factor.reciprocal()
+    if write_back and not _writes_back(optimizer, way):
+        _multiply_gradients(optimizer, torch.where(check.found_inf > 0, torch.ones_like(factor), factor))
+        divisor = None
+    with way.prepared(optimizer, divisor, check.found_inf):
+        optimizer.step()
+
+
+def _step_plainly(optimizer: Optimizer) -> None:
+    with Way.PLAIN.prepared(optimizer, None, None), as_foreach(optimizer):
+        optimizer.step()
+
+
+def _writes_back(optimizer: Optimizer, way: Way) -> bool:
+    """Whether the kernel leaves the divided gradients behind: PyTorch's do on the CPU and in CUDA."""
+    return way is Way.FUSED and all(p.is_cpu or p.is_cuda for p in _with_gradient(optimizer))
+
+
+def _host_factor(check: GradientCheck, max_norm: float | None) -> float:
+    inverse = check.inverse_scale.item()
+    return inverse if max_norm is None else inverse * min(1.0, max_norm / (check.norm.item() + CLIP_EPSILON))
+
+
+def _number(value: float) -> Tensor:
+    """0-d float32 on the CPU, whatever the script made the default."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _device_factor(check: GradientCheck, max_norm: float | None) -> Tensor:
+    if max_norm is None:
+        return check.inverse_scale
+    return check.inverse_scale * (max_norm / (check.norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
+def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+    """In place; of a sparse gradient the stored values."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for p in _with_gradient(optimizer):
+        values = p.grad if p.grad.layout is torch.strided else stored_values(p.grad)  # type: ignore[union-attr, arg-type]
+        alike.setdefault((values.device, values.dtype), []).append(values)  # type: ignore[union-attr, arg-type]
+    with torch.no_grad():
+        for (device, _), tensors in alike.items():
+            multiply_all_(tensors, factor.to(device, non_blocking=True))
+
+
+def _with_gradient(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _step_with_closure(
+    optimizer: Optimizer, check: GradientCheck, max_norm: float | None, closure: Callable[[], Any] | None
+) -> None:
+    name = type(optimizer).__name__
+    if closure is None:
+        raise UsageError(
+            f"{name} computes the loss several times within one step, so it needs a closure that does: "
+            "pass closure=..., without a loss scale and without clipping."
+        )
+    if max_norm is not None or check.inverse_scale.item() != 1.0:
+        raise UsageError(
+            f"{name} was given a closure together with "
+            + ("a loss scale" if max_norm is None else "max_norm")
+            + ": the gradients that it computes inside its step would be neither unscaled nor clipped. "
+            "Compute them before, and step without the closure; or train in float32 or bfloat16 without a loss scale "
+            "and clip inside the closure (LBFGS knows no other way)."
+        )
+    if not check.found_inf.item():
+        optimizer.step(closure)

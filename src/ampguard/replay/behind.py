@@ -1,0 +1,74 @@
+"""Which recorded events a bad result was made from, and whether a replay of them can be the step itself."""
+
+from __future__ import annotations
+
+from types import CodeType
+
+import torch
+from torch import Tensor
+
+from ampguard import numerics
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in
+
+
+def events_behind(bad: BadResult) -> list[Event]:
+    """The events that the bad result was made from, in order, with every event that wrote in place to one of them."""
+    record: StepRecord = bad.record
+    wanted: set[int] = set()
+    for target in bad.targets:
+        if isinstance(target, Ref):
+            wanted.add(target.event)
+        else:
+            wanted |= {
+                event.index
+                for event in record.events
+                if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
+            }
+    if bad.is_of_gradients and not wanted:
+        wanted = backward_calls(record, bad.since)
+    by_index = {event.index: event for event in record.events}
+    pending = sorted(wanted)
+    while pending:
+        event = by_index.get(pending.pop())
+        if event is None:
+            continue
+        state = event.swapped_state if isinstance(event, RootCall) else {}
+        if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_in((event.args, event.kwargs))):
+            pending += [e.index for e in record.events if isinstance(e, RootCall) and e.index < event.index]
+            wanted |= set(pending)
+        more = {ref.event for ref in refs_in((event.args, event.kwargs, state))} | set(
+            record.writers.get(event.index, ())
+        )
+        pending += sorted(more - wanted)
+        wanted |= more
+    return [event for event in record.events if event.index in wanted]
+
+
+def forward_code_of_functions() -> frozenset[CodeType]:
+    """The code of every custom function's forward pass: where it was taped, its own derivative is not known."""
+    found: set[CodeType] = set()
+    waiting: list[type] = [torch.autograd.Function]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        code = getattr(kind.__dict__.get("forward"), "__func__", None)
+        if code is not None:
+            found.add(code.__code__)
+    return frozenset(found)
+
+
+def backward_calls(record: StepRecord, since: int) -> set[int]:
+    """The backward passes whose gradients an optimizer is about to use: those since the last update.
+
+    Where there is none, the gradients were put there by hand: from those that `torch.autograd.grad` returned.
+    """
+    begin = max(record.iteration_start, since)
+    every = [e for e in record.events if isinstance(e, BackwardCall) and e.index >= begin and not e.create_graph]
+    calls = [call for call in every if not call.is_functional] or every
+    latest = max((call.updates_before for call in calls), default=0)
+    return {call.index for call in calls if call.updates_before == latest}
+
+
+def is_computed(tensor: Tensor) -> bool:
+    """Whether a tensor that no recorded event made was computed somewhere (inside a module that did not return it)."""
+    return tensor.is_floating_point() and (tensor.grad_fn is not None or not numerics.is_finite(tensor))

@@ -1,0 +1,75 @@
+"""What the running script calls a module: where it hangs in another module, or the name of a variable.
+
+The frames of the script are still on the stack while a step is investigated. Asked for incidents only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ampguard.capture.protocol.script_lines import is_script_code
+
+MAX_FRAMES = 60
+MAX_ITEMS = 64
+MAX_ATTRIBUTES = 400
+
+
+def script_names(modules: Iterable[nn.Module]) -> dict[int, str]:
+    """`id(module)` to the script's name for it, as far as it has one: `encoder`, `nets['G']`.
+
+    A module that hangs in another one that the script can name has its dotted path in there.
+    """
+    wanted = {id(module): module for module in modules}
+    inside: dict[int, str] = {}
+    direct: dict[int, str] = {}
+    for name, value in _named_values():
+        if not isinstance(value, nn.Module):
+            continue
+        if id(value) in wanted:
+            direct.setdefault(id(value), name)
+        for path, part in value.named_modules():
+            if path and id(part) in wanted:
+                inside.setdefault(id(part), path)
+    return direct | inside
+
+
+def _named_values() -> Iterator[tuple[str, Any]]:
+    """Variables of the script's frames, from the innermost on, and what lies one step inside of them."""
+    seen: set[int] = set()
+    for frame in _frames():
+        for names in (frame.f_locals, frame.f_globals):
+            if id(names) in seen:
+                continue
+            seen.add(id(names))
+            variables = [(n, v) for n, v in list(names.items()) if n.isidentifier() and not n.startswith("__")]
+            yield from variables
+            for name, value in variables:
+                yield from _inside(name, value)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return
+        if is_script_code(frame.f_code):
+            yield frame
+        frame = frame.f_back
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Items of a list or a dict, attributes of an object (without `self.`)."""
+    if isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{i}]", item) for i, item in enumerate(value[:MAX_ITEMS]))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items())[:MAX_ITEMS])
+    elif not isinstance(value, (type, nn.Module)):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and len(attributes) <= MAX_ATTRIBUTES:
+            prefix = "" if name == "self" else f"{name}."
+            yield from ((f"{prefix}{key}", item) for key, item in list(attributes.items()))

@@ -1,0 +1,82 @@
+"""How a run went, in a few lines at its end: on stderr, since stdout belongs to the script.
+
+Most runs have nothing else to tell, so rich is loaded only where there is a terminal to colour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from ampguard.incident import Incident, Location, Report, Severity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
+_MAX_SUMMARY_LINES = 20
+
+Part: TypeAlias = tuple[str, str]
+"""Some text and its style."""
+
+
+def print_summary(report: Report, path: Path | None, console: Console | None = None) -> None:
+    """Print how the run went, one line per incident, and where the report is (`path` is None if it is nowhere).
+
+    A closed or broken stderr is no reason to disturb a training.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if console is None and not sys.stderr.isatty():
+            for line in _summary_lines(report, path):
+                print("".join(text for text, _ in line), file=sys.stderr)
+            return
+        from rich.text import Text
+
+        from ampguard.report.terminal import stderr_console
+
+        console = console or stderr_console()
+        for line in _summary_lines(report, path):
+            console.print(Text.assemble(*line), soft_wrap=True)
+
+
+def short_path(file: str) -> str:
+    """`file` relative to the working directory where it lies inside, else as it is."""
+    with contextlib.suppress(OSError, ValueError):
+        relative = os.path.relpath(file)
+        if not relative.startswith(os.pardir):
+            return relative
+    return file
+
+
+def _line_of(location: Location | None) -> str:
+    return f"{Path(location.file).name}:{location.line}" if location is not None else ""
+
+
+def _summary_lines(report: Report, path: Path | None) -> Iterator[list[Part]]:
+    steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
+    outcome = _count(report.incidents) or "no incident"
+    style = "bold green" if report.status == "clean" else "bold"
+    yield [("ampguard: ", style), (f"{steps}, ", ""), (outcome, style)]
+    for incident in report.incidents[:_MAX_SUMMARY_LINES]:
+        seen = f" (seen {incident.occurrences} times)" if incident.occurrences > 1 else ""
+        place = incident.module or _line_of(incident.location)
+        yield [
+            ("  ", ""),
+            (f"{incident.severity:<8}", STYLES[incident.severity]),
+            (f"{incident.cause:<21} step {incident.step:<6} {place}{seen}".rstrip(), ""),
+        ]
+    if len(report.incidents) > _MAX_SUMMARY_LINES:
+        yield [(f"  and {len(report.incidents) - _MAX_SUMMARY_LINES} more", "")]
+    if path is not None:
+        yield [(f"report: {short_path(str(path))}", "")]
+
+
+def _count(incidents: Sequence[Incident]) -> str:
+    counts = {severity: sum(i.severity == severity for i in incidents) for severity in STYLES}
+    plurals = {"error": "errors", "warning": "warnings", "info": "notes"}
+    singulars = {"error": "error", "warning": "warning", "info": "note"}
+    return ", ".join(f"{n} {singulars[s] if n == 1 else plurals[s]}" for s, n in counts.items() if n)

@@ -1,0 +1,76 @@
+"""A call of a model that failed and was healed is made again: the script never sees the bad loss.
+
+Many scripts end themselves on a loss that is not finite, before anybody could hold a step off. What a model returns
+can be had again so; what the script computes outside every module cannot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.engine.casting import tensors_in
+from ampguard.numerics import is_finite
+from ampguard.run.overrides.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a forward pass changes besides its result, as it was before."""
+
+    healed: int
+    torch_cpu: Tensor
+    torch_cuda: list[Tensor]
+    python: Any
+    buffers: list[tuple[Tensor, Tensor]]
+
+
+class Again:
+    """Decides whether a call is to be made again, and puts back what the first one changed."""
+
+    def __init__(self, ledger: Ledger, investigate: Callable[[Tensor], None]) -> None:
+        self._ledger = ledger
+        self._investigate = investigate
+
+    def before(self, module: nn.Module) -> Moment:
+        """Copies the module's buffers and the random states: some microseconds, in `heal` only."""
+        return Moment(
+            len(self._ledger.healed),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if compat.cuda_is_in_use() else [],
+            random.getstate(),
+            [(buffer, buffer.clone()) for buffer in module.buffers()],
+        )
+
+    def is_healed_since(self, moment: Moment) -> bool:
+        """Whether a fix was applied meanwhile: the call raised, and the guard has explained it."""
+        return len(self._ledger.healed) > moment.healed
+
+    def look(self, output: Any, moment: Moment) -> bool:
+        """Have an output that will spoil the loss investigated now. Returns whether it was healed."""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.is_floating_point() and compat.has_values(tensor) and is_bad(tensor):
+                self._investigate(tensor)
+                break
+        return self.is_healed_since(moment)
+
+    @torch.no_grad()
+    def restore(self, moment: Moment) -> None:
+        torch.set_rng_state(moment.torch_cpu)
+        if moment.torch_cuda:
+            torch.cuda.set_rng_state_all(moment.torch_cuda)
+        random.setstate(moment.python)
+        for buffer, value in moment.buffers:
+            buffer.copy_(value)
+
+
+def is_bad(output: Tensor) -> bool:
+    """A loss that is not finite, or NaN anywhere else: logits may hold an infinity on purpose, and nothing holds NaN so."""
+    with compat.unseen():  # the guard takes a number that is read for the script's own reading
+        return not is_finite(output) and (output.numel() == 1 or bool(torch.isnan(output).any()))

@@ -1,0 +1,70 @@
+"""`--force-fp32`: modules by pattern, as soon as the model that they belong to is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ampguard.engine.force_fp32 import ForcedModules
+from ampguard.engine.patterns import nearest
+from ampguard.errors import PatternError
+from ampguard.run.overrides.ledger import Ledger, say
+
+
+class Forced:
+    """The modules that run in float32 at the user's wish, and those that a fix put there."""
+
+    def __init__(self, patterns: Sequence[str], ledger: Ledger) -> None:
+        self._unmatched = list(patterns)
+        self._patterns = tuple(patterns)
+        self._ledger = ledger
+        self._seen: list[str] = []
+        self._changed: list[ForcedModules] = []
+        self.names: list[str] = []
+
+    def see(self, modules: dict[str, nn.Module]) -> None:
+        """A model is called for the first time: force what the patterns name in it."""
+        if not self._patterns:
+            return
+        self._seen += modules
+        found: dict[str, nn.Module] = {}
+        for pattern in self._patterns:
+            matched = {n: m for n, m in modules.items() if n and fnmatchcase(n, pattern)}
+            if matched and pattern in self._unmatched:
+                self._unmatched.remove(pattern)
+            found |= matched
+        outermost = {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
+        if outermost:
+            self.force(outermost, cast_back=True)
+
+    def force(self, modules: dict[str, nn.Module], cast_back: bool) -> bool:
+        """Make modules run in float32 from now on. Returns whether all could be changed."""
+        is_done = True
+        for name, module in modules.items():
+            try:
+                self._changed.append(ForcedModules({name: module}, cast_back))
+            except PatternError as error:
+                self._ledger.failed(str(error).splitlines()[0])
+                is_done = False
+            else:
+                self.names.append(name)
+        return is_done
+
+    def end(self) -> None:
+        """The run is over: give modules their classes back, and say which patterns named nothing."""
+        for forced in self._changed:
+            forced.undo()
+        self._changed.clear()
+        for pattern in self._unmatched:
+            near = ", ".join(nearest(pattern, self._seen))
+            hint = f"; nearest: {near}" if near else "; no model was called" if not self._seen else ""
+            self._ledger.failed(f"--force-fp32 {pattern!r} matches no module{hint}")
+        self._unmatched.clear()
+
+    def first_step(self) -> None:
+        """A model was trained: what matches nothing by now is most likely misspelt, and is not said after hours only."""
+        for pattern in self._unmatched:
+            near = ", ".join(nearest(pattern, self._seen))
+            say(f"--force-fp32 {pattern!r} matches no module so far" + (f"; nearest: {near}" if near else ""))

@@ -1,0 +1,85 @@
+"""What the guard is told of the overrides, which lie over its probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.casebook import Casebook
+from ampguard.run.dynamics import LearningDynamics
+from ampguard.run.overrides.asked import OnNonfinite, Overrides
+
+if TYPE_CHECKING:
+    from ampguard.run.overrides.gained_scale import GainedScale
+    from ampguard.run.overrides.running import RunningOverrides
+
+
+class Guard:
+    """Hands on what happens over the guard's probes, through its fault barrier."""
+
+    def __init__(self, recorder: FlightRecorder, dynamics: LearningDynamics) -> None:
+        self._recorder = recorder
+        self._dynamics = dynamics
+
+    def loss_scaled(self, loss: torch.Tensor, scaled: torch.Tensor, scale: GainedScale) -> None:
+        """A loss was multiplied; what anybody measures of its gradients is unscaled already."""
+        if self._recorder.active:
+            self._recorder.barrier.call(self._recorder.note_scaled, loss, scaled, scale)
+            self._recorder.is_unscaled = True
+
+    def output_is_bad(self, output: torch.Tensor) -> None:
+        """A model in training returned what will spoil the loss: investigate now, not when that is differentiated."""
+        recorder = self._recorder
+        if recorder.active:
+            recorder.barrier.call(recorder.judge.read, output, float("nan"))
+            recorder.barrier.call(recorder.judge.settle_all)
+
+    def events(self) -> int:
+        """How many events the recorder has numbered so far."""
+        return self._recorder.log.next_index
+
+    def held_off(self, optimizer: Optimizer, scale: GainedScale | None) -> None:
+        """An optimizer's step was not made. `scale`: the loss scale at which its gradients were not finite."""
+        if self._recorder.active:
+            self._dynamics.held_off(optimizer)
+            self._recorder.barrier.call(self._note, optimizer, scale)
+
+    def _note(self, optimizer: Optimizer, scale: GainedScale | None) -> None:
+        recorder = self._recorder
+        recorder.before_update(optimizer, scale is not None)
+        if scale is not None and not recorder.counting:
+            recorder.gradients.held_off(optimizer, scale.get_scale())
+        recorder.after_update(optimizer, skipped=True)
+
+
+def overrides_under(
+    asked: Overrides | None,
+    on_nonfinite: OnNonfinite,
+    recorder: FlightRecorder,
+    dynamics: LearningDynamics,
+    casebook: Casebook,
+) -> RunningOverrides | None:
+    """The overrides of a guarded run; None where nothing is to be changed."""
+    if asked is None and on_nonfinite not in ("skip", "heal"):
+        return None
+    from ampguard.run.overrides.running import RunningOverrides  # here: a run that changes nothing needs none of it
+
+    return RunningOverrides(
+        asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), lambda: recorder.steps.count, _first_of(casebook)
+    )
+
+
+def _first_of(casebook: Casebook) -> Callable[[], str | None]:
+    def worst() -> str | None:
+        incidents = casebook.incidents()
+        if not incidents or incidents[0].severity == "info":
+            return None
+        first = incidents[0]
+        place = f" in {first.module}" if first.module else ""
+        return f"The cause: {first.cause}{place}, first in step {first.step}. {first.explanation}"
+
+    return worst

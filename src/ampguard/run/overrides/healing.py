@@ -1,0 +1,94 @@
+"""`--on-nonfinite heal`: the smallest fix that was seen to work is applied to the running model."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from ampguard import compat
+from ampguard.incident import Fix, Incident, Location
+from ampguard.run.overrides.forced import Forced
+from ampguard.run.overrides.ledger import Ledger, say
+from ampguard.run.overrides.lines import LinesInFloat32
+from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.roots import RootCalls
+
+SMALLEST_FIRST = ("force-fp32", "use-bf16", "disable-amp")
+PRECISION_OF = {"use-bf16": "bf16", "disable-amp": "fp32"}
+
+
+class Healer:
+    """Applies verified precision fixes, each once."""
+
+    def __init__(self, plan: Plan, roots: RootCalls, forced: Forced, lines: LinesInFloat32, ledger: Ledger) -> None:
+        self._plan = plan
+        self._roots = roots
+        self._forced = forced
+        self._lines = lines
+        self._ledger = ledger
+        self._applied: set[tuple[str, str | None]] = set()
+
+    def heal(self, incident: Incident) -> None:
+        """Apply the smallest verified fix of the incident, and say what was done, or that nothing can be."""
+        if incident.severity != "error" or incident.phase == "protocol":  # no step is lost by it
+            return
+        verified = [fix for fix in incident.fixes if fix.verified and (fix.action, fix.target) not in self._applied]
+        applicable = sorted(
+            (fix for fix in verified if fix.action in SMALLEST_FIRST), key=lambda fix: SMALLEST_FIRST.index(fix.action)
+        )
+        for fix in applicable:
+            if self._apply(fix, incident.location):
+                self._applied.add((fix.action, fix.target))
+                self._tell(incident, fix)
+                return
+        others = ", ".join(dict.fromkeys(fix.action for fix in incident.fixes)) or "none"
+        say(f"{incident.cause} in step {incident.step}: cannot be healed from outside (its fixes: {others})")
+
+    def _apply(self, fix: Fix, location: Location | None) -> bool:
+        if fix.action in PRECISION_OF:
+            self._plan.change(PRECISION_OF[fix.action])
+            return True
+        modules: dict[str, nn.Module] = {}
+        lines: list[tuple[str, int]] = []
+        named = self._roots.named()
+        for target in (fix.target if fix.target is not None else "").split(", "):
+            file, _, number = target.rpartition(":")
+            if not target:
+                modules |= {type(m).__name__: m for m in running_line(self._roots.unnamed(), location)}
+            elif target in named:
+                modules[target] = named[target]
+            elif file and number.isdigit():
+                lines.append((file, int(number)))
+            else:
+                return False
+        # The replay that verified it left the results in float32: cast back they might overflow again.
+        if modules and not self._forced.force(modules, cast_back=False):
+            return False
+        if lines:
+            self._lines.add(lines)
+        return True
+
+    def _tell(self, incident: Incident, fix: Fix) -> None:
+        where = {"use-bf16": "autocast in bfloat16", "disable-amp": "autocast off"}.get(
+            fix.action, f"{fix.target or 'the root module'} in float32"
+        )
+        self._ledger.healed.append(
+            {"step": incident.step, "cause": incident.cause, "action": fix.action, "target": fix.target}
+        )
+        say(f"{incident.cause} in step {incident.step}: healed, {where} from now on")
+
+
+def running_line(roots: list[nn.Module], location: Location | None) -> list[nn.Module]:
+    """Those of the roots whose own `forward` holds the line; all of them where none does."""
+    if location is None:
+        return roots
+    found = []
+    for root in roots:
+        code = getattr(inspect.unwrap(type(compat.unwrapped(root)).forward), "__code__", None)
+        if code is None:
+            continue
+        lines = [number for *_, number in code.co_lines() if number is not None]
+        if lines and code.co_filename == location.file and min(lines) <= location.line <= max(lines):
+            found.append(root)
+    return found or roots

@@ -1,0 +1,42 @@
+"""What the overrides did, and what they could not do: said once on the terminal, kept for the report."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+
+class Ledger:
+    """Remembers and says. stdout belongs to the script."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.could_not: list[str] = []
+        self.held_off = 0
+        self.healed: list[dict[str, Any]] = []
+
+    def done(self, what: str) -> None:
+        """Something was overridden that the user should know of: kept, and not said."""
+        if what not in self.did:
+            self.did.append(what)
+
+    def failed(self, what: str) -> None:
+        """Something asked for could not be overridden."""
+        if what not in self.could_not:
+            self.could_not.append(what)
+            say(f"not overridden: {what}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "did": list(self.did),
+            "could_not": list(self.could_not),
+            "steps_held_off": self.held_off,
+            "healed": list(self.healed),
+        }
+
+
+def say(what: str) -> None:
+    """One line on stderr."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ampguard: {what}", file=sys.stderr, flush=True)

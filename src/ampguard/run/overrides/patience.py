@@ -1,0 +1,56 @@
+"""How often a step may be held off: audibly, and never for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ampguard.errors import StopRun
+from ampguard.run.overrides.ledger import say
+
+IN_A_ROW = 10
+"""Steps held off one after another, after which the run ends: a bad batch is one, and a fault does not go away."""
+
+WHILE_SCALE_FALLS = 32
+"""The same, while a loss scale above 1 is still falling: from 65536 it takes 16 steps to 1."""
+
+SAID_IN_FULL = 5
+
+
+class Patience:
+    """Counts held-off steps, says them, and loses itself."""
+
+    def __init__(self, step: Callable[[], int], diagnosis: Callable[[], str | None]) -> None:
+        self._step = step
+        self._diagnosis = diagnosis
+        self._in_a_row = 0
+        self._futile = 0
+        self._said = 0
+        self._number = 0
+
+    def attempting(self) -> None:
+        """An optimizer is to step: the step that is spoken of from now on."""
+        self._number = self._step()
+
+    def stepped(self) -> None:
+        """An optimizer stepped."""
+        self._in_a_row = self._futile = 0
+
+    def held_off(self, what: str, loss_scale: float | None) -> None:
+        """A step was not made because `what` is not finite. Raises StopRun after too many in a row."""
+        self._in_a_row += 1
+        if loss_scale is None or loss_scale <= 1.0:
+            self._futile += 1
+        self._say(what, loss_scale)
+        if self._futile >= IN_A_ROW or self._in_a_row >= WHILE_SCALE_FALLS:
+            reason = f"{self._in_a_row} steps in a row were not finite"
+            known = self._diagnosis()
+            say(f"{reason}; the run ends here. " + (known or "Nothing was found that explains them."))
+            raise StopRun(reason, 3)
+
+    def _say(self, what: str, loss_scale: float | None) -> None:
+        self._said += 1
+        if self._said <= SAID_IN_FULL or self._said & (self._said - 1) == 0:
+            scale = f", loss scale {loss_scale:g}" if loss_scale is not None else ""
+            row = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
+            verb = "is" if what == "the loss" else "are"
+            say(f"step {self._number}: held off, {what} {verb} not finite{scale}{row}")

@@ -1,0 +1,33 @@
+"""The precision that everything is to run in. It can change while the script runs: a fix may be applied to it."""
+
+from __future__ import annotations
+
+import torch
+
+from ampguard.engine.precision import mode_named
+from ampguard.engine.precision.base import Precision
+
+
+class Plan:
+    """What autocast regions and scalers are to be. With `mode` None they are what the script makes them."""
+
+    def __init__(self, name: str | None) -> None:
+        self.mode: type[Precision] | None = mode_named(name) if name is not None else None
+
+    def change(self, name: str) -> None:
+        """From now on another precision."""
+        self.mode = mode_named(name)
+
+    @property
+    def is_set(self) -> bool:
+        return self.mode is not None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What autocast computes in; None: it is off."""
+        return self.mode.autocast_dtype if self.mode is not None else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether float16 gradients need a loss scale."""
+        return self.mode is not None and self.mode.scales_loss

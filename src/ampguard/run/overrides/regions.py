@@ -1,0 +1,90 @@
+"""Autocast regions: those of the script get another dtype; where it has none, calls of its models get one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampguard import compat
+from ampguard.capture.probes import Patches
+from ampguard.engine.casting import tensors_in
+from ampguard.run.overrides.plan import Plan
+
+
+class Regions:
+    """Every `torch.autocast` made from now on, by whatever constructor: all of them call one `__init__`.
+
+    A region that the script switches off stays off: inside an autocast region it is an island in float32.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._is_ours = False
+        self.of_script: set[str] = set()
+        """Device types that the script opens regions for."""
+
+    def install(self, patches: Patches) -> None:
+        patches.replace(torch.amp.autocast_mode.autocast, "__init__", self._watch)
+
+    def _watch(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(  # noqa: N807
+            region: Any,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            # In backward, checkpointing opens again what was open: that is overridden already, and no script's.
+            if enabled and self._plan.is_set and not self._is_ours and not compat.in_backward():
+                self.of_script.add(device_type)
+                enabled = self._plan.dtype is not None
+                dtype = self._plan.dtype if enabled else dtype
+            original(region, device_type, dtype, enabled, cache_enabled)
+
+        return __init__
+
+    def make(self, device_type: str, dtype: torch.dtype | None) -> torch.autocast:
+        """A region of ours; `dtype` None: one that switches autocast off."""
+        before, self._is_ours = self._is_ours, True
+        try:
+            return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+        finally:
+            self._is_ours = before
+
+    @contextlib.contextmanager
+    def around(self, region: torch.autocast) -> Iterator[None]:
+        """Inside a region of ours: what PyTorch itself opens there (checkpointing, DataParallel) is not the script's."""
+        before, self._is_ours = self._is_ours, True
+        try:
+            with region:
+                yield
+        finally:
+            self._is_ours = before
+
+    def for_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.autocast, bool] | None:
+        """The region that a call outside every module needs, and whether it is gained; None where all is well."""
+        if not self._plan.is_set:
+            return None
+        device, wanted = device_of(module, args, kwargs), self._plan.dtype
+        if device is None or not torch.amp.is_autocast_available(device):
+            return None
+        if torch.is_autocast_enabled(device):
+            is_right = wanted is not None and torch.get_autocast_dtype(device) == wanted
+            return None if is_right else (self.make(device, wanted), False)
+        if wanted is None or device in self.of_script:
+            return None
+        return self.make(device, wanted), True
+
+
+def device_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """Where a call computes: where the module's first parameter lies, else its first tensor."""
+    first: torch.Tensor | None = next(module.parameters(), None)
+    if first is None:
+        first = next(tensors_in((args, kwargs)), None)
+    return first.device.type if first is not None else None

@@ -1,0 +1,132 @@
+"""Calls of the script's models from outside: where autocast is gained, and where modules become known by name."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.probes import Patches
+from ampguard.capture.surroundings import find_prefix
+from ampguard.engine.casting import cast_floats
+from ampguard.replay.names import module_names, parameters_under
+from ampguard.run.overrides.again import Again
+from ampguard.run.overrides.ledger import say
+from ampguard.run.overrides.regions import Regions
+
+OnRoot = Callable[[nn.Module, dict[str, nn.Module]], None]
+"""Told of a module that is called from outside for the first time, with its parts by name."""
+
+
+Needed: TypeAlias = "tuple[torch.autocast, bool] | None"
+"""The region that a call needs, and whether it is gained."""
+
+
+class RootCalls:
+    """`nn.Module.__call__`, where no other module's call is running."""
+
+    def __init__(self, regions: Regions, barrier: FaultBarrier, on_root: OnRoot, on_gain: Callable[[], None]) -> None:
+        self._barrier = barrier
+        self._regions = regions
+        self._on_root = on_root
+        self._on_gain = on_gain
+        self.again: Again | None = None
+        self._inside = False
+        self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
+        """Tensors that the script wants a gradient of, among the arguments of the running step."""
+
+    def install(self, patches: Patches) -> None:
+        patches.replace(nn.Module, "__call__", self._watch)
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        return list(self._known)
+
+    def named(self) -> dict[str, nn.Module]:
+        """Every module known, by the name that the user's code gives it."""
+        names: dict[str, nn.Module] = {}
+        for root, prefix in list(self._known.items()):
+            for name, module in parts_by_name(root, prefix).items():
+                names.setdefault(name, module)
+        return names
+
+    def unnamed(self) -> list[nn.Module]:
+        """The roots that hang in no other module: a model, a criterion. All of them are called ""."""
+        return [root for root, prefix in list(self._known.items()) if not prefix]
+
+    def parameter_names(self) -> dict[int, str]:
+        """`id(parameter)` to its name, for the parameters of every module known."""
+        names: dict[int, str] = {}
+        for root, prefix in list(self._known.items()):
+            names |= parameters_under(root, module_names(root, prefix))
+        return names
+
+    def _watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if self._inside or torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            return self._call(original, module, args, kwargs)
+
+        return __call__
+
+    def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if compat.in_backward() or compat.is_tracing():  # checkpointing computes again as it computed before
+            return original(module, *args, **kwargs)
+        needed = self._barrier.call(self._prepare, module, args, kwargs, sys._getframe(2))
+        if self.again is None or not torch.is_grad_enabled():
+            return self._run(original, module, args, kwargs, needed)
+        moment = self.again.before(module)
+        try:
+            output = self._run(original, module, args, kwargs, needed)
+            if not self.again.look(output, moment):
+                return output
+        except RuntimeError:
+            if not self.again.is_healed_since(moment):
+                raise
+        output = None  # let go of the bad one: to the guard it must not look like a loss that is thrown away
+        self.again.restore(moment)
+        say("the call is made again with the fix")
+        needed = self._barrier.call(self._regions.for_call, module, args, kwargs)
+        return self._run(original, module, args, kwargs, needed)
+
+    def _run(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
+        self._inside = True
+        try:
+            if needed is None:
+                return original(module, *args, **kwargs)
+            region, is_gained = needed
+            with self._regions.around(region):
+                output = original(module, *args, **kwargs)
+        finally:
+            self._inside = False
+        if not is_gained:
+            return output
+        self._on_gain()
+        # What follows was written for float32: `.numpy()`, losses by hand, writing into float32 buffers.
+        return cast_floats(output, torch.float32)
+
+    def _prepare(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Needed:
+        if module not in self._known:
+            prefix = self._known[module] = find_prefix(module, frame)
+            self._on_root(module, parts_by_name(module, prefix))
+        self._note_inputs(args)
+        return self._regions.for_call(module, args, kwargs)
+
+    def _note_inputs(self, args: Any) -> None:
+        wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf]
+        if wanted:
+            live = [ref for ref in self.inputs if ref() is not None]
+            self.inputs = [*live, *(weakref.ref(t) for t in wanted if all(ref() is not t for ref in live))]
+
+
+def parts_by_name(root: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    """The modules of a root as the user's code names them: without wrappers' prefixes."""
+    names = module_names(root, prefix)
+    return {names[id(module)]: module for module in root.modules() if id(module) in names}

@@ -1,0 +1,121 @@
+"""All overrides of one run: installed over the guard's probes, taken out before them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ampguard import numerics
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.probes import Patches
+from ampguard.capture.record import BadResult
+from ampguard.incident import Incident
+from ampguard.run.overrides.again import Again
+from ampguard.run.overrides.asked import OnNonfinite, Overrides
+from ampguard.run.overrides.forced import Forced
+from ampguard.run.overrides.healing import Healer
+from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.lightning import LightningPlugins
+from ampguard.run.overrides.lines import LinesInFloat32
+from ampguard.run.overrides.memory import peak_memory_mib
+from ampguard.run.overrides.patience import Patience
+from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.regions import Regions
+from ampguard.run.overrides.roots import RootCalls
+from ampguard.run.overrides.scalers import Scalers
+from ampguard.run.overrides.updates import Listener, Updates
+
+
+class RunningOverrides:
+    """What was asked for, while the script runs."""
+
+    def __init__(
+        self,
+        asked: Overrides,
+        on_nonfinite: OnNonfinite,
+        listener: Listener,
+        step: Callable[[], int],
+        diagnosis: Callable[[], str | None],
+    ) -> None:
+        self._asked = asked
+        self._listener = listener
+        self._healed_until = 0
+        self._on_nonfinite = on_nonfinite
+        self.ledger = Ledger()
+        self._patches = Patches()
+        self._plan = plan = Plan(asked.precision)
+        self._regions = Regions(plan)
+        self._forced = Forced(asked.force_fp32, self.ledger)
+        self._lines = LinesInFloat32()
+        self._barrier = FaultBarrier(self._on_fault)
+        self._roots = RootCalls(self._regions, self._barrier, self._on_root, self._on_gain)
+        if on_nonfinite == "heal":
+            self._roots.again = Again(self.ledger, listener.output_is_bad)
+        self._scalers = Scalers(plan, self.ledger)
+        self._lightning = LightningPlugins(plan, self._regions, self.ledger)
+        self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger)
+        patience = Patience(step, diagnosis) if on_nonfinite in ("skip", "heal") else None
+        self._updates = Updates(
+            plan, self._scalers, self._roots, patience, self._barrier, self.ledger, listener, self._forced.first_step
+        )
+
+    def install(self) -> None:
+        for part in (self._regions, self._roots, self._scalers, self._lightning, self._updates):
+            part.install(self._patches)
+
+    def undo(self) -> None:
+        """Put back every patched attribute; whatever of the overrides named nothing is said."""
+        self._lightning.undo()
+        self._patches.undo()
+        self._lines.undo()
+        self._forced.end()
+        self._say_what_never_came()
+
+    def heal(self, incident: Incident) -> None:
+        """An incident was explained."""
+        if self._on_nonfinite == "heal":
+            before = len(self.ledger.healed)
+            self._barrier.call(self._healer.heal, incident)
+            if len(self.ledger.healed) > before:
+                self._healed_until = self._listener.events()
+
+    def was_before_healing(self, bad: BadResult) -> bool:
+        """Whether a bad result was computed before the last fix was applied: run again, it would be finite."""
+        return max((event.index for event in bad.record.events), default=0) < self._healed_until
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "precision": self._asked.precision,
+            "force_fp32": list(self._asked.force_fp32),
+            "in_float32": list(self._forced.names),
+            "on_nonfinite": self._on_nonfinite,
+            **self.ledger.as_dict(),
+            "peak_memory_mib": peak_memory_mib(),
+        }
+
+    def _on_root(self, module: nn.Module, parts: dict[str, nn.Module]) -> None:
+        self._forced.see(parts)
+        if not self._plan.is_set:
+            return
+        low = next((p.dtype for p in module.parameters() if numerics.is_low_precision(p.dtype)), None)
+        if low is not None and low != self._plan.dtype:
+            name = type(module).__name__
+            self.ledger.failed(f"the weights of {name} are {numerics.dtype_name(low)} by the script's own doing")
+
+    def _on_fault(self, fault: Exception) -> None:
+        self.ledger.failed(f"anything from here on: a fault of ampguard's own ({type(fault).__name__}: {fault})")
+        if os.environ.get("AMPGUARD_DEBUG"):
+            traceback.print_exception(fault, file=sys.stderr)
+
+    def _on_gain(self) -> None:
+        self.ledger.done("gained autocast around calls of the script's models")
+
+    def _say_what_never_came(self) -> None:
+        if self._plan.is_set and self._plan.dtype is not None and not self._roots.roots:
+            self.ledger.failed("the script called no module: what it computes by itself stays as it is")

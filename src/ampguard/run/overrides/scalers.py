@@ -1,0 +1,87 @@
+"""Gradient scalers: enabled where the precision asks for loss scaling, disabled where it does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampguard.capture.probes import Patches
+from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.plan import Plan
+
+
+class Scalers:
+    """`GradScaler`, by whatever constructor: all of them call one `__init__`."""
+
+    def __init__(self, plan: Plan, ledger: Ledger) -> None:
+        self._plan = plan
+        self._ledger = ledger
+        self.scales = False
+        """Whether the script scales its losses itself."""
+        self.stepping = 0
+        """How many of the script's enabled scalers are in their `step`."""
+        self.has_stepped = False
+        """Set by whoever sees the optimizer's own step run inside a scaler's."""
+        self.on_attempt: Callable[[], None] | None = None
+        self.on_skipped: Callable[[Any, float, bool], None] | None = None
+
+    def install(self, patches: Patches) -> None:
+        kind = torch.amp.GradScaler
+        patches.replace(kind, "__init__", self._watch_init)
+        patches.replace(kind, "scale", self._watch_scale)
+        patches.replace(kind, "step", self._watch_step)
+        patches.replace(kind, "load_state_dict", self._watch_load)
+
+    def _watch_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            if self._plan.is_set:
+                args, kwargs = args[:4], {**kwargs, "enabled": self._plan.scales_loss}
+                if self._plan.scales_loss and device == "cuda" and not torch.cuda.is_available():
+                    device = "cpu"
+                    self._ledger.done("a GradScaler for CUDA was made one for the CPU")
+            original(scaler, device, *args, **kwargs)
+
+        return __init__
+
+    def _watch_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            self.scales = self.scales or scaler.is_enabled()
+            return original(scaler, outputs)
+
+        return scale
+
+    def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return original(scaler, optimizer, *args, **kwargs)
+            if self.on_attempt is not None:
+                self.on_attempt()
+            self.stepping += 1
+            self.has_stepped = False
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self.stepping -= 1
+            if self.on_skipped is not None:
+                self.on_skipped(optimizer, scaler.get_scale(), not self.has_stepped)
+            return result
+
+        return step
+
+    def _watch_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpoint of a run in another precision holds no state of a scaler: this one begins anew."""
+
+        @functools.wraps(original)
+        def load_state_dict(scaler: Any, state_dict: dict[str, Any]) -> None:
+            if self._plan.is_set and scaler.is_enabled() and not state_dict:
+                self._ledger.done("the checkpoint holds no loss scale: it begins anew")
+                return
+            original(scaler, state_dict)
+
+        return load_state_dict

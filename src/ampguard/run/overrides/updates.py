@@ -1,0 +1,246 @@
+"""Between the loss and the weights: the gained loss scale, and steps that are held off where numbers are not finite."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.probes import Patches
+from ampguard.numerics import is_finite
+from ampguard.run.overrides.closures import calls_closure_once, without_closure
+from ampguard.run.overrides.gained_scale import GainedScale
+from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
+from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.patience import Patience
+from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.roots import RootCalls
+from ampguard.run.overrides.scalers import Scalers
+
+
+class Listener(Protocol):
+    """The guard, which cannot see by itself what happens over its probes."""
+
+    def loss_scaled(self, loss: Tensor, scaled: Tensor, scale: GainedScale) -> None: ...
+    def held_off(self, optimizer: Optimizer, scale: GainedScale | None) -> None: ...
+    def output_is_bad(self, output: Tensor) -> None: ...
+    def events(self) -> int: ...
+
+
+class Updates:
+    """`backward` and every optimizer's `step`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        scalers: Scalers,
+        roots: RootCalls,
+        patience: Patience | None,
+        barrier: FaultBarrier,
+        ledger: Ledger,
+        listener: Listener,
+        on_first_step: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._scalers = scalers
+        self._roots = roots
+        self._patience = patience
+        self._barrier = barrier
+        self._ledger = ledger
+        self._listener = listener
+        self._on_first_step: Callable[[], None] | None = on_first_step
+        self._gained = GainedScale()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stray: tuple[tuple[int, int], list[Tensor]] = ((-1, -1), [])
+        self._is_spoilt: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Optimizers whose gradients were not finite as the last backward pass left them."""
+        self._bad_loss = False
+        self._stepped_since_backward = False
+        self._stepping: set[int] = set()
+        self._patches: Patches | None = None
+
+    def install(self, patches: Patches) -> None:
+        self._patches = patches
+        patches.replace(torch.autograd, "backward", self._watch_backward)
+        patches.replace(Optimizer, "__init__", self._watch_init)
+        self._scalers.on_skipped = self._skipped_by_scaler
+        self._scalers.on_attempt = self._patience.attempting if self._patience is not None else None
+        if self._patience is not None:
+            for owner in (Optimizer, nn.Module):
+                patches.replace(owner, "zero_grad", self._watch_clear)
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def _watch_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        guarded = self._barrier.call
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or compat.in_backward():
+                return original(tensors, *args, **kwargs)
+            losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+            guarded(self._see_losses, losses)
+            if not guarded(self._is_to_be_scaled, losses, args, kwargs):
+                original(tensors, *args, **kwargs)
+                if self._patience is not None and not self._scalers.scales:
+                    guarded(self._look_at_gradients)
+                return None
+            scaled = self._gained.scaled(losses)
+            for loss, product in zip(losses, scaled, strict=True):
+                self._listener.loss_scaled(loss, product, self._gained)
+            self._gained.backward(lambda: original(scaled, *args, **kwargs), self._leaves)
+            guarded(self._look_at_gradients)
+            return None
+
+        return backward
+
+    def _look_at_gradients(self) -> None:
+        """Backward has returned: look before the script clips its gradients, which can hide an infinite one."""
+        for optimizer in list(self._optimizers):
+            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+            self._is_spoilt[optimizer] = bool(gradients) and not all_finite(gradients)
+
+    def _see_losses(self, losses: tuple[Tensor, ...]) -> None:
+        if self._stepped_since_backward:
+            self._stepped_since_backward = self._bad_loss = False
+        if self._patience is not None and not self._bad_loss:
+            self._bad_loss = not all(is_finite(loss) for loss in losses if compat.has_values(loss))
+
+    def _watch_clear(self, original: Callable[..., None]) -> Callable[..., None]:
+        """A loop that throws the gradients of a bad loss away has dealt with it."""
+
+        @functools.wraps(original)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
+            self._bad_loss = False
+            original(owner, *args, **kwargs)
+
+        return zero_grad
+
+    def _is_to_be_scaled(self, losses: tuple[Tensor, ...], args: Any, kwargs: Any) -> bool:
+        if not self._plan.scales_loss or self._scalers.scales or not losses:
+            return False
+        if kwargs.get("create_graph") or (len(args) > 2 and args[2]):
+            self._ledger.failed("a backward pass with create_graph=True runs without a loss scale")
+            return False
+        if any(p.dtype == torch.float16 for o in self._optimizers for p in parameters_of(o)):
+            self._ledger.failed("the weights themselves are float16: their gradients get no loss scale")
+            return False
+        self._ledger.done("gained a dynamic loss scale")
+        return True
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """Whatever may have a gradient: what optimizers hold, other parameters of models, inputs of models."""
+        seen: set[int] = set()
+        inputs = [t for ref in self._roots.inputs if (t := ref()) is not None]
+        for optimizer in list(self._optimizers):
+            for parameter in parameters_of(optimizer):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+        for leaf in (*self._unheld(seen), *inputs):
+            if id(leaf) not in seen:
+                seen.add(id(leaf))
+                yield leaf
+
+    def _unheld(self, held: set[int]) -> list[Tensor]:
+        """Parameters of models that no optimizer holds; looked for again when there are new ones of either."""
+        roots = self._roots.roots
+        now = (len(roots), len(held))
+        if self._stray[0] != now:
+            found = {id(p): p for root in roots for p in root.parameters() if p.requires_grad and id(p) not in held}
+            self._stray = (now, list(found.values()))
+        return self._stray[1]
+
+    # --- the optimizers' steps ----------------------------------------------------------------------------------------
+
+    def _watch_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+            kind = type(optimizer)
+            if self._patches is not None and not hasattr(kind.step, "_ampguard_holds"):
+                self._patches.replace(kind, "step", self._watch_step)
+
+        return __init__
+
+    def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if id(optimizer) in self._stepping or torch.compiler.is_compiling():
+                return original(optimizer, *args, **kwargs)
+            self._stepping.add(id(optimizer))
+            try:
+                return self._attempt(original, optimizer, args, kwargs)
+            finally:
+                self._stepping.discard(id(optimizer))
+
+        step.__dict__["_ampguard_holds"] = True
+        inner = getattr(original, "__wrapped__", None)
+        if inner is not None:  # who looks through PyTorch's hooks finds what he looks for
+            step.__dict__["__wrapped__"] = inner
+        return step
+
+    def _attempt(self, original: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._on_first_step is not None:
+            first, self._on_first_step = self._on_first_step, None
+            self._barrier.call(first)
+        self._stepped_since_backward = True
+        if self._patience is not None and not self._scalers.stepping:
+            self._patience.attempting()
+        is_scaled = self._plan.scales_loss and not self._scalers.scales
+        if self._scalers.stepping:  # the script's scaler has looked at the gradients
+            self._scalers.has_stepped = not compat.is_told_to_skip(optimizer)
+            return original(optimizer, *args, **kwargs)
+        if not (is_scaled or self._patience is not None):
+            return original(optimizer, *args, **kwargs)
+        closure, args, kwargs = without_closure(args, kwargs)
+        result = None
+        if closure is not None:
+            if not calls_closure_once(optimizer):
+                self._ledger.failed(
+                    f"steps of {type(optimizer).__name__} are not held off: it calls its closure by itself"
+                )
+                return original(optimizer, closure, *args, **kwargs)
+            with torch.enable_grad():
+                result = closure()
+            self._stepped_since_backward = True
+        if self._barrier.call(self._is_good, optimizer) is not False:
+            self._gained.attempted(True)
+            if self._patience is not None:
+                self._patience.stepped()
+            returned = original(optimizer, *args, **kwargs)
+            return returned if closure is None else result
+        self._hold(optimizer, is_scaled)
+        return result
+
+    def _is_good(self, optimizer: Optimizer) -> bool:
+        if self._is_spoilt.pop(optimizer, False) or self._bad_loss:
+            return False
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        return self._patience is None or all_finite(gradients)
+
+    def _hold(self, optimizer: Optimizer, is_scaled: bool) -> None:
+        self._gained.attempted(False)
+        self._ledger.held_off += 1
+        self._listener.held_off(optimizer, self._gained if is_scaled and not self._bad_loss else None)
+        if self._patience is not None:
+            what = "the loss" if self._bad_loss else bad_gradients(optimizer, self._roots.parameter_names())
+            self._patience.held_off(what, self._gained.get_scale() if is_scaled else None)
+
+    def _skipped_by_scaler(self, optimizer: Optimizer, scale: float, was_skipped: bool) -> None:
+        """A scaler of the script's was to let an optimizer step."""
+        if self._patience is None:
+            return
+        if not was_skipped:
+            self._patience.stepped()
+            return
+        self._ledger.held_off += 1
+        self._patience.held_off(bad_gradients(optimizer, self._roots.parameter_names()), scale)

@@ -1,0 +1,154 @@
+"""Training by torch.func: steps are counted, losses kept, a bad one explained; nothing of the training changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, stack_module_state, vmap
+from torch.nn import functional as F  # noqa: N812
+from watching import Watched, bits, seed_everything
+
+from ampguard.report.history import read_history
+
+Guard = Callable[..., Watched]
+STEPS, BAD = 8, 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.body(x)))
+        return self.head(hidden) / hidden.abs().amax(-1, keepdim=True)
+
+
+def loss_of(parameters: dict[str, Tensor], model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(functional_call(model, parameters, (x,)), y)
+
+
+def train(differentiate: Callable[..., Any], bad: int | None = None) -> list[object]:
+    seed_everything()
+    model = Net()
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = []
+    for step in range(STEPS):
+        x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+        if step == bad:
+            parameters["body.bias"] = torch.zeros(8)
+            x[2] = 0.0
+        gradients, loss = differentiate(parameters, model, x, y)
+        parameters = {name: p - 0.05 * gradients[name] for name, p in parameters.items()}
+        losses.append(bits(loss))
+    return [bits(parameters), losses, bits(torch.get_rng_state())]
+
+
+def with_value(*args: Any) -> Any:
+    return grad_and_value(loss_of)(*args)
+
+
+def with_auxiliary(*args: Any) -> Any:
+    def both(*inner: Any) -> tuple[Tensor, Tensor]:
+        loss = loss_of(*inner)
+        return loss, 2 * loss
+
+    gradients, (loss, twice) = grad_and_value(both, has_aux=True)(*args)
+    assert float(twice) == pytest.approx(2 * float(loss))
+    return gradients, loss
+
+
+def gradient_alone(*args: Any) -> Any:
+    return grad(loss_of)(*args), torch.zeros(())
+
+
+@pytest.mark.parametrize("differentiate", [with_value, with_auxiliary, gradient_alone])
+def test_steps_are_counted_and_losses_kept(differentiate: Callable[..., Any], guard: Guard) -> None:
+    plain = train(differentiate)
+    run = guard(lambda: train(differentiate))
+    assert (run.faults, run.causes, run.report.steps) == (0, [], STEPS)
+    assert run.result == plain
+    assert run.session.path is not None
+    with read_history(run.session.path) as history:
+        losses = [row.loss for row in history.steps()]
+    assert len(losses) == STEPS
+    assert all(loss is not None and 0.1 < loss < 50 for loss in losses)
+
+
+@pytest.mark.parametrize("differentiate", [with_value, gradient_alone])
+def test_bad_loss_is_explained_by_its_line(differentiate: Callable[..., Any], guard: Guard) -> None:
+    plain = train(differentiate, BAD)
+    run = guard(lambda: train(differentiate, BAD))
+    assert run.faults == 0
+    assert run.result == plain
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.mode) == ("division-by-zero", BAD, "train")
+    assert incident.location is not None
+    assert incident.location.code == "return self.head(hidden) / hidden.abs().amax(-1, keepdim=True)"
+    assert run.report.steps == STEPS
+
+
+def test_bad_gradient_of_a_finite_loss(guard: Guard) -> None:
+    def distance(point: Tensor, target: Tensor) -> Tensor:
+        return (point - target).pow(2).sum().sqrt()
+
+    def script() -> None:
+        point = torch.zeros(3)
+        for step in range(6):
+            target = point.clone() if step == 3 else torch.randn(3)
+            gradient, _ = grad_and_value(distance)(point, target)
+            point = point - 0.1 * gradient.nan_to_num()
+
+    run = guard(script)
+    assert run.faults == 0
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.phase) == ("singular-gradient", 3, "backward")
+    assert incident.location is not None
+    assert incident.location.code == "return (point - target).pow(2).sum().sqrt()"
+
+
+def test_under_vmap_it_is_said_what_cannot_be_followed(guard: Guard) -> None:
+    def script() -> object:
+        seed_everything()
+        models = [nn.Linear(4, 3) for _ in range(2)]
+        parameters, _ = stack_module_state(models)
+        base = nn.Linear(4, 3, device="meta")
+        ensemble = vmap(grad_and_value(loss_of), in_dims=(0, None, None, None))
+        for step in range(STEPS):
+            y = torch.full((5,), -100) if step == BAD else torch.randint(0, 3, (5,))
+            gradients, _ = ensemble(parameters, base, torch.randn(5, 4), y)
+            parameters = {name: p - 0.05 * gradients[name].nan_to_num() for name, p in parameters.items()}
+        return bits(parameters)
+
+    plain = script()
+    run = guard(script)
+    assert (run.faults, run.report.steps, run.result) == (0, STEPS, plain)
+    assert run.stderr.count("torch.func under vmap") == 1
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step) == ("unexplained", BAD)
+
+
+def test_gradients_inside_a_larger_loss_are_no_steps(guard: Guard) -> None:
+    """An inner loop whose outcome is differentiated again, by an optimizer's own backward pass."""
+
+    def script() -> None:
+        seed_everything()
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+            parameters = dict(model.named_parameters())
+            inner = grad(loss_of)(parameters, model, x, y)
+            fast = {name: p - 0.1 * inner[name] for name, p in parameters.items()}
+            optimizer.zero_grad()
+            loss_of(fast, model, x, y).backward()
+            optimizer.step()
+
+    run = guard(script)
+    assert (run.faults, run.causes, run.report.steps) == (0, [], 4)

@@ -1,0 +1,113 @@
+"""Whose doing an unused parameter is, and how much of the model: the numbers that make it a warning or a note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from watching import Watched
+
+Guard = Callable[..., Watched]
+STEPS = 12
+
+
+def trained(model: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], None]:
+    def body() -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            forward().backward()
+            optimizer.step()
+
+    return body
+
+
+class Tied(nn.Module):
+    """The output layer borrows the embedding's weight and is applied without its bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, width)
+        self.inner = nn.Linear(width, width)
+        self.head = nn.Linear(width, 60)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.relu(self.inner(self.embed(x))), self.head.weight)
+
+
+@pytest.mark.parametrize(("width", "severity"), [(32, "info"), (4, "warning")])
+def test_bias_of_a_layer_whose_weight_is_trained(width: int, severity: str, guard: Guard) -> None:
+    """60 of 3,036 elements are nothing; 60 of 320 are worth a look."""
+    model = Tied(width)
+
+    def loss() -> Tensor:
+        return F.cross_entropy(model(torch.randint(0, 60, (20,))), torch.randint(0, 60, (20,)))
+
+    run = guard(trained(model, loss))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", severity)
+    assert incident.evidence["parameters"] == ["head.bias"]
+    assert (incident.evidence["left_by"], incident.evidence["elements"]) == ("sibling", 60)
+    assert run.report.status == ("clean" if severity == "info" else "incidents")
+
+
+class Forgotten(nn.Module):
+    """A small head of the script's own that forward never calls, beside a large body."""
+
+    def __init__(self, as_parameter: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 400)
+        self.out = nn.Linear(400, 3)
+        if as_parameter:
+            self.temperature = nn.Parameter(torch.ones(1))
+        else:
+            self.centerness = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.body(x)))
+
+
+@pytest.mark.parametrize("as_parameter", [True, False])
+def test_what_the_script_made_and_forgot_is_a_warning_however_small(as_parameter: bool, guard: Guard) -> None:
+    model = Forgotten(as_parameter)
+    run = guard(trained(model, lambda: F.cross_entropy(model(torch.randn(6, 8)), torch.randint(0, 3, (6,)))))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", "warning")
+    assert incident.evidence["left_by"] == "script"
+    assert incident.evidence["share"] < 0.05
+
+
+def test_pooler_that_a_library_model_brings_along_is_a_note(guard: Guard) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=512
+    )
+    bert, head = transformers.BertModel(config), nn.Linear(32, 3)
+    model = nn.ModuleDict({"bert": bert, "head": head})
+
+    def loss() -> Tensor:
+        hidden = bert(torch.randint(0, 300, (4, 6))).last_hidden_state
+        return F.cross_entropy(head(hidden.mean(1)), torch.randint(0, 3, (4,)))
+
+    run = guard(trained(model, loss))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity, run.report.status) == ("unused-parameters", "info", "clean")
+    assert incident.evidence["left_by"] == "library"
+    assert incident.fixes[0].action == "wait"
+
+
+def test_a_large_head_of_a_library_model_is_a_warning(guard: Guard) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    bert = transformers.BertModel(config)
+    run = guard(trained(bert, lambda: bert(torch.randint(0, 20, (4, 6))).last_hidden_state.pow(2).mean()))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", "warning")
+    assert incident.evidence["share"] > 0.05

@@ -1,0 +1,92 @@
+"""What follows a step waits for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from engine_loops import Net, loss_of, model_of, train
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ampguard
+from ampguard.errors import SetupError
+
+NAN = float("nan")
+
+
+def setup(precision: str = "fp16") -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_a_scheduler_stands_still_where_a_step_is_skipped() -> None:
+    model, optimizer = setup()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    amp = ampguard.Amp(model, optimizer, "fp16", schedulers=scheduler, init_scale=2.0**26)
+    rates = []
+    for number in range(14):
+        amp.backward(loss_of(amp, number))
+        skipped = amp.step().skipped
+        rates.append((skipped, scheduler.get_last_lr()[0]))
+    assert [s for s, _ in rates].count(True) > 2
+    for (_, before), (skipped, after) in itertools.pairwise(rates):
+        assert after == (before if skipped else before / 2)
+
+
+def test_inside_a_window_nothing_follows() -> None:
+    model, optimizer = setup()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    amp = ampguard.Amp(model, optimizer, "bf16", schedulers=[scheduler], accumulate=3)
+    train(amp, range(7))
+    assert scheduler.last_epoch == 2
+
+
+def test_an_average_waits_too() -> None:
+    model, optimizer = setup()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    amp = ampguard.Amp(model, optimizer, "bf16", ema=average)
+    train(amp, range(5), spoil={2: NAN})
+    assert int(average.n_averaged) == 4
+    assert all(p.isfinite().all() for p in average.parameters())
+
+
+def test_an_average_of_another_kind() -> None:
+    class Ema:
+        calls = 0
+
+        def update(self, model: torch.nn.Module) -> None:
+            assert isinstance(model, Net)
+            self.calls += 1
+
+    model, optimizer = setup()
+    ema = Ema()
+    train(ampguard.Amp(model, optimizer, "bf16", ema=[(ema, model)]), range(3))
+    assert ema.calls == 3
+
+
+def test_two_optimizers_with_a_scheduler_each() -> None:
+    torch.manual_seed(0)
+    a, b = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+    opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (a, b))
+    schedulers = [CosineAnnealingLR(opt_b, 10), LambdaLR(opt_a, lambda step: 0.5**step)]
+    amp = ampguard.Amp([a, b], {"a": opt_a, "b": opt_b}, "fp32", schedulers=schedulers)
+    for _ in range(2):
+        amp.backward(a(torch.ones(1, 8)).sum())
+        amp.step("a")
+    assert opt_a.param_groups[0]["lr"] == 0.25
+    assert opt_b.param_groups[0]["lr"] == 1.0
+
+
+def test_what_cannot_follow_is_refused() -> None:
+    model, optimizer = setup()
+    with pytest.raises(SetupError, match="ReduceLROnPlateau needs a metric"):
+        ampguard.Amp(model, optimizer, schedulers=ReduceLROnPlateau(optimizer))
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SetupError, match="the StepLR in schedulers= belongs to none of the optimizers"):
+        ampguard.Amp(model, optimizer, schedulers=StepLR(other, 1))
+    with pytest.raises(SetupError, match="ema= takes objects with update_parameters"):
+        ampguard.Amp(model, optimizer, ema=model)
+    assert model_of(ampguard.Amp(model, optimizer)) is model

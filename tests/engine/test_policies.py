@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from engine_loops import MODES, made, model_of, same, train, weights
+
+import ampguard
+from ampguard.engine.policies import Rollback
+from ampguard.errors import NonfiniteError, SetupError
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_skip_leaves_the_weights_alone_and_says_so(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    amp = made(mode)
+    train(amp, range(3))
+    parameters = [p.detach().clone() for p in model_of(amp).parameters()]
+    steps, scale = amp.steps, amp.get_scale()
+    caplog.clear()
+    train(amp, range(3, 4), spoil={3: NAN})
+    assert same(parameters, list(model_of(amp).parameters()))
+    assert amp.steps == steps
+    assert amp.get_scale() == (scale / 2 if amp.mode.scales_loss else 1.0)
+    assert f"step {amp.verdicts.attempts - 1} of `AdamW`: the loss is not finite" in caplog.text
+    assert "skipped (1 in a row" in caplog.text
+
+
+def test_a_settling_scale_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    amp = made("fp16", init_scale=2.0**24)
+    with caplog.at_level(logging.INFO, "ampguard"):
+        train(amp, range(15))
+    assert 0 < amp.steps < 15
+    assert "the loss scale is halved" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise", "rollback"])
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16-true"])
+def test_no_policy_goes_on_for_ever(mode: str, policy: str) -> None:
+    amp = made(mode, on_nonfinite=policy, patience=4)
+    train(amp, range(3))
+    with pytest.raises(NonfiniteError) as caught:
+        train(amp, range(3, 30), spoil=dict.fromkeys(range(3, 30), NAN))
+    if policy != "raise":
+        assert str(caught.value).startswith("4 steps in a row were skipped.")
+    assert "ampguard run" in str(caught.value)
+    assert "inner.weight" in caught.value.parameters
+    assert all(p.isfinite().all() for p in model_of(amp).parameters())
+
+
+def test_raise_ends_the_run_at_once_but_lets_a_scale_settle() -> None:
+    amp = made("fp16", on_nonfinite="raise", init_scale=2.0**24)
+    train(amp, range(15))
+    assert amp.steps < 15
+    with pytest.raises(NonfiniteError, match="the loss is not finite"):
+        train(amp, range(15, 16), spoil={15: NAN})
+    amp = made("bf16", on_nonfinite="raise")
+    amp.backward(next(iter(model_of(amp).parameters())).sum().sqrt() * float("inf"))
+    with pytest.raises(NonfiniteError):
+        amp.step()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "O2", "bf16-true"])
+def test_rollback_goes_back_to_the_last_good_state(mode: str, on_disk: bool, tmp_path: Path) -> None:
+    policy = Rollback(every=2, folder=tmp_path / "snapshots" if on_disk else None)
+    amp = made(mode, on_nonfinite=policy)
+    train(amp, range(5))
+    good = weights(amp)
+    optimizer_steps = amp.optimizers["AdamW"].state_dict()["state"][0]["step"].item()
+    train(amp, range(5, 6), spoil={5: NAN})
+    statistics = model_of(amp).statistics.running_mean
+    assert policy.rollbacks == 1
+    assert statistics.isfinite().all()
+    assert amp.steps in (4, 5)
+    now = amp.optimizers["AdamW"].state_dict()["state"][0]["step"].item()
+    assert now in (optimizer_steps, optimizer_steps - 1)
+    if amp.steps == 5:
+        assert same(good, weights(amp))
+    amp.state_dict()
+    train(amp, range(6, 12))
+    assert amp.steps >= 10
+    assert (tmp_path / "snapshots" / "last-good.pt").exists() is on_disk
+
+
+def test_skip_cannot_save_running_statistics_and_rollback_can() -> None:
+    skipping, rolling = made("bf16", on_nonfinite="skip"), made("bf16", on_nonfinite=Rollback(every=1))
+    for amp in (skipping, rolling):
+        train(amp, range(3))
+        train(amp, range(3, 4), spoil={3: NAN})
+    assert not model_of(skipping).statistics.running_mean.isfinite().all()
+    assert model_of(rolling).statistics.running_mean.isfinite().all()
+
+
+def test_rollback_from_the_very_first_step() -> None:
+    amp = made("bf16", on_nonfinite="rollback")
+    train(amp, range(1), spoil={0: NAN})
+    assert model_of(amp).statistics.running_mean.isfinite().all()
+    train(amp, range(1, 4))
+    assert amp.steps == 3
+
+
+def test_the_random_streams_are_not_set_back() -> None:
+    amp = made("bf16", on_nonfinite=Rollback(every=1))
+    train(amp, range(2))
+    before = torch.get_rng_state()
+    train(amp, range(2, 3), spoil={2: NAN})
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_nonfinite_parameters_are_named() -> None:
+    amp = made("fp32")
+    train(amp, range(1))
+    loss = model_of(amp).head.weight.sum() + (model_of(amp).inner.bias * torch.inf).sum()
+    amp.backward(loss)
+    result = amp.step()
+    assert result.skipped
+    assert not result.stepped
+    assert result.nonfinite == ("inner.bias",)
+    assert repr(result) == "StepResult(skipped=True, grad_norm=inf, loss_scale=1)"
+
+
+def test_parameters_of_o2_are_named_as_the_model_does() -> None:
+    amp = made("O2", name_nonfinite=True)
+    train(amp, range(1), spoil={0: NAN})
+    model = model_of(amp)
+    amp.backward((model.inner.bias.float() * torch.inf).sum())
+    assert amp.step().nonfinite == ("inner.bias",)
+
+
+def test_unknown_policies_and_numbers() -> None:
+    with pytest.raises(SetupError, match="unknown on_nonfinite='ignore'"):
+        made(on_nonfinite="ignore")
+    with pytest.raises(SetupError, match="patience=-1"):
+        made(patience=-1)
+    with pytest.raises(SetupError, match="at least 1"):
+        Rollback(every=0)
+
+
+def test_a_policy_of_ones_own() -> None:
+    seen = []
+
+    class Note(ampguard.engine.policies.Policy):
+        def on_bad_step(self, amp: ampguard.Amp, bad: ampguard.engine.policies.BadStep) -> None:
+            seen.append((bad.step, bad.loss_is_finite, bad.loss_scale))
+
+    amp = made("fp32", on_nonfinite=Note())
+    train(amp, range(4), spoil={2: NAN})
+    assert seen == [(2, False, 1.0)]

@@ -1,0 +1,99 @@
+"""The guard sees an Amp's steps for what they are: `ampguard run` on a script that uses it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_loops import made, same, train, weights
+
+import ampguard
+from ampguard.report.store import read_report
+
+SCRIPT = """
+import sys, torch, ampguard
+from torch import nn
+
+precision, bad = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.inner(x)) * 64)
+
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+amp = ampguard.Amp(model, optimizer, precision, max_grad_norm=1.0, init_scale=8.0)
+for step in range(20):
+    x = torch.randn(16, 8)
+    y = x[:, :1] * 2
+    if step == bad:
+        x = x * 1e4
+    with amp.autocast():
+        loss = nn.functional.mse_loss(model(x), y)
+    amp.backward(loss)
+    amp.step()
+print("made", amp.steps)
+"""
+
+
+def guarded(tmp_path: Path, precision: str, bad: int = -1) -> tuple[str, ampguard.Report]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "ampguard",
+        "run",
+        "--out",
+        str(tmp_path / "run"),
+        str(script),
+        precision,
+        str(bad),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return ran.stdout, read_report(tmp_path / "run")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-true"])
+def test_a_healthy_run_is_silent(precision: str, tmp_path: Path) -> None:
+    out, report = guarded(tmp_path, precision)
+    assert out == "made 20\n"
+    assert report.incidents == ()
+    assert report.steps == 20
+
+
+@pytest.mark.parametrize("precision", ["fp16", "O2"])
+def test_an_overflow_is_found_in_its_step(precision: str, tmp_path: Path) -> None:
+    out, report = guarded(tmp_path, precision, bad=7)
+    assert out == "made 19\n"
+    (incident,) = [i for i in report.incidents if i.severity == "error"]
+    assert (incident.cause, incident.step) == ("fp16-overflow", 7)
+
+
+def test_a_settling_scale_is_a_note(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        amp = made("fp16", init_scale=2.0**24)
+        train(amp, range(15))
+    assert amp.steps < 15
+    assert {i.cause for i in session.report.incidents} == {"loss-scale-overflow"}
+    assert {i.severity for i in session.report.incidents} == {"info"}
+
+
+@pytest.mark.parametrize("mode", ["fp16", "O2"])
+def test_watching_changes_nothing(mode: str, tmp_path: Path) -> None:
+    alone = made(mode, accumulate=2, max_grad_norm=1.0, init_scale=2.0**18)
+    losses = train(alone, range(16))
+    with ampguard.watch(out=tmp_path / "run"):
+        watched = made(mode, accumulate=2, max_grad_norm=1.0, init_scale=2.0**18)
+        assert train(watched, range(16)) == losses
+    assert same(weights(alone), weights(watched))
+    assert alone.get_scale() == watched.get_scale()

@@ -1,0 +1,113 @@
+"""`--force-fp32`: the modules that a pattern names compute in float32, whatever wraps the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.attn(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Products:
+    """The type of every matrix product of a linear layer, by the layer's name."""
+
+    def __init__(self, net: nn.Module, patch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[str, set[torch.dtype]] = {}
+        names = {id(module.weight): n for n, module in net.named_modules() if isinstance(module, nn.Linear)}
+        original = nn.functional.linear
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            result = original(x, weight, bias)
+            self.seen.setdefault(names[id(weight)], set()).add(result.dtype)
+            return result
+
+        patch.setattr(nn.functional, "linear", linear)
+
+    def in_float32(self) -> set[str]:
+        return {name for name, dtypes in self.seen.items() if dtypes == {torch.float32}}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "forced"),
+    [
+        (("blocks.*.attn",), {"blocks.0.attn", "blocks.1.attn"}),
+        (("blocks.1",), {"blocks.1.attn", "blocks.1.mlp"}),
+        (("head", "blocks.0.mlp"), {"head", "blocks.0.mlp"}),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel])
+def test_patterns(
+    overridden: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    patterns: tuple[str, ...],
+    forced: set[str],
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    net = Net()
+    products = Products(net, monkeypatch)
+    kinds = [type(module) for module in net.modules()]
+    with overridden("bf16", patterns) as session:
+        result = wrap(net)(torch.full((2, 4), 1 / 3))
+        result.sum().backward()
+    assert products.in_float32() == forced
+    assert len(products.seen) == 5
+    assert session.report.run["could_not"] == []
+    assert [type(module) for module in net.modules()] == kinds  # given back
+
+
+def test_on_a_script_with_its_own_autocast(overridden: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    products = Products(net, monkeypatch)
+    with overridden(None, ("blocks.0",)), torch.autocast("cpu", dtype=torch.float16):
+        net(torch.ones(1, 4))
+    assert products.in_float32() == {"blocks.0.attn", "blocks.0.mlp"}
+    assert products.seen["head"] == {torch.float16}
+
+
+def test_a_copy_runs_its_own_weights(overridden: Callable[..., Any]) -> None:
+    """An average of the weights is a deep copy of the model."""
+    with overridden("bf16", ("head",)):
+        net = Net()
+        net(torch.ones(1, 4))
+        average = copy.deepcopy(net)
+        with torch.no_grad():
+            average.head.weight.zero_()
+            average.head.bias.fill_(3)
+        assert torch.equal(average(torch.ones(1, 4)), torch.full((1, 2), 3.0))
+
+
+def test_a_pattern_that_names_nothing(overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with overridden(None, ("blocks.*.attention", "head")) as session:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert "'blocks.*.attention' matches no module so far; nearest: blocks.*.attn" in capsys.readouterr().err
+    run = session.report.run
+    assert run["in_float32"] == ["head"]
+    (said,) = run["could_not"]
+    assert said.startswith("--force-fp32 'blocks.*.attention' matches no module; nearest: blocks.*.attn")

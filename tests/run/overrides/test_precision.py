@@ -1,0 +1,283 @@
+"""A script's precision is overridden: what runs is what the script would be had its author written it so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import override_loops as loops
+import pytest
+import torch
+import torch.utils.checkpoint
+from override_loops import DTYPES, batches, model, train_by_hand, train_plain, train_with_amp, weights
+from torch import nn
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(weights(one), weights(other), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("wanted", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("written", ["fp16", "bf16"])
+def test_a_script_with_amp(overridden: Callable[..., Any], written: str, wanted: str) -> None:
+    control = train_with_amp(wanted)
+    with overridden(wanted):
+        net = train_with_amp(written)
+    assert_equal(net, control)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_computes_again_as_it_computed(overridden: Callable[..., Any], use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    def train(net: nn.Module) -> nn.Module:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x.requires_grad_()), y).backward()
+            optimizer.step()
+        return net
+
+    with overridden("fp16"):
+        control = train(model())
+        assert_equal(train(Checkpointed()), control)
+
+
+def with_decorator(device: str, dtype: torch.dtype) -> Any:
+    """An `@autocast` function, entered by hand: the decorator is made before the region is entered."""
+    return torch.amp.autocast(device, dtype=dtype)
+
+
+def with_old_name(device: str, dtype: torch.dtype) -> Any:
+    with pytest.warns(FutureWarning):
+        return torch.cpu.amp.autocast(dtype=dtype)
+
+
+@pytest.mark.parametrize("region", [with_decorator, with_old_name])
+def test_every_constructor_of_autocast(overridden: Callable[..., Any], region: Callable[..., Any]) -> None:
+    control = train_with_amp("bf16")
+    with overridden("bf16"):
+        net = train_with_amp("fp16", region=region)
+    assert_equal(net, control)
+
+
+def test_a_decorated_forward(overridden: Callable[..., Any]) -> None:
+    with overridden("bf16"):
+        net = nn.Linear(4, 4)
+
+        @torch.autocast("cpu", dtype=torch.float16)
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return net(x)
+
+        assert forward(torch.ones(1, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("spoilt", [None, 2])
+def test_fp16_is_gained_bit_for_bit(overridden: Callable[..., Any], every: int, spoilt: int | None) -> None:
+    """Scale, unscale, skip on Inf, two optimizers, accumulation, clipping: as PyTorch's own scaler does it."""
+    control = train_by_hand(every=every, spoilt=spoilt)
+    with overridden("fp16") as session:
+        net = train_plain(every=every, spoilt=spoilt)
+    assert_equal(net, control)
+    told = session.report.run
+    assert told["steps_held_off"] == (0 if spoilt is None else 1)
+    assert "gained a dynamic loss scale" in told["did"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_a_script_without_amp_sees(overridden: Callable[..., Any], precision: str) -> None:
+    """Models compute in low precision; outputs, gradients and their norms are float32 and unscaled."""
+    net, (x, y) = model(), batches(1)[0]
+    exact = model()
+    nn.functional.cross_entropy(exact(x), y).backward()
+    seen: list[torch.dtype] = []
+    net[3].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    x.requires_grad_()
+    with overridden(precision):
+        torch.optim.SGD(net[:2].parameters(), 0.1)  # the last layer is in no optimizer
+        output = net(x)
+        loss = nn.functional.cross_entropy(output, y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+    assert (seen, output.dtype, loss.dtype) == ([DTYPES[precision]], torch.float32, torch.float32)
+    wanted = torch.stack([p.grad.norm() for p in exact.parameters()]).norm()
+    torch.testing.assert_close(norm, wanted, rtol=0.02, atol=0)
+    for p, q in zip(net.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=5e-3)
+    assert x.grad is not None
+    assert x.grad.abs().max() < 1
+
+
+def test_a_float32_island_stays_one(overridden: Callable[..., Any]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            with torch.autocast("cpu", enabled=False):
+                assert self.two(x.float()).dtype == torch.float32
+            return x
+
+    with overridden("fp16"):
+        Net()(torch.ones(1, 4))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert Net()(torch.ones(1, 4)).dtype == torch.float16
+
+
+def test_a_switched_off_region_does_not_keep_fp16_out(overridden: Callable[..., Any]) -> None:
+    """`autocast(enabled=args.amp)` with the flag off, as Swin has it: the model is called inside it."""
+    net = nn.Linear(4, 4)
+    seen = []
+    net.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with overridden("bf16"), torch.autocast("cpu", enabled=False):
+        net(torch.ones(1, 4))
+    assert seen == [torch.bfloat16]
+
+
+def test_evaluation_outside_the_scripts_regions_stays_float32(overridden: Callable[..., Any]) -> None:
+    with overridden("fp16"):
+        net = train_with_amp("bf16", steps=1)
+        with torch.no_grad():
+            assert net(torch.ones(1, 8)).dtype == torch.float32
+            assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(("precision", "is_on"), [("fp16", True), ("bf16", False), ("fp32", False)])
+def test_scalers(overridden: Callable[..., Any], precision: str, is_on: bool) -> None:
+    with overridden(precision):
+        for enabled in (True, False):
+            scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+            assert scaler.is_enabled() is is_on
+            scaler.load_state_dict({})  # of a checkpoint from another precision
+            scaler.load_state_dict(scaler.state_dict())
+    assert torch.amp.GradScaler("cpu").is_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there a scaler for CUDA is right")
+def test_a_scaler_for_cuda_becomes_one_for_the_cpu(overridden: Callable[..., Any]) -> None:
+    with overridden("fp16") as session:
+        assert torch.amp.GradScaler().is_enabled()
+    assert any("CUDA" in done for done in session.report.run["did"])
+
+
+def test_what_cannot_be_overridden_is_said(overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with overridden("fp16") as session:
+        half = nn.Linear(4, 4).half()
+        half(torch.ones(1, 4).half())
+        bf16 = nn.Linear(4, 4).bfloat16()
+        bf16(torch.ones(1, 4).bfloat16())
+        net = nn.Linear(4, 1)
+        with pytest.warns(UserWarning, match="create_graph"):
+            net(torch.ones(1, 4)).sum().backward(create_graph=True)
+    could_not = session.report.run["could_not"]
+    assert could_not == [
+        "the weights of Linear are bfloat16 by the script's own doing",
+        "a backward pass with create_graph=True runs without a loss scale",
+    ]
+    assert "not overridden: the weights of Linear are bfloat16" in capsys.readouterr().err
+
+
+def test_lbfgs_trains_and_its_limits_are_said(overridden: Callable[..., Any]) -> None:
+    with overridden("fp16") as session:
+        net, (x, y) = model(), batches(1)[0]
+        optimizer = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        first, last = closure().item(), None
+        for _ in range(3):
+            last = optimizer.step(closure).item()
+    assert last < first
+    assert any("LBFGS" in what for what in session.report.run["could_not"])
+
+
+def test_a_closure_is_held_off_like_any_step(overridden: Callable[..., Any]) -> None:
+    with overridden("fp16") as session:
+        net, (x, y) = model(), batches(1)[0]
+        before = weights(net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+        def closure() -> torch.Tensor:
+            loss = nn.functional.cross_entropy(net(x), y) * float("inf")
+            loss.backward()
+            return loss
+
+        assert torch.isinf(optimizer.step(closure))
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
+    assert session.report.run["steps_held_off"] == 1
+
+
+PATCHED = [
+    (nn.Module, "__call__"),
+    (torch.autograd, "backward"),
+    (torch.optim.Optimizer, "__init__"),
+    (torch.optim.Optimizer, "zero_grad"),
+    (torch.optim.SGD, "step"),
+    (torch.amp.GradScaler, "__init__"),
+    (torch.amp.GradScaler, "scale"),
+    (torch.amp.GradScaler, "step"),
+    (torch.amp.GradScaler, "load_state_dict"),
+    (torch.amp.autocast_mode.autocast, "__init__"),
+]
+
+
+def test_everything_is_put_back(overridden: Callable[..., Any]) -> None:
+    torch.optim.SGD([torch.ones(1)], 0.1)  # PyTorch wraps a class's step when the first of it is made
+    before = [vars(owner)[name] for owner, name in PATCHED]
+    with overridden("fp16", on_nonfinite="skip"):
+        train_plain(2)
+        assert all(vars(owner)[name] is not was for (owner, name), was in zip(PATCHED, before, strict=True))
+    assert [vars(owner)[name] for owner, name in PATCHED] == before
+
+
+def test_losses_in_the_history_are_unscaled(overridden: Callable[..., Any]) -> None:
+    from ampguard.report.history import read_history
+
+    with overridden("fp16") as session:
+        loops.train_plain()
+        folder = session.path
+    with read_history(folder) as history:
+        rows = list(history.steps())
+    assert len(rows) == 6
+    assert all(row.loss is not None and 0.5 < row.loss < 3 for row in rows)
+    assert {row.scale for row in rows} == {65536.0}
+
+
+def test_nothing_is_changed_without_a_wish(overridden: Callable[..., Any]) -> None:
+    control = train_with_amp("bf16")
+    with overridden() as session, contextlib.nullcontext():
+        net = train_with_amp("bf16")
+    assert_equal(net, control)
+    assert not isinstance(session.report.run, dict)
+
+
+def test_a_fault_of_ours_does_not_end_the_training(
+    overridden: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ampguard.run.overrides.regions import Regions
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    control = train_plain()
+    monkeypatch.setattr(Regions, "for_call", broken)
+    with overridden("bf16") as session:
+        net = train_plain()
+    assert_equal(net, control)
+    (said,) = session.report.run["could_not"]
+    assert "a fault of ampguard's own (ZeroDivisionError: a bug)" in said
