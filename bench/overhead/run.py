@@ -31,7 +31,7 @@ from torch import nn
 
 HERE = Path(__file__).parent
 STEPS_PER_BLOCK = {"tiny": 40, "vit": 3}
-WARM_UP_STEPS = {"tiny": 5, "vit": 4}
+WARM_UP_STEPS = {"tiny": 40, "vit": 4}
 RUN_ROW = "ampguard run"
 GOALS = {"tiny": 1.03, "vit": 1.01}
 MEMORY_GOAL = 1.02

@@ -43,6 +43,13 @@ def in_backward() -> bool:
     return _current_graph_task_id is not None and _current_graph_task_id() != -1
 
 
+def in_transform() -> bool:
+    """Whether autograd's engine or a functorch transform is running on this thread."""
+    if _current_graph_task_id is not None and _current_graph_task_id() != -1:
+        return True
+    return _peek_interpreter is not None and _peek_interpreter() is not None
+
+
 def dispatch_depth() -> int:
     """How many TorchDispatchModes are active on this thread."""
     return _dispatch_depth() if _dispatch_depth is not None else 0
@@ -71,15 +78,15 @@ def unseen() -> Any:
     return stack
 
 
-_none_active: Callable[[], int] = lambda: 0  # noqa: E731
+def _none_active() -> int:
+    return 0
 
 
-def modes_on(
-    dispatch: Callable[[], int] = _dispatch_depth or _none_active,
-    function: Callable[[], int] = _function_depth or _none_active,
-) -> int:
-    """A number above `n` where more than `n` dispatch modes, or any function mode, are active on this thread."""
-    return dispatch() + (function() << 8)
+dispatch_modes_on: Callable[[], int] = _dispatch_depth or _none_active
+"""How many dispatch modes are active on this thread. PyTorch's own function, as it is asked at every edge of a step."""
+
+function_modes_on: Callable[[], int] = _function_depth or _none_active
+"""How many function modes are active on this thread."""
 
 
 def in_functorch() -> bool:
@@ -545,3 +552,8 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     while is_wrapped is not None and unwrap is not None and is_wrapped(tensor):
         tensor = unwrap(tensor)
     return tensor
+
+
+def unscale_all_(tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Multiply tensors in place by `inverse`, and set `found_inf` to 1 where an element is Inf or NaN: one pass, no waiting."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)

@@ -16,7 +16,7 @@ import ampguard
 from ampguard.capture import resting
 from ampguard.capture.record import Held, Ref, RestedGlue, refs_in
 
-STEPS = 24
+STEPS = 36
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 1.0])
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross entropy": functional.cross_entropy,
@@ -118,7 +118,7 @@ def test_what_was_not_taped_is_told_as_the_tape_would(
 ) -> None:
     told, rested = last_step(OBJECTIVES[name], tmp_path / "rested", scaler)
     assert rested[-1]
-    monkeypatch.setattr(resting, "ALIKE_STEPS", 10**6)
+    monkeypatch.setattr(resting, "FIRST_LESSON", 10**6)
     taped, rested = last_step(OBJECTIVES[name], tmp_path / "taped", scaler)
     assert not any(rested)
     assert told == taped
@@ -172,7 +172,7 @@ def test_a_failure_is_explained_as_if_it_had_been_taped(
 ) -> None:
     told, has_rested = told_of(failure, tmp_path / "rested")
     assert has_rested
-    monkeypatch.setattr(resting, "ALIKE_STEPS", 10**6)
+    monkeypatch.setattr(resting, "FIRST_LESSON", 10**6)
     taped, has_rested = told_of(failure, tmp_path / "taped")
     assert not has_rested
     assert told == taped

@@ -32,12 +32,12 @@ class AttributeWatch:
     def __init__(self) -> None:
         self._watched: ByModule[_Watched] = ByModule()
 
-    def before_call(self, module: nn.Module) -> list[SavedAttribute]:
-        """What the names that calls change stand for now; on a scanning call, all names."""
+    def before_call(self, module: nn.Module, again: bool = False) -> list[SavedAttribute]:
+        """What the names that calls change stand for now; on a scanning call (or `again`), all names."""
         watched = self._watched.get(module)
         if watched is None:
             watched = self._watched.put(module, _Watched())
-        scan = watched.calls % RESCAN_CALLS == 0
+        scan = again or watched.calls % RESCAN_CALLS == 0
         watched.calls += 1
         if not scan:
             return [SavedAttribute(owner, name, owner.get(name)) for owner, name in watched.changing.values()]

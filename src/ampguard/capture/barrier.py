@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ampguard import compat
+from ampguard.compat import dispatch_modes_on, function_modes_on
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class FaultBarrier:
         if self.tripped:
             return None
         try:
-            if compat.modes_on() <= self.own_modes or self.is_hiding:
+            if (not function_modes_on() and dispatch_modes_on() <= self.own_modes) or self.is_hiding:
                 return function(*args)
             self.is_hiding = True
             try:
@@ -45,7 +46,7 @@ class FaultBarrier:
 
     def is_observed(self) -> bool:
         """Whether modes of the script are active, which must not see what we do."""
-        return compat.modes_on() > self.own_modes
+        return bool(function_modes_on()) or dispatch_modes_on() > self.own_modes
 
     def trip(self, fault: Exception) -> None:
         """Something of ours went wrong: from now on every call is passed over."""

@@ -37,12 +37,15 @@ class BufferWatch:
         self._watched: ByModule[_Watched] = ByModule()
         self._poisoned: set[tuple[int, str]] = set()
 
-    def before_call(self, module: nn.Module) -> list[SavedBuffer]:
-        """The buffers of `module` as they are now, with copies of those that its calls change."""
+    def before_call(self, module: nn.Module, again: bool = False) -> list[SavedBuffer]:
+        """The buffers of `module` as they are now, with copies of those that its calls change.
+
+        `again`: find out anew which buffers it has.
+        """
         watched = self._watched.get(module)
         if watched is None:
             watched = self._watched.put(module, _Watched())
-        if watched.calls % RESCAN_CALLS == 0:
+        if again or watched.calls % RESCAN_CALLS == 0:
             watched.places = [
                 (compat.buffers_of(owner), name, f"{path}.{name}" if path else name)
                 for path, owner in module.named_modules()

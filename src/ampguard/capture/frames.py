@@ -21,6 +21,10 @@ _is_user: dict[int, tuple[bool, CodeType]] = {}
 """By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
 
 
+_lines: dict[tuple[int, int], Line] = {}
+"""By the identity of the code and the instruction. The line's code is kept with it, so that its identity stays its own."""
+
+
 def is_user_code(code: CodeType) -> bool:
     """Whether a frame of this code may be shown as the user's line (their script or a library such as transformers)."""
     known = _is_user.get(id(code))
@@ -41,20 +45,12 @@ def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> L
             return None
         known = known_codes.get(id(code))
         if known[0] if known is not None else is_user_code(code):
-            return _line_at(code, current)
+            key = (id(code), current.f_lasti)
+            line = _lines.get(key)
+            if line is None:
+                if len(_lines) > MAX_LINES:
+                    _lines.clear()
+                line = _lines[key] = Line(code, current.f_lineno)
+            return line
         current = current.f_back  # type: ignore[assignment]
     return None
-
-
-_lines: dict[tuple[int, int], Line] = {}
-"""By the identity of the code and the instruction. The line's code is kept with it, so that its identity stays its own."""
-
-
-def _line_at(code: CodeType, frame: FrameType) -> Line:
-    key = (id(code), frame.f_lasti)
-    known = _lines.get(key)
-    if known is None:
-        if len(_lines) > MAX_LINES:
-            _lines.clear()
-        known = _lines[key] = Line(code, frame.f_lineno)
-    return known

@@ -6,9 +6,8 @@ yet turn out to be nobody's business (a teacher's output, a loss that is thrown 
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -50,22 +49,27 @@ class Judge:
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
-    def is_healthy(self, losses: list[Tensor]) -> bool:
+    @property
+    def has_open_questions(self) -> bool:
+        """Whether something bad, or not read yet, waits for what comes next."""
+        return bool(self.suspects or self._unread_outputs)
+
+    def is_healthy(self, losses: Sequence[Tensor]) -> bool:
         """The common case, quickly: one finite number on the CPU and nothing else to settle."""
         if len(losses) != 1 or self.suspects or self._unread_outputs:
             return False
         loss = losses[0]
-        if not loss.is_cpu or loss.numel() != 1 or not compat.has_values(loss):
+        if not loss.is_cpu or loss.numel() != 1 or (type(loss) is not Tensor and not compat.has_values(loss)):
             return False
         value = loss.item()
-        if type(value) is not float or not math.isfinite(value):
+        if type(value) is not float or value - value != 0.0:
             return False
         self.losses.append(value)
         self._healthy.append(weakref.ref(loss))
         self.last_good_step = self._steps.count
         return True
 
-    def judge_losses(self, losses: list[Tensor]) -> None:
+    def judge_losses(self, losses: Sequence[Tensor]) -> None:
         """Judge what is about to be differentiated."""
         self._note(losses)
         if losses and all(any(known() is loss for known in self._judged_losses) for loss in losses):
@@ -87,7 +91,7 @@ class Judge:
             self._unread.append((flag, bad))
         self.settle_all()
 
-    def _note(self, losses: list[Tensor]) -> None:
+    def _note(self, losses: Sequence[Tensor]) -> None:
         for loss in losses:
             if loss.numel() == 1 and not loss.is_complex() and compat.has_values(loss) and not is_capturing():
                 self.losses.append(float(loss.item()) if loss.is_cpu else loss.detach())
@@ -110,7 +114,7 @@ class Judge:
             flag, bad = self._unread.pop(0)
             self._judge(flag, bad)
 
-    def count_losses(self, losses: list[Tensor]) -> None:
+    def count_losses(self, losses: Sequence[Tensor]) -> None:
         """Losses after the last investigation: a bad one is counted."""
         self._note(losses)
         if any(not is_finite(loss) for loss in losses):

@@ -49,6 +49,9 @@ MAX_COPY = 1 << 22
 SMALL_ARGUMENT = 1 << 14
 """Elements up to which a module's argument is copied."""
 
+TRUSTED_CALLS = 16
+"""Calls of root modules after which arguments are no longer copied, if the script never wrote to one."""
+
 
 class EventLog:
     """The events of the current step, and the tensors that they made."""
@@ -67,6 +70,10 @@ class EventLog:
         self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
         self._writers: dict[int, list[int]] = {}
         self._sweep_at = SWEEP_EVENTS
+        self._arguments: list[Held] = []
+        """What modules were given since the last look at it."""
+        self._untouched_calls = 0
+        """Looks in a row at which none of it had been written to."""
         self._rested: list[RestedGlue] = []
         """Those among the events whose operators have not been told."""
 
@@ -241,10 +248,23 @@ class EventLog:
         known = self.lookup(tensor)
         if known is not None:
             return known
-        limit = MAX_COPY if self.copies_inputs else SMALL_ARGUMENT
-        if tensor.numel() <= limit and not tensor.requires_grad and tensor.layout == torch.strided:
-            return Held(tensor, version_of(tensor), tensor.clone())
-        return Held(tensor, version_of(tensor))
+        held = Held(tensor, version_of(tensor))
+        if tensor.requires_grad or tensor.layout != torch.strided:
+            return held
+        if self.copies_inputs or self._untouched_calls < TRUSTED_CALLS:
+            limit = MAX_COPY if self.copies_inputs else SMALL_ARGUMENT
+            if tensor.numel() <= limit:
+                held.copy = tensor.clone()
+        self._arguments.append(held)
+        return held
+
+    def _look_at_arguments(self) -> None:
+        """Were arguments of the calls that are forgotten written to since? If never, they need not be copied."""
+        arguments, self._arguments = self._arguments, []
+        self._untouched_calls += 1
+        for held in arguments:
+            if version_of(held.tensor) != held.version:
+                self._untouched_calls = -(1 << 60)
 
     def copied(self, value: Any) -> Any:
         """An operand that the operator overwrites and that no event made: keep its value."""
@@ -297,6 +317,8 @@ class EventLog:
         `keep_all`: something else is. True where events of a finished backward were dropped.
         """
         events = self.record.events
+        if self._arguments:
+            self._look_at_arguments()
         if events and events[0].index < self.closed_until:
             closed_until = self.closed_until
             if closed_until > self.iteration_start and not self._is_window_too_large(events):
@@ -351,7 +373,11 @@ class EventLog:
 
 def any_live(events: list[Event]) -> bool:
     """Whether any result of the events still exists, in whoever's hands."""
-    return any(ref() is not None for event in events for ref in event.outputs)
+    for event in events:
+        for ref in event.outputs:
+            if ref() is not None:
+                return True
+    return False
 
 
 def has_live_result(event: Event) -> bool:

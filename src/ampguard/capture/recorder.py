@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.attributes import AttributeWatch
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.buffers import BufferWatch
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
 from ampguard.capture.functions import AppliedFunctions
@@ -43,8 +41,9 @@ from ampguard.capture.record import (
 )
 from ampguard.capture.resting import RestingTape
 from ampguard.capture.steps import StepCounter
-from ampguard.capture.surroundings import Prefixes, RandomStreams, current_modes
+from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
+from ampguard.capture.usual import CallContext
 from ampguard.compat import version_of
 
 FREE_GLUE_OPS = 96
@@ -91,9 +90,7 @@ class FlightRecorder:
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
         self.resting = RestingTape()
-        self.buffers = BufferWatch()
-        self.attributes = AttributeWatch()
-        self.random = RandomStreams()
+        self.context = CallContext()
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.last_batch: Any = None
@@ -101,6 +98,8 @@ class FlightRecorder:
         self.step_seconds = 0.0
         self.thread = threading.get_ident()
         self.between_steps = False
+        self.tells_forward = True
+        """Whether the listener wants to know of the next root call."""
         self.scaler: Any = None
         """The scaler that scaled last."""
         self.is_unscaled = False
@@ -121,7 +120,6 @@ class FlightRecorder:
         """Whether nothing is taped between an optimizer's step and the first module."""
         self._empty_prefixes = 0
         """Steps so far in which nothing was computed before the first module."""
-        self._prefixes = Prefixes()
         self.functions = AppliedFunctions()
         self._reads = 0
         """What the script had read of the tape's numbers before the first module call since the last backward."""
@@ -135,43 +133,51 @@ class FlightRecorder:
         if self.counting:
             self.listener.on_forward()
             return None
-        if compat.in_backward() or compat.in_functorch() or is_capturing():
+        if compat.in_transform() or is_capturing() or self.thread != threading.get_ident():
             return None
-        if self.thread != threading.get_ident():
-            return None
-        self.tape.leave()
+        if self.tape.is_on_stack:
+            self.tape.leave()
         if compat.dispatch_depth():
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = True
-        self.judge.settle(module)
-        self.listener.on_forward()
+        if self.log.has_open_events or self.judge.has_open_questions:
+            self.judge.settle(module)
+        if self.tells_forward:
+            self.listener.on_forward()
         if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
             self.judge.forget_judged()
         frame = sys._getframe(2)
+        log = self.log
+        index = log.next_index
+        log.next_index = index + 1
+        if len(args) == 1 and type(args[0]) is Tensor:
+            args = (self.log.named_argument(args[0]),)
+        else:
+            args = map_tensors(args, self.log.named_argument)
+        kwargs = map_tensors(kwargs, self.log.named_argument) if kwargs else {}
+        modes = current_modes()
+        rng, buffers, prefix, attributes = self.context.before_call(module, frame)
+        region = self.regions if torch.is_autocast_cache_enabled() else -1
         root = RootCall(
-            index=self.log.claim_index(),
-            module=module,
-            args=(
-                (self.log.named_argument(args[0]),)
-                if len(args) == 1 and type(args[0]) is Tensor
-                else map_tensors(args, self.log.named_argument)
-            ),
-            kwargs=map_tensors(kwargs, self.log.named_argument) if kwargs else {},
-            modes=current_modes(),
-            rng=self.random.before_call(module),
-            training=module.training,
-            buffers=self.buffers.before_call(module),
-            line=user_line(frame),
-            prefix=self._prefixes.of(module, frame),
-            updates_before=self.attempts,
-            attributes=self.attributes.before_call(module),
-            region=self.regions if torch.is_autocast_cache_enabled() else -1,
+            index,
+            module,
+            args,
+            kwargs,
+            modes,
+            rng,
+            module.training,
+            buffers,
+            user_line(frame),
+            prefix,
+            self.attempts,
+            attributes,
+            region=region,
         )
         if self.resting.is_learning and not self.log.has_open_events:
             self._reads = self.tape.reads
         if self.swapped_state is not None and self.swapped_state[0] is module:
-            root.swapped_state = map_tensors(dict(self.swapped_state[1]), self.log.named_argument)
-        self.log.append(root)
+            root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
+        log.record.events.append(root)
         if self.between_steps:
             events = self.log.record.events
             started = len(events) > 1 and events[0].index >= self.log.iteration_start
@@ -188,13 +194,9 @@ class FlightRecorder:
             self.log.define(tensor, Ref(root.index, position))
             root.outputs.append(weakref.ref(tensor))
             root.floating.append(tensor.is_floating_point())
-        self.random.after_call(root)
-        if root.attributes:
-            root.attributes = self.attributes.after_call(root.module, root.attributes)
-        if root.buffers:
-            poisoned = self.buffers.after_call(root.module, root.buffers)
-            if poisoned:
-                self.judge.suspect_buffers(root, poisoned)
+        poisoned = self.context.after_call(root)
+        if poisoned:
+            self.judge.suspect_buffers(root, poisoned)
         if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
         if self.live is not None or not self.resting.may_rest(root):
@@ -265,12 +267,13 @@ class FlightRecorder:
 
         A gradient that stays part of a loss (`create_graph`) is no result yet, and is not judged.
         """
-        self.tape.leave()
+        if self.tape.is_on_stack:
+            self.tape.leave()
         thread = threading.get_ident()
         if thread != self.thread:
             self._follow(thread)
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        losses = [self._unscaled(t) for t in tensors]
+        losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
         if self.counting:
             if not create_graph:
                 self.judge.count_losses(losses)
@@ -342,6 +345,7 @@ class FlightRecorder:
     def after_backward(self) -> None:
         """The graph is used up: events before now are kept only while their results are."""
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
+        self.tells_forward = True  # until an optimizer has stepped: perhaps the step is passed over
         self.loss_of_scaled.clear()
         self.gradients.differentiated()
         if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic

@@ -14,15 +14,19 @@ from ampguard import compat
 from ampguard.capture.record import Event, Line, Ref, RootCall
 from ampguard.capture.rested import Plan, plan_of
 
-ALIKE_STEPS = 5
-"""Steps in a row that must have taught the same before the tape rests."""
+COMPARED_STEPS = 2
+"""Steps in a row that must have taught the same as the one before them."""
+
+ALIKE_STEPS = 24
+"""Steps in a row after which the tape rests; beyond those compared, as many operators is the same."""
 
 RELEARN_STEPS = 256
 """Every so often a step is taped all the same."""
 
-FIRST_LESSON = 3
-LESSON_STEPS = 12
-"""Steps that a lesson may take; the next one begins after four times as many steps."""
+FIRST_LESSON = 1
+LESSON_STEPS = 40
+STRANGE_STEPS = 4
+"""Steps that a lesson may take, and those that may not rest in it; the next begins after four times as many steps."""
 
 _Place: TypeAlias = tuple[int, int, bool]
 """A line (identity of its code, number), and whether the module was in training."""
@@ -32,6 +36,8 @@ _Place: TypeAlias = tuple[int, int, bool]
 class _Learnt:
     plan: Plan
     alike: int
+    events: int
+    """How many were recorded."""
     at: Line
     """Holds on to the code whose identity is the key."""
 
@@ -50,6 +56,7 @@ class RestingTape:
         self._lesson_at = FIRST_LESSON
         self._relearn_at = 0
         self._is_strange = False
+        self._strange_steps = 0
 
     def may_rest(self, root: RootCall) -> bool:
         """Whether what follows this call need not be taped."""
@@ -75,14 +82,21 @@ class RestingTape:
         self, events: Sequence[Event], results: Sequence[Ref | None], node: Any, scale: Any, at: Line | None
     ) -> None:
         """A taped step is about to be differentiated at the line `at`: compare it with what is known of that line."""
-        plan = plan_of(events, results, node, scale) if at is not None and not self._is_strange else None
-        if plan is None or at is None:
+        if at is None or self._is_strange:
             self._is_strange = True
             return
         key = (id(at.code), at.number)
         known = self._learnt.get(key)
+        is_compared = known is None or known.alike < COMPARED_STEPS or known.alike >= ALIKE_STEPS
+        if known is not None and not is_compared and len(events) == known.events:
+            known.alike += 1
+            return
+        plan = plan_of(events, results, node, scale)
+        if plan is None:
+            self._is_strange = True
+            return
         alike = known.alike + 1 if known is not None and known.plan == plan else 0
-        self._learnt[key] = _Learnt(plan, alike, at)
+        self._learnt[key] = _Learnt(plan, alike, len(events), at)
 
     def spoil(self) -> None:
         """Something happened that cannot be read off the graph: this step is to be taped, and those like it."""
@@ -96,7 +110,7 @@ class RestingTape:
         if self._places:
             if self._steps >= self._relearn_at:
                 self._places = {}
-                self.is_learning = True
+                self.is_learning, self._lesson_at = True, self._steps
         elif self.is_learning:
             if self._learnt and all(learnt.alike >= ALIKE_STEPS for learnt in self._learnt.values()):
                 self._places, self.is_learning = self._called, False
@@ -113,8 +127,13 @@ class RestingTape:
         if self._places:
             self._places = {}
             self.is_learning, self._lesson_at = True, self._steps
+        elif self.is_learning:
+            self._strange_steps += 1
+            if self._strange_steps >= STRANGE_STEPS:
+                self._end_lesson()
 
     def _end_lesson(self) -> None:
         self.is_learning = False
         self._learnt.clear()
+        self._strange_steps = 0
         self._lesson_at = 4 * self._steps

@@ -20,7 +20,8 @@ RECHECK_DRAWS = 64
 FIRST_DRAWS = 3
 """Calls at the beginning that are all looked at."""
 
-_FROM_NOTHING = RngStates(None, (), None, None)
+FROM_NOTHING = RngStates(None, (), None, None)
+"""Of a call that draws from no stream."""
 
 
 @dataclass(slots=True)
@@ -30,10 +31,11 @@ class _Draws:
     torch: bool = True
     others: bool = True
     calls: int = 0
+    is_asked_again: bool = False
 
     @property
     def is_looked_at(self) -> bool:
-        return self.calls <= FIRST_DRAWS or self.calls % RECHECK_DRAWS == 0
+        return self.calls <= FIRST_DRAWS or self.calls % RECHECK_DRAWS == 0 or self.is_asked_again
 
 
 class RandomStreams:
@@ -42,18 +44,22 @@ class RandomStreams:
     def __init__(self) -> None:
         self._draws: dict[tuple[int, bool], _Draws] = {}
 
-    def before_call(self, module: nn.Module) -> RngStates:
-        """Where the random streams stand; without those that calls of this module do not draw from."""
+    def before_call(self, module: nn.Module, again: bool = False) -> RngStates:
+        """Where the random streams stand; without those that calls of this module do not draw from.
+
+        `again`: look from which they draw, as in the first calls.
+        """
         key = (id(module), module.training)
         draws = self._draws.get(key)
         if draws is None:
             draws = self._draws[key] = _Draws()
         draws.calls += 1
+        draws.is_asked_again = again
         if draws.is_looked_at:
             draws.torch = draws.others = True
         cuda = cuda_rng_states() if compat.cuda_is_in_use() else ()
         if not (draws.torch or draws.others or cuda):
-            return _FROM_NOTHING
+            return FROM_NOTHING
         numpy = sys.modules.get("numpy") if draws.others else None
         return RngStates(
             torch.default_generator.get_state() if draws.torch else None,
@@ -64,7 +70,7 @@ class RandomStreams:
 
     def after_call(self, root: RootCall) -> None:
         """Note which streams the call drew from."""
-        if root.rng is _FROM_NOTHING:
+        if root.rng is FROM_NOTHING:
             return
         draws = self._draws.get((id(root.module), root.training))
         if draws is None:

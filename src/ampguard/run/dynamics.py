@@ -124,7 +124,7 @@ class LearningDynamics:
         recorder, sampling = self._recorder, self._sampling
         if self._is_sampled:
             sampling.iteration_ended(step, self._rate())
-        self._is_sampled = sampling.is_due(step + 1) and not recorder.counting
+        self._is_sampled = recorder.tells_forward = sampling.is_due(step + 1) and not recorder.counting
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)
@@ -393,7 +393,7 @@ class DynamicsProbes:
         self._vitals.before_update(optimizer, bool(self._scaling))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_on:
+        if not self._recorder.active or self._barrier.tripped:
             return
         flag: Tensor | None = None
         if self._scaling:

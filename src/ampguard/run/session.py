@@ -160,6 +160,7 @@ class Session:
         self._casebook.tick(step)
         if self._options.steps is not None and step >= self._options.steps:
             self._stop_at_next_forward = f"{step} steps, as asked for"
+            self._recorder.tells_forward = True
 
     def on_forward(self) -> None:
         if self._stop_at_next_forward is not None:
