@@ -75,6 +75,17 @@ class Loop:
         return torch.randn(6, 8), torch.randint(4, (6,))
 
 
+@pytest.fixture(autouse=True)
+def machine_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resting, "LONG_STEP", 60.0)
+
+
+def test_long_steps_are_taped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resting, "LONG_STEP", 0.0)
+    _, rested = last_step(functional.cross_entropy, tmp_path / "run", scaler=True)
+    assert not any(rested)
+
+
 def shape_of(events: list[Any]) -> list[Any]:
     """What led to the backward call, without numbers: what ran, on what, where."""
     wanted = {events[-1].index}

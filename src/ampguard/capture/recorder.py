@@ -405,7 +405,7 @@ class FlightRecorder:
             allowed = int(GLUE_TIME_SHARE * self.step_seconds / TAPED_OP_SECONDS)
             self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
         self.between_steps = True
-        self.resting.iteration_ended()
+        self.resting.iteration_ended(min(seconds, self.step_seconds))  # a single slow step does not count
         self.log.release_graphs()
         self.log.iteration_start = self.log.next_index
         self._is_functional = not self._has_root

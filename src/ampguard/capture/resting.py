@@ -23,6 +23,9 @@ ALIKE_STEPS = 24
 RELEARN_STEPS = 256
 """Every so often a step is taped all the same."""
 
+LONG_STEP = 0.025
+"""Seconds a step, beyond which taping its glue costs next to nothing."""
+
 FIRST_LESSON = 1
 LESSON_STEPS = 40
 STRANGE_STEPS = 4
@@ -102,9 +105,14 @@ class RestingTape:
         """Something happened that cannot be read off the graph: this step is to be taped, and those like it."""
         self._is_strange = True
 
-    def iteration_ended(self) -> None:
-        """An iteration is over: is the next one learnt from, may it rest?"""
+    def iteration_ended(self, seconds: float) -> None:
+        """An iteration is over: is the next one learnt from, may it rest? `seconds`: what one takes."""
         self._steps += 1
+        if seconds > LONG_STEP:
+            self._places, self.is_learning = {}, False
+            self._learnt.clear()
+            self._lesson_at = self._steps
+            return
         if self._is_strange:
             self._forget()
         if self._places:
