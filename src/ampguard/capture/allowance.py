@@ -11,6 +11,7 @@ FIRST_ESTIMATE = 0.005
 """Seconds that a look is taken for before one has been measured."""
 
 MILESTONE_SHARE = 0.01
+MOST_SKIPPED = 32
 ATTENTIVE_LOOKS = 512
 """Attentive looks are spread as far as if so many were taken in the whole run: a trend must be seen over a stretch."""
 
@@ -32,15 +33,19 @@ class Allowance:
         self._pays = "share"
         self._last_step = 0
         self._began: float | None = None
+        self._first_step = 0
+        self._not_before = 0
         self._extra_share = 0.0
         self._extra_since = 0.0
         self._extra_spent = 0.0
 
     def is_due(self, step: int) -> bool:
         """Whether a look at this step can be paid for."""
+        if step < self._not_before:
+            return False
         now = time.perf_counter()
         if self._began is None:
-            self._began = now
+            self._began, self._first_step = now, step
         if step in self._first_steps:
             self._pays = "share"
             self._last_step = step
@@ -52,13 +57,22 @@ class Allowance:
             self._pays = "share"
             self._last_step = step
             return True
-        if not self._extra_share or step - self._last_step < step // ATTENTIVE_LOOKS:
+        if not self._extra_share:
+            self._not_before = step + self._steps_until_paid(step, elapsed)
+            return False
+        if step - self._last_step < step // ATTENTIVE_LOOKS:
             return False
         if self._extra_spent + estimate > self._extra_share * (now - self._extra_since):
             return False
         self._pays = "attention"
         self._last_step = step
         return True
+
+    def _steps_until_paid(self, step: int, elapsed: float) -> int:
+        """Steps in which it need not be asked again: half of those that it should take, and never past a milestone."""
+        missing = (self.spent + self.estimate) / self.share - elapsed
+        steps = int(missing / elapsed * (step - self._first_step) / 2) if elapsed > 0 else 0
+        return max(1, min(steps, MOST_SKIPPED, (1 << step.bit_length()) - step))
 
     def spend(self, seconds: float) -> None:
         """A look has been taken and took this long."""
@@ -73,5 +87,6 @@ class Allowance:
         """Something is going on: look more often from now on, for `share` of the time (0: no longer)."""
         if share and not self._extra_share:
             self._extra_since = time.perf_counter()
+            self._not_before = 0
             self._extra_spent = 0.0
         self._extra_share = share

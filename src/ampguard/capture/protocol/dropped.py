@@ -7,6 +7,8 @@ pass, before they are cleared, and at the end of the run; in an ordinary iterati
 
 from __future__ import annotations
 
+from threading import get_ident
+
 from torch import Tensor
 
 from ampguard import compat
@@ -51,13 +53,15 @@ class DroppedGradients:
     def look(self) -> None:
         """The step that was due is passed over: have bad gradients judged, while the record of their making is there."""
         recorder = self._recorder
+        if recorder.thread != get_ident():
+            return  # the record is of another thread's step
         if not self._has_stepped:
             self._first_looks -= 1
         if recorder.counting or recorder.steps.counts_backwards or self._first_looks < 0:
             return
         if not self._ends_with_backward():
             return
-        held = [p for watch in self._moves.watches.optimizers for p in watch.parameters() if p.grad is not None]
+        held = [p for watch in self._moves.mine() for p in watch.parameters() if p.grad is not None]
         bad = {id(p): p for p in held if p.grad is not None and not _is_finite(p.grad)}
         if not bad:
             self._left.clear()
@@ -67,7 +71,7 @@ class DroppedGradients:
         recorder.judge.gradients_are_bad(held, scale, is_held_off=True)
         if not self._has_stepped:
             return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
-        for watch in self._moves.watches.optimizers:
+        for watch in self._moves.mine():
             worst = next((p for p in watch.parameters() if id(p) in bad), None)
             if worst is not None:
                 self._note_left(watch, id(worst.grad))

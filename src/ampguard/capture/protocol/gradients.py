@@ -6,6 +6,7 @@ Asked of a few of its parameters, by the identity and the version counter of the
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class OptimizerWatch:
         "candidates",
         "copy",
         "created",
+        "is_used",
         "lost_one",
         "number",
         "ref",
@@ -44,6 +46,7 @@ class OptimizerWatch:
         "stepped",
         "steps",
         "taken",
+        "thread",
         "was_skipped",
         "weights",
     )
@@ -72,7 +75,23 @@ class OptimizerWatch:
         self.before: list[Seen] | None = None
         self.at_rest: list[tuple[int, int]] | None = None
         self.sample: list[Tensor] = []
+        self.thread = get_ident()
+        """Whose it is: only that thread may look at its gradients. 0 where that is not known yet."""
+        self.is_used = False
+        """That thread has cleared or stepped it, not just made it."""
         self.resample()
+
+    def claim(self, thread: int) -> None:
+        """A thread clears or steps it: it is that thread's now."""
+        if self.thread != thread:
+            self.before = self.at_rest = self.copy = None
+            self.thread = thread
+        self.is_used = True
+
+    def disown(self, thread: int) -> None:
+        """A second thread, `thread`, begins a backward pass: what nobody has used yet may be its own."""
+        if not self.is_used and self.thread != thread:
+            self.thread = 0
 
     def parameters(self) -> list[Tensor]:
         """All tensors that the optimizer holds."""

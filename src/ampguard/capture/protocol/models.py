@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,10 @@ class Models:
 
     def look(self) -> None:
         """Note the modules of the present step, and the precision that they were called under."""
-        for event in self._recorder.log.record.events:
+        record = self._recorder.log.record
+        if self._recorder.thread != get_ident():  # asked after the record: it is replaced where another is followed
+            return
+        for event in record.events:
             if not isinstance(event, RootCall):
                 continue
             known = any(ref() is event.module for ref, _ in self._roots)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.threads import TrainingThread
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
 from ampguard.capture.record import Line
 from ampguard.capture.recorder import FlightRecorder
@@ -47,6 +49,7 @@ class Moves:
         self.listener = listener
         self.machine = Machine()
         self.watches = Watches(self.machine.forget)
+        self.training = TrainingThread(self.watches, self.lose_track)
         self.losses = ScaledLosses()
         self.attempt = 0
         """The iteration of the last attempted step."""
@@ -67,6 +70,23 @@ class Moves:
         self._step_frame: Frame = None
         self._untouched = True
         self._zero_checks = 0
+
+    # --- threads ------------------------------------------------------------------------------------------------------
+
+    def mine(self) -> list[OptimizerWatch]:
+        """The optimizers of the calling thread: of others, no gradient is ever looked at."""
+        me = get_ident()
+        return [watch for watch in self.watches.optimizers if watch.thread == me]
+
+    def lose_track(self) -> None:
+        """Some calls went unseen, or another thread is followed from here on: nothing is known of any gradient."""
+        self.routine.spoil()
+        for watch in (*self.watches.optimizers, *self.watches.scalers):
+            self.machine.forget(watch)
+        self.losses.clear()
+        self.fresh = self.stepping = None
+        self.scale_was_read = True
+        self._glances = []
 
     # --- scaling and backward -----------------------------------------------------------------------------------------
 
@@ -129,8 +149,10 @@ class Moves:
 
     def before_backward(self, losses: Any, gradients: Any) -> None:
         """Note what the gradients are before they change, and by what the loss was scaled."""
-        machine = self.machine
+        machine, me = self.machine, get_ident()
         for watch in self.watches.optimizers:
+            if watch.thread != me:
+                continue
             is_empty = watch.before_backward()
             stage = machine.stage(watch)
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
@@ -162,8 +184,9 @@ class Moves:
         """Tell the machine whose gradients have changed."""
         scale, is_plain = self._next
         closely = self.looks_closely
-        was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in self.watches.optimizers}
-        reached = tuple([w for w in self.watches.optimizers if w.after_backward(closely or not w.by_scaler)])
+        mine = self.mine()
+        was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in mine}
+        reached = tuple([w for w in mine if w.after_backward(closely or not w.by_scaler)])
         self.scale_was_read = False
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         self.machine.feed(event)
@@ -180,7 +203,7 @@ class Moves:
 
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """Somebody may have divided the gradients already, by hand."""
-        watch = self.watches.optimizer(optimizer)
+        watch = self._claimed(optimizer)
         if watch.copy is None or self.machine.stage(watch) is not Stage.SCALED or watch.is_untouched():
             watch.copy = None
             return
@@ -208,7 +231,7 @@ class Moves:
             self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)
 
     def before_scaler_step(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
-        watch, of = self.watches.optimizer(optimizer), self.watches.scaler(scaler)
+        watch, of = self._claimed(optimizer), self.watches.scaler(scaler)
         watch.stepped = False
         self.unscaled_inside = False
         self.attempt = self.recorder.steps.count
@@ -282,12 +305,18 @@ class Moves:
         breaches = self.machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
         self.tell([self.explain(breach) for breach in breaches], step)
 
+    def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:
+        """Its watch; the optimizer is the calling thread's from here on."""
+        watch = self.watches.optimizer(optimizer)
+        watch.claim(get_ident())
+        return watch
+
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     def before_direct_step(self, optimizer: Optimizer) -> None:
         """An optimizer's own step begins, without a scaler."""
         self.routine.spoil()
-        watch = self.watches.optimizer(optimizer)
+        watch = self._claimed(optimizer)
         self.attempt = self.recorder.steps.count
         self._untouched = self.machine.stage(watch) in _TRUE or watch.is_untouched()
 
@@ -309,12 +338,13 @@ class Moves:
     def cleared(self, optimizer: Optimizer, frame: Frame) -> None:
         """zero_grad of an optimizer, before it has stepped."""
         self.routine.spoil()
-        self.machine.feed(Clear(self.watches.optimizer(optimizer), script_line(frame)))
+        self.machine.feed(Clear(self._claimed(optimizer), script_line(frame)))
 
     def cleared_by_module(self, frame: Frame) -> None:
         """zero_grad of a module: whichever optimizers' gradients are gone now."""
         self.routine.spoil()
-        for watch in self.watches.optimizers:
+        for watch in self.mine():
+            watch.is_used = True
             if self.machine.stage(watch) is not Stage.EMPTY and (not watch.has_gradients() or watch.are_zero()):
                 self.machine.feed(Clear(watch, script_line(frame)))
 
@@ -330,11 +360,11 @@ class Moves:
         """The optimizers some of whose gradients (or of the parameters that have them) these are."""
         tensors = [gradients] if isinstance(gradients, Tensor) else gradients
         ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
-        return [w for w in self.watches.optimizers if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
+        return [w for w in self.mine() if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
 
     def after_clipping(self) -> None:
         """Clipping writes to gradients, which is known."""
-        for watch in self.watches.optimizers:
+        for watch in self.mine():
             if watch.at_rest is not None:
                 watch.rest()
             watch.copy = None

@@ -114,7 +114,7 @@ class ReadWindow:
             return
         self._powers = Powers(scale)
         machine = self._moves.machine
-        self._powers.hold(w for w in self._moves.watches.optimizers if machine.stage(w).is_scaled)
+        self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
         self._seen = _Seen()
         for owner, name in [(torch.Tensor, name) for name in _METHODS] + list(_FUNCTIONS):
             self._replace(owner, name, self._watch)

@@ -100,7 +100,8 @@ def told(found: list[Outlook], situation: Situation) -> Incident:
     place, dtype = first.place, dtype_name(first.place.dtype)
     where = f" in {place.module}" if place.module else " in the root module" if place.module is not None else ""
     op = place.op.split(".")[1].lstrip("_") if "." in place.op else place.op
-    others = f" {len(found) - 1} other results are on the same way." if len(found) > 1 else ""
+    more = len(found) - 1
+    others = f" {more} other result{'s are' if more > 1 else ' is'} on the same way." if more else ""
     return Incident(
         step=situation.step,
         rank=situation.rank,
