@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampguard.engine.step import LossScale, apply_update, check_gradients
+from ampguard.engine.step import LossScale, apply_update, check_for_update
 
 SCALE = 1024.0
 MAX_NORM = 1.0
@@ -65,7 +65,9 @@ COMPARISONS = [
     Comparison(torch.optim.RMSprop),
     Comparison(torch.optim.RMSprop, clips=False),
     Comparison(torch.optim.NAdam),
+    Comparison(torch.optim.NAdam, clips=False),
     Comparison(torch.optim.Adamax),
+    Comparison(torch.optim.Adamax, clips=False),
 ]
 
 
@@ -93,7 +95,7 @@ class Iteration:
         self.scaler.update()
 
     def ours(self) -> None:
-        check = check_gradients(self.parameters, self.loss_scale.value)
+        check = check_for_update([self.optimizer], self.parameters, self.loss_scale.value, self.max_norm)
         apply_update(self.optimizer, check, self.max_norm)
         self.loss_scale.update([check.found_inf])
 

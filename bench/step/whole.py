@@ -1,4 +1,4 @@
-"""A whole training step of the workloads of bench/overhead, with GradScaler and with our step, clipping in both."""
+"""A whole training step of the workloads of bench/overhead: a plain torch.amp loop, and the same loop with `Amp`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ampguard.engine.step import LossScale, apply_update, check_gradients
+import ampguard
 
 sys.path.append(str(Path(__file__).parent.parent / "overhead"))
+SCALE = 1024.0
 
 
-def loop(workload: str, is_ours: bool, device: str, fused: bool | None) -> Callable[[], Tensor]:
-    """A function that trains a workload's model by one step."""
+def loop(workload: str, is_ours: bool, device: str, fused: bool | None, max_norm: float | None) -> Callable[[], Tensor]:
+    """A function that trains a workload's model by one step; both loops are given the same optimizer."""
     model, _ = importlib.import_module(workload).make(device)
     torch.manual_seed(0)
     inputs, labels = batch(workload, device)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=None if is_ours else fused)
-    end = ours if is_ours else theirs
-    return end(model, optimizer, parameters, inputs, labels, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    return (ours if is_ours else theirs)(model, optimizer, max_norm, inputs, labels, device)
 
 
 def batch(workload: str, device: str) -> tuple[Tensor, Tensor]:
@@ -34,17 +33,18 @@ def batch(workload: str, device: str) -> tuple[Tensor, Tensor]:
 
 
 def theirs(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[Tensor], x: Tensor, y: Tensor, device: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, x: Tensor, y: Tensor, device: str
 ) -> Callable[[], Tensor]:
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
 
     def step() -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(device, dtype=torch.float16):
             loss = functional.cross_entropy(model(x), y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()
         return loss.detach()
@@ -53,18 +53,15 @@ def theirs(
 
 
 def ours(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[Tensor], x: Tensor, y: Tensor, device: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, x: Tensor, y: Tensor, device: str
 ) -> Callable[[], Tensor]:
-    loss_scale = LossScale(device, init_scale=1024.0)
+    amp = ampguard.Amp(model, optimizer, "fp16", max_grad_norm=max_norm, init_scale=SCALE)
 
     def step() -> Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(device, dtype=torch.float16):
+        with amp.autocast():
             loss = functional.cross_entropy(model(x), y)
-        loss_scale.scale(loss).backward()
-        check = check_gradients(parameters, loss_scale.value)
-        apply_update(optimizer, check, 1.0)
-        loss_scale.update([check.found_inf])
+        amp.backward(loss)
+        amp.step()
         return loss.detach()
 
     return step

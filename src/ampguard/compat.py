@@ -557,3 +557,11 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
 def unscale_all_(tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """Multiply tensors in place by `inverse`, and set `found_inf` to 1 where an element is Inf or NaN: one pass, no waiting."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """`version_of` each; quicker for many."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # an inference tensor
+        return [version_of(t) for t in tensors]

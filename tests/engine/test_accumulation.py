@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from engine_loops import MODES, batch, loss_of, made, model_of, same, train, weights
@@ -13,7 +15,12 @@ def accumulated(precision: str, window: int, micro_steps: int, last: bool = Fals
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     amp = ampguard.Amp(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), precision, accumulate=window, init_scale=64.0
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        precision,
+        accumulate=window,
+        init_scale=64.0,
+        max_grad_norm=math.inf,
     )
     norms = []
     for number in range(micro_steps):

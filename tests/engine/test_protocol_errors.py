@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -113,7 +114,7 @@ def test_without_a_loss_scale_a_plain_backward_and_step_are_harmless(mode: str) 
 
 
 def test_clipping_by_hand_needs_unscale() -> None:
-    amp = made("fp16", init_scale=1024.0)
+    amp = made("fp16", init_scale=1024.0, max_grad_norm=math.inf)
     amp.backward(loss_of(amp, 0))
     amp.unscale_()
     norm = nn.utils.clip_grad_norm_(model_of(amp).parameters(), 1e-3)
@@ -137,7 +138,7 @@ def test_unscaling_one_of_two_that_step_together() -> None:
     torch.manual_seed(0)
     a, b = nn.Linear(8, 1), nn.Linear(8, 1)
     opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
-    amp = ampguard.Amp([a, b], {"a": opt_a, "b": opt_b}, init_scale=1024.0)
+    amp = ampguard.Amp([a, b], {"a": opt_a, "b": opt_b}, init_scale=1024.0, max_grad_norm=math.inf)
     x, y = batch(0)
     loss = nn.functional.mse_loss(a(x) + b(x), y)
     expected = torch.autograd.grad(loss, [*a.parameters(), *b.parameters()], retain_graph=True)

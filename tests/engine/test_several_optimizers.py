@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from engine_loops import batch
@@ -83,7 +85,7 @@ def test_gradients_that_wait_follow_the_scale() -> None:
         torch.manual_seed(0)
         a, b = nn.Linear(8, 1), nn.Linear(8, 1)
         opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
-        amp = ampguard.Amp([a, b], {"a": opt_a, "b": opt_b}, init_scale=1024.0)
+        amp = ampguard.Amp([a, b], {"a": opt_a, "b": opt_b}, init_scale=1024.0, max_grad_norm=math.inf)
         x, y = batch(1)
 
         def loss_of_both(a: nn.Module = a, b: nn.Module = b, x: Tensor = x, y: Tensor = y) -> Tensor:

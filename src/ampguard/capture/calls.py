@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -47,6 +48,7 @@ class CallProbes:
         self._patches = Patches()
         self._handles: list[Any] = []
         self.moves = Moves(recorder, listener)
+        self.training = self.moves.training
         self.models = Models(recorder)
         self.scans = Scans(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
@@ -76,7 +78,7 @@ class CallProbes:
 
     def forward_begins(self) -> None:
         """A root module is about to be called, or the run ends: was the step of the last gradients passed over?"""
-        if self.dropped.waiting >= self.dropped.usual:
+        if self.dropped.waiting >= self.dropped.usual and get_ident() == self.training.ident:
             self._guarded(self.dropped.look)
 
     def _passed_over(self) -> None:
@@ -91,16 +93,27 @@ class CallProbes:
             handle.remove()
         self._handles.clear()
 
-    def _noting(self, before: Call | None = None, after: Call | None = None) -> Callable[[Call], Call]:
-        """Wrap a function that is called rarely: `before` and `after` get the caller's frame and the first arguments."""
-        guarded, recorder, window = self._guarded, self._recorder, self.window
+    def _noting(
+        self, before: Call | None = None, after: Call | None = None, of_gradients: bool = False
+    ) -> Callable[[Call], Call]:
+        """Wrap a function that is called rarely: `before` and `after` get the caller's frame and the first arguments.
+
+        `of_gradients`: it is about the gradients of whoever calls it, and followed only in the thread that trains.
+        """
+        guarded, recorder, window, training = self._guarded, self._recorder, self.window, self.training
 
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active:
+                if not recorder.active:
                     return original(*args, **kwargs)
-                if window.is_open:
+                is_other = get_ident() != training.ident
+                if is_other and of_gradients and not guarded(training.hears):
+                    return original(*args, **kwargs)
+                if recorder.paused:
+                    guarded(training.missed)
+                    return original(*args, **kwargs)
+                if window.is_open and not is_other:
                     guarded(window.close)
                 if before is not None:
                     guarded(before, sys._getframe(1), *args[:2])
@@ -121,7 +134,13 @@ class CallProbes:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                if not recorder.active or torch.compiler.is_compiling():
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                me = get_ident()
+                if me != training.ident and not guarded(training.follows):
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                if recorder.paused:
+                    guarded(training.missed)
                     return original(tensors, grad_tensors, *args, **kwargs)
                 frame = sys._getframe(1)
                 if frame.f_code is tensor_backward:
@@ -129,15 +148,18 @@ class CallProbes:
                 dropped.waiting += 1
                 if routine.is_on and self._is_usual(tensors):
                     result = original(tensors, grad_tensors, *args, **kwargs)
-                    guarded(moves.after_usual_backward, frame)
+                    if me == training.ident and routine.is_on:
+                        guarded(moves.after_usual_backward, frame)
                     return result
                 guarded(self._before_backward, tensors, grad_tensors)
                 result = original(tensors, grad_tensors, *args, **kwargs)
-                guarded(self._after_backward, frame)
+                if me == training.ident:
+                    guarded(self._after_backward, frame)
                 return result
 
             return backward
 
+        training = self.training
         moves, routine, dropped = self.moves, self.moves.routine, self.dropped
         tensor_backward = getattr(torch.Tensor.backward, "__code__", None)
 
@@ -172,13 +194,17 @@ class CallProbes:
     def _watch_scaling(self) -> None:
         kind, replace = torch.amp.GradScaler, self._patches.replace
         guarded, recorder, moves = self._guarded, self._recorder, self.moves
-        routine = moves.routine
+        routine, training = moves.routine, self.training
 
         def watch_scale(original: Call) -> Call:
             @functools.wraps(original)
             def scale(self_: Any, outputs: Any) -> Any:
                 result = original(self_, outputs)
-                if recorder.active and not recorder.paused:
+                if get_ident() != training.ident and not guarded(training.hears):
+                    return result
+                if recorder.paused:
+                    guarded(training.missed)
+                elif recorder.active:
                     if routine.is_on and moves.fresh is None and type(result) is torch.Tensor:
                         moves.fresh = result  # by the scaler that scales in every iteration, or the backward will tell
                         if moves.fresh_from is not None and moves.fresh_from.ref() is self_:
@@ -192,7 +218,10 @@ class CallProbes:
         def watch_update(original: Call) -> Call:
             @functools.wraps(original)
             def update(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active:
+                if not recorder.active or (get_ident() != training.ident and not guarded(training.hears)):
+                    return original(self_, *args, **kwargs)
+                if recorder.paused:
+                    guarded(training.missed)
                     return original(self_, *args, **kwargs)
                 of = moves.watches.by_id.get(id(self_)) or guarded(moves.watches.scaler, self_)
                 if of is None or not of.is_enabled:
@@ -226,12 +255,12 @@ class CallProbes:
 
     def _unclosing(self, before: Call) -> Callable[[Call], Call]:
         """As `_noting`, for a call between computing a norm and using it."""
-        guarded, recorder = self._guarded, self._recorder
+        guarded, recorder, training = self._guarded, self._recorder, self.training
 
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                if recorder.active and not recorder.paused:
+                if recorder.active and not recorder.paused and (get_ident() == training.ident or not training.ident):
                     guarded(before, None, *args)
                 return original(*args, **kwargs)
 
@@ -250,16 +279,19 @@ class CallProbes:
 
     def _watch_scaler_steps(self) -> None:
         guarded, recorder, moves = self._guarded, self._recorder, self.moves
-        routine, by_id = moves.routine, moves.watches.by_id
+        routine, by_id, training = moves.routine, moves.watches.by_id, self.training
 
         def watch_unscale(original: Call) -> Call:
             @functools.wraps(original)
             def unscale_(self_: Any, optimizer: Any) -> Any:
+                if get_ident() != training.ident and not guarded(training.hears, optimizer):
+                    return original(self_, optimizer)
                 if moves.stepping is not None:  # inside a step: its wrapper tells all
                     result = original(self_, optimizer)
                     moves.unscaled_inside = True
                     return result
                 if recorder.paused or not recorder.active:
+                    guarded(training.missed)
                     return original(self_, optimizer)
                 if routine.is_on:
                     of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
@@ -279,7 +311,10 @@ class CallProbes:
         def watch_step(original: Call) -> Call:
             @functools.wraps(original)
             def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active or moves.stepping is not None:
+                if not recorder.active or (get_ident() != training.ident and not guarded(training.hears, optimizer)):
+                    return original(self_, optimizer, *args, **kwargs)
+                if recorder.paused or moves.stepping is not None:
+                    guarded(training.missed)
                     return original(self_, optimizer, *args, **kwargs)
                 if routine.is_on and id(self_) in by_id and id(optimizer) in by_id:
                     of, watch, frame = by_id[id(self_)], by_id[id(optimizer)], sys._getframe(1)
@@ -346,20 +381,27 @@ class CallProbes:
         self.scans.after_step(watch)
         habits.tick()
         if self.moves.looks_closely or is_time_to_look(steps):
-            self.moves.looks_closely = any(is_time_to_look(w.steps) for w in self.moves.watches.optimizers)
+            self.moves.looks_closely = any(is_time_to_look(w.steps) for w in self.moves.mine())
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     def _watch_optimizers(self) -> None:
         guarded, recorder, moves, dropped = self._guarded, self._recorder, self.moves, self.dropped
+        routine, training = moves.routine, self.training
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if get_ident() != training.ident and not guarded(training.hears, optimizer):
+                return
             if moves.stepping is not None:
                 moves.stepping[1].stepped = True
-            elif recorder.active and not recorder.paused:
+            elif recorder.paused:
+                guarded(training.missed)
+            elif recorder.active:
                 guarded(self._before_direct_step, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if get_ident() != training.ident and not guarded(training.hears, optimizer):
+                return
             dropped.stepped()
             if moves.stepping is None and recorder.active and not recorder.paused:
                 guarded(self._after_direct_step, optimizer, sys._getframe(1))
@@ -367,16 +409,20 @@ class CallProbes:
         def watch_clear(original: Call) -> Call:
             @functools.wraps(original)
             def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                if get_ident() != training.ident and not guarded(training.hears, optimizer):
+                    return original(optimizer, *args, **kwargs)
                 if dropped.waiting >= dropped.usual and recorder.active and not recorder.paused:
                     guarded(dropped.look)
                 result = original(optimizer, *args, **kwargs)
-                if recorder.active and not recorder.paused:
+                if recorder.paused:
+                    guarded(training.missed)
+                elif recorder.active:
                     watch = moves.watches.by_id.get(id(optimizer))
                     if routine.is_on and watch is not None:
                         frame = sys._getframe(1)
                         if routine.matches(("clear", watch, frame.f_code, frame.f_lasti)):
                             return result
-                    if watch is None or not moves.machine.clear(watch):
+                    if watch is None or watch.thread != training.ident or not moves.machine.clear(watch):
                         guarded(self._cleared, optimizer, sys._getframe(1))
                     else:
                         frame = sys._getframe(1)
@@ -394,7 +440,6 @@ class CallProbes:
 
             return register_parameter
 
-        routine = moves.routine
         add_before, add_after = compat.optimizer_step_hooks()
         self._handles += [add_before(before), add_after(after)]
         replace, habits = self._patches.replace, self.habits
@@ -404,7 +449,9 @@ class CallProbes:
         replace(Optimizer, "load_state_dict", loaded)
         replace(nn.Module, "register_parameter", watch_register)
         passed_over, cleared = self._passed_over, moves.cleared_by_module
-        clear = self._noting(before=lambda frame, *_: passed_over(), after=lambda frame, *_: cleared(frame))
+        clear = self._noting(
+            before=lambda frame, *_: passed_over(), after=lambda frame, *_: cleared(frame), of_gradients=True
+        )
         replace(nn.Module, "zero_grad", clear)
 
     def _before_direct_step(self, optimizer: Optimizer) -> None:
@@ -433,13 +480,14 @@ class CallProbes:
             self._patches.replace(owner, "clip_grad_value_", self._measuring(lambda: 0.0))
         for owner in (clip_grad, torch.nn.utils):
             after = self._noting(
-                after=lambda frame, *_: self.moves.after_clipping() if self.moves.machine.scaled else None
+                after=lambda frame, *_: self.moves.after_clipping() if self.moves.machine.scaled else None,
+                of_gradients=True,
             )
             self._patches.replace(owner, "clip_grad_norm_", after)
 
     def _measuring(self, limit: Callable[[], float | None]) -> Callable[[Call], Call]:
         guarded, recorder, machine = self._guarded, self._recorder, self.moves.machine
-        routine = self.moves.routine
+        routine, training = self.moves.routine, self.training
 
         def clipped(tensors: Any, at_most: float, frame: Frame) -> None:
             if not self.moves.scale_was_read and not self.window.limit_knows_scale(at_most):
@@ -450,6 +498,8 @@ class CallProbes:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def measure(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if get_ident() != training.ident and not guarded(training.hears):
+                    return original(tensors, *args, **kwargs)
                 if routine.is_on and recorder.active and not recorder.paused:
                     frame = sys._getframe(1)
                     if routine.matches(("norm", frame.f_code, frame.f_lasti)):
@@ -487,7 +537,7 @@ class CallProbes:
     # --- schedulers and autocast --------------------------------------------------------------------------------------
 
     def _watch_schedulers(self) -> None:
-        guarded, recorder, habits = self._guarded, self._recorder, self.habits
+        guarded, recorder, habits, training = self._guarded, self._recorder, self.habits, self.training
         kinds = [k for k in vars(lr_scheduler).values() if isinstance(k, type) and "step" in vars(k)]
         depth = [0]
 
@@ -496,6 +546,8 @@ class CallProbes:
             def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
                 initial = getattr(scheduler, "_is_initial", False)
                 if depth[0] or initial or recorder.paused or not recorder.active:
+                    return original(scheduler, *args, **kwargs)
+                if get_ident() != training.ident and not guarded(training.hears):
                     return original(scheduler, *args, **kwargs)
                 depth[0] += 1
                 try:
@@ -512,6 +564,7 @@ class CallProbes:
 
     def _watch_autocast(self) -> None:
         guarded, recorder, habits, window = self._guarded, self._recorder, self.habits, self.window
+        training = self.training
 
         def watch_enter(original: Call) -> Call:
             @functools.wraps(original)
@@ -523,7 +576,7 @@ class CallProbes:
             return __enter__
 
         def entered(region: Any, frame: Frame) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or (get_ident() != training.ident and not training.hears()):
                 return
             window.close()
             habits.entered_autocast(region, frame)
@@ -533,7 +586,8 @@ class CallProbes:
             def clear_autocast_cache() -> None:
                 original()
                 recorder.regions += 1
-                if habits.watches_regions and not recorder.paused:
+                is_ours = get_ident() == training.ident or guarded(training.hears)
+                if is_ours and habits.watches_regions and not recorder.paused:
                     guarded(habits.cache_cleared)
 
             return clear_autocast_cache

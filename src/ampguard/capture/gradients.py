@@ -12,7 +12,7 @@ from ampguard import compat
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import BackwardCall, Ref, RootCall
+from ampguard.capture.record import BackwardCall, Ref
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
@@ -54,13 +54,13 @@ class GradientWatch:
             self._judge_now()
         elif self._close_looks:
             self._close_looks -= 1
-            self._versions = [(p, version_of(p)) for p in self._parameters_of_modules() if p.requires_grad]
+            self._versions = [(p, version_of(p)) for p in self._judge.parameters_of_modules() if p.requires_grad]
 
     def raised(self, error: BaseException, scaler: Any) -> None:
         """A backward pass raised. What it left in the parameters is nothing that anybody will use."""
         self._has_raised = True
         if is_anomaly(error):
-            parameters = [p for p in self._parameters_of_modules() if p.requires_grad]
+            parameters = [p for p in self._judge.parameters_of_modules() if p.requires_grad]
             scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
             since = max(self._cleared.values(), default=0)
             self._judge.gradients_made_backward_raise(parameters, scale, error, since)
@@ -99,7 +99,7 @@ class GradientWatch:
             if not all_finite(t for _, t in returned):
                 self._judge.gradients_are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
             return
-        parameters = self._parameters_of_modules()
+        parameters = self._judge.parameters_of_modules()
         if all_finite(p.grad for p in parameters if p.grad is not None):
             self._judge.gradients_are_good()
         else:
@@ -119,7 +119,7 @@ class GradientWatch:
             if not is_scaled and any(version_of(p) != version for p, version in self._versions):
                 self._judges_at_once = True
             elif isinstance(events[-1], BackwardCall):
-                parameters = [p for p in self._parameters_of_modules() if p.grad is not None]
+                parameters = [p for p in self._judge.parameters_of_modules() if p.grad is not None]
                 if not all_finite(p.grad for p in parameters if p.grad is not None):
                     scale = float(scaler.get_scale()) if is_scaled else None
                     self._judge.gradients_are_bad(parameters, scale, is_held_off=True)
@@ -128,7 +128,7 @@ class GradientWatch:
     def _judge_now(self) -> None:
         """Before the loop changes its parameters by these gradients: afterwards the step could not be run again."""
         self._is_unjudged = False
-        parameters = self._parameters_of_modules()
+        parameters = self._judge.parameters_of_modules()
         if not all_finite(p.grad for p in parameters if p.grad is not None):
             since = max(self._cleared.values(), default=0)
             self._judge.gradients_are_bad(parameters, None, is_held_off=False, since=since)
@@ -141,10 +141,6 @@ class GradientWatch:
 
     def _cleared_since(self, optimizer: torch.optim.Optimizer) -> int:
         return max(self._cleared.get(id(optimizer), 0), self._cleared.get(None, 0))
-
-    def _parameters_of_modules(self) -> list[Tensor]:
-        modules = {id(e.module): e.module for e in self._log.record.events if isinstance(e, RootCall)}
-        return [p for module in modules.values() for p in module.parameters()]
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

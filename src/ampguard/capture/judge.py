@@ -6,6 +6,7 @@ yet turn out to be nobody's business (a teacher's output, a loss that is thrown 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -31,6 +32,8 @@ class Judge:
     def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
         self.suspects: list[BadResult] = []
         self.last_good_step: int | None = None
+        self.thread: Callable[[], int] = threading.get_ident
+        """Whose step the log holds."""
         self.losses: list[float | Tensor] = []
         self._log = log
         self._steps = steps
@@ -205,8 +208,18 @@ class Judge:
     def spoil_gradients(self) -> None:
         """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
         if self._bad_loss_step == self._steps.count:
-            modules = {id(e.module): e.module for e in self._log.record.events if isinstance(e, RootCall)}
-            self._note_spoilt([p for module in modules.values() for p in module.parameters() if p.grad is not None])
+            self._note_spoilt([p for p in self.parameters_of_modules() if p.grad is not None])
+
+    def parameters_of_modules(self) -> list[Tensor]:
+        """Of the modules that were called in this step; none in a thread whose step the log does not hold.
+
+        In another's, autograd's engine may be writing to `.grad` at this moment, without the interpreter's lock.
+        """
+        record = self._log.record
+        if self.thread() != threading.get_ident():  # asked after the record: a new one is begun for another thread
+            return []
+        modules = {id(e.module): e.module for e in record.events if isinstance(e, RootCall)}
+        return [p for module in modules.values() for p in module.parameters()]
 
     def _note_spoilt(self, parameters: list[Tensor]) -> None:
         self._spoilt = [weakref.ref(p.grad) for p in parameters if p.grad is not None and not is_finite(p.grad)]

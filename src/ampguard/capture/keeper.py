@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -73,7 +74,8 @@ class StretchKeeper:
         """Bytes left for tensors like these; None where it is not known."""
         self._recorder = recorder
         self._new_alarm = new_alarm
-        self._alarms: dict[int, tuple[weakref.ref[Optimizer], Alarm]] = {}
+        self._alarms: dict[int, tuple[weakref.ref[Optimizer], Alarm, int]] = {}
+        """For each optimizer, by identity: its alarm, and the thread that steps it."""
         self._losses_seen = 0
         self._begin = 0
         """The first event of the running iteration."""
@@ -101,7 +103,9 @@ class StretchKeeper:
         loss = losses[seen] if len(losses) == seen + 1 else _sum(losses[seen:])
         known = self._alarms.get(id(optimizer))
         if known is None or known[0]() is not optimizer:
-            known = self._alarms[id(optimizer)] = (weakref.ref(optimizer), self._new_alarm())
+            known = self._alarms[id(optimizer)] = (weakref.ref(optimizer), self._new_alarm(), get_ident())
+        elif known[2] != get_ident():
+            known = self._alarms[id(optimizer)] = (*known[:2], get_ident())
         alarm = known[1]
         rate = optimizer.param_groups[0].get("lr", 0.0)
         value = loss if type(loss) is float else None
@@ -207,7 +211,8 @@ class StretchKeeper:
         """Copy the weights and the optimizers, if there is room; the oldest segment goes first."""
         while len(stretch.segments) >= SEGMENTS:
             stretch.segments.popleft()
-        optimizers = [optimizer for ref, _ in self._alarms.values() if (optimizer := ref()) is not None]
+        me, alarms = get_ident(), tuple(self._alarms.values())  # what another thread steps is changing just now
+        optimizers = [o for ref, _, thread in alarms if thread == me and (o := ref()) is not None]
         room = self._room(optimizers, stretch.size)
         size = size_of(optimizers)
         if room is not None and size + stretch.size > room:

@@ -87,6 +87,7 @@ class FlightRecorder:
         self.log = EventLog()
         self.steps = StepCounter()
         self.judge = Judge(self.log, self.steps, self._report)
+        self.judge.thread = lambda: self.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
         self.resting = RestingTape()

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ class WeightSampling:
         self._first: dict[int, _First] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._turn = 0
+        self._thread = 0
+        """Whose step is looked at."""
         self._seconds = 0.0
 
     def is_due(self, step: int) -> bool:
@@ -115,6 +118,9 @@ class WeightSampling:
 
     def before_update(self, optimizer: Optimizer, step: int, scale: Any, still_scaled: Tensor | None) -> None:
         """Measure the gradients and keep slices of some weights. `scale`: by which the gradients were multiplied."""
+        if self.is_open and self._thread != get_ident() and self._asked[0] == step:
+            return  # another thread's step is being looked at
+        self._thread = get_ident()
         began = time.perf_counter()
         with_gradient = [(p, p.grad) for p in watchable(optimizer) if p.grad is not None]
         pairs = [(p, g) for p, g in with_gradient if g.layout == torch.strided]
@@ -133,6 +139,8 @@ class WeightSampling:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """See what the step did to the slices, and hand the look on."""
+        if self._thread != get_ident():
+            return
         self.is_open = False
         began = time.perf_counter()
         step = self._asked[0]
@@ -172,7 +180,7 @@ class WeightSampling:
         """The kept slices once more, as they are at the end of the run. Waits for the device."""
         layers: list[LayerSample] = []
         known: Optimizer | None = self._optimizer() if self._optimizer is not None else None
-        for first in self._first.values():
+        for first in tuple(self._first.values()):
             parameter = first.parameter()
             if parameter is None:
                 continue
@@ -212,7 +220,7 @@ class WeightSampling:
             layers.append(layer)
             numbers += counts
         seen = {id(s.parameter) for s in self._slices}
-        for first in self._first.values():
+        for first in tuple(self._first.values()):
             parameter = first.parameter()
             if parameter is not None and id(parameter) not in seen:
                 stuck = (first.active & (slice_of(parameter) == first.values)).sum()
@@ -239,8 +247,9 @@ class WeightSampling:
 
     def _ratio(self) -> Tensor | None:
         """||update|| / ||weights|| over the slices."""
-        moved = [(slice_of(s.parameter).float() - s.before.float()).square().sum() for s in self._slices]
-        sizes = [s.before.float().square().sum() for s in self._slices]
+        slices = self._slices
+        moved = [(slice_of(s.parameter).float() - s.before.float()).square().sum() for s in slices]
+        sizes = [s.before.float().square().sum() for s in slices]
         if not moved:
             return None
         tiny = torch.finfo(torch.float32).tiny

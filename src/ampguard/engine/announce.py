@@ -21,6 +21,10 @@ class Announcer:
         self._value = value
         self._scaler: compat.BorrowedScaler | None = None
 
+    def is_heard(self) -> bool:
+        """Whether somebody watches now."""
+        return self._heard_by() is not None
+
     def _heard_by(self) -> compat.BorrowedScaler | None:
         if self._value is None or not compat.scaler_is_watched() or not compat.can_borrow_scaler():
             self._scaler = None

@@ -48,10 +48,11 @@ def step_with_closure(
 
     def evaluate() -> Any:
         loss = closure()
-        check = check_gradients(holding.parameters)
+        norm = check_gradients(holding.parameters).norm
+        assert norm is not None, "measured unless told otherwise"
         if max_norm is not None:
-            _clip(holding.parameters, max_norm / (check.norm + 1e-6))
-        norms.append(check.norm)
+            _clip(holding.parameters, max_norm / (norm + 1e-6))
+        norms.append(norm)
         if isinstance(loss, Tensor):
             losses.append(loss.detach())
         return loss

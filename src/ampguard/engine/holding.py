@@ -14,7 +14,7 @@ from ampguard.engine.setup import parameters_of
 SAMPLE = 64
 """Parameters whose gradients are glanced at, to see whether somebody has changed them."""
 
-Fingerprint = tuple[tuple[int, int] | None, ...]
+Fingerprint = tuple[list[int], list[int]]
 
 
 class Holding:
@@ -54,7 +54,8 @@ class Holding:
 
     def fingerprint(self) -> Fingerprint:
         """Changes when a gradient is added to, written to, replaced or cleared (as far as the sample shows)."""
-        return tuple([None if (g := p.grad) is None else (id(g), compat.version_of(g)) for p in self._sample])
+        gradients = [p.grad for p in self._sample]
+        return list(map(id, gradients)), compat.versions_of([g for g in gradients if g is not None])
 
     def sees_all(self) -> bool:
         """Whether the fingerprint is of all parameters."""
@@ -78,6 +79,11 @@ class Holding:
     def clear(self) -> None:
         """Gradients become None; those that share a buffer become 0 in place, or the buffer would lose them."""
         in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
+        self.micro_steps = 0
+        if not in_place:
+            for p in self.parameters:
+                p.grad = None
+            return
         for p in self.parameters:
             if p.grad is None:
                 continue
@@ -89,11 +95,19 @@ class Holding:
                 p.grad.zero_()
             else:
                 p.grad = None
-        self.micro_steps = 0
 
 
 def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
-    """The parameters whose gradients are parts of one buffer, by identity."""
+    """The parameters whose gradients are parts of one buffer, by identity.
+
+    Of two parts of a buffer at least one does not begin where it begins, which is quickly asked.
+    """
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    try:
+        if not any(map(Tensor.storage_offset, gradients)):
+            return set()
+    except RuntimeError:  # a sparse gradient has no storage
+        pass
     parts = [p for p in parameters if p.grad is not None and _is_part(p.grad)]
     keys = [compat.storage_key(p.grad) for p in parts if p.grad is not None]
     return {id(p) for p, key in zip(parts, keys, strict=True) if keys.count(key) > 1}

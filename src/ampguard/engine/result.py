@@ -45,7 +45,11 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """2-norm over all gradients, unscaled, before clipping. None inside an accumulation window."""
+        """2-norm over all gradients, unscaled, before clipping.
+
+        None inside an accumulation window, and without `Amp(max_grad_norm=...)`; `max_grad_norm=math.inf` measures and
+        clips nothing.
+        """
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -67,4 +71,5 @@ class StepResult:
     def __repr__(self) -> str:
         if self.accumulating:
             return "StepResult(accumulating)"
-        return f"StepResult(skipped={self.skipped}, grad_norm={self.grad_norm:.4g}, loss_scale={self.loss_scale:g})"
+        norm = "" if self._norm is None else f", grad_norm={self.grad_norm:.4g}"
+        return f"StepResult(skipped={self.skipped}{norm}, loss_scale={self.loss_scale:g})"

@@ -16,7 +16,7 @@ from ampguard.engine.announce import Announcer
 from ampguard.engine.holding import Holding
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.rules import Rules
-from ampguard.engine.step import GradientCheck, LossScale, check_gradients
+from ampguard.engine.step import GradientCheck, LossScale, check_for_update, check_gradients
 
 _hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 """One watch on each optimizer's own step: that of the last Amp that it was given to."""
@@ -85,7 +85,7 @@ class Stepper:
                 self._announcer.unscaled(holding.optimizer, check.found_inf)
 
     def check(self, chosen: Sequence[Holding]) -> GradientCheck:
-        """One read of all gradients, after the rules were asked."""
+        """One look at all gradients, after the rules were asked; with their norm where it is needed for clipping."""
         unscaled = [h for h in chosen if self.scale is not None and self.rules.is_unscaled(h)]
         scale = self.scale if len(unscaled) < len(chosen) else None
         if scale is not None:
@@ -96,7 +96,11 @@ class Stepper:
         share = (chosen[0].micro_steps + 1) / self._window
         if share != 1.0:  # the last window of an epoch holds less than the loss was divided by
             scale = scale * share if scale is not None else torch.full_like(self._loss_scale.value, share)
-        return check_gradients([p for holding in chosen for p in holding.parameters], scale)
+        only = chosen[0].parameters if len(chosen) == 1 else None
+        parameters = only or [p for holding in chosen for p in holding.parameters]
+        optimizers = [holding.optimizer for holding in chosen]
+        may_write = not self._announcer.is_heard()  # who listens divides what it reads by the scale
+        return check_for_update(optimizers, parameters, scale, self._max_norm, may_write=may_write)
 
     def apply(self, chosen: Sequence[Holding], check: GradientCheck) -> None:
         """Step or skip, all alike."""
@@ -135,7 +139,7 @@ class Stepper:
 
     def _update_scale(self, scale: Tensor, stepped: Sequence[Holding]) -> None:
         waiting = [h for h in self._holdings if h not in stepped and self.rules.is_held(h)]
-        before = scale.clone()
+        before = scale.clone() if waiting else scale
         self._loss_scale.update(list({id(flag): flag for flag in self.found_infs.values()}.values()))
         self.found_infs = {}
         self._announcer.updated()

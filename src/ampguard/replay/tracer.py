@@ -263,7 +263,9 @@ class ReplayMode(compat.DispatchMode):
         """Inside a backward pass: the operator whose derivative is being computed."""
         node = compat.running_node_number()
         index = self._nodes.get(node) if node is not None else None
-        return self.trace.ops[index] if index is not None and self.trace is not None else None
+        if index is None or self.trace is None or index >= len(self.trace.ops):
+            return None  # (autograd numbers the nodes of each thread by themselves)
+        return self.trace.ops[index]
 
     def _intervention(self, index: int, func: Any) -> Intervention | None:
         by_number = self.variant.interventions.get(index)

@@ -15,8 +15,8 @@ from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampguard.engine.step import LossScale, RoundedUpdate, apply_update, check_gradients, kernels
-from ampguard.engine.step import fused as fused_module
+from ampguard.engine.step import LossScale, RoundedUpdate, apply_update, check_for_update, check_gradients, kernels
+from ampguard.engine.step import layout as layout_module
 from ampguard.engine.step.fused import Way, way_of
 from ampguard.engine.step.gradients import _on_device
 from ampguard.engine.step.update import _device_factor, _step_on_device
@@ -36,11 +36,11 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Fake tensors on a device for which this build of PyTorch may have no kernels: say that it has."""
     monkeypatch.setattr(kernels, "has_kernel", lambda *_: True)
     monkeypatch.setattr(kernels, "_sound", {})
-    plain = fused_module._PLAIN
+    plain = layout_module._PLAIN
     mode = FakeTensorMode()
     with mode:
         fake = type(torch.empty(1))
-    monkeypatch.setattr(fused_module, "_PLAIN", plain | {fake})
+    monkeypatch.setattr(layout_module, "_PLAIN", plain | {fake})
     return mode
 
 
@@ -74,6 +74,17 @@ def test_without_a_kernel_the_verdict_is_read(fake_cuda: Any) -> None:
         p.grad = torch.empty_like(p)
         with pytest.raises(DataDependentOutputException):
             apply_update(optim.RMSprop([p]), check_gradients([p]))
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.RMSprop])
+def test_a_check_without_norm_asks_nothing(kind: Any, fake_cuda: Any) -> None:
+    with fake_cuda:
+        held = [nn.Parameter(torch.empty(4, device="cuda")), nn.Parameter(torch.empty(2, 3, device="cuda"))]
+        for p in held:
+            p.grad = torch.empty_like(p)
+        check = check_for_update([kind(held)], held, torch.empty((), device="cuda"))
+        assert check.norm is None
+        assert check.found_inf.device.type == check.inverse_scale.device.type == "cuda"
 
 
 def test_dampening_that_spares_the_first_gradient_is_not_fused(fake_cuda: Any) -> None:

@@ -164,6 +164,17 @@ def test_scalers(overridden: Callable[..., Any], precision: str, is_on: bool) ->
     assert torch.amp.GradScaler("cpu").is_enabled()
 
 
+def test_a_scaler_that_was_switched_off_still_has_a_state(overridden: Callable[..., Any]) -> None:
+    """Swin's loop reads the scale of its scaler for the log, with AMP and without."""
+    arguments = {"init_scale": 128.0, "growth_interval": 7}
+    plain = torch.amp.GradScaler("cpu", **arguments).state_dict()
+    with overridden("fp32"):
+        assert torch.amp.GradScaler("cpu", **arguments).state_dict() == plain
+        assert torch.amp.GradScaler("cpu", 128.0, 2.0, 0.5, 7).state_dict() == plain
+        assert torch.amp.GradScaler("cpu", enabled=False).state_dict() == {}
+    torch.amp.GradScaler("cpu").load_state_dict(plain)  # a checkpoint of that run, in one without overrides
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there a scaler for CUDA is right")
 def test_a_scaler_for_cuda_becomes_one_for_the_cpu(overridden: Callable[..., Any]) -> None:
     with overridden("fp16") as session:
@@ -231,6 +242,7 @@ PATCHED = [
     (torch.amp.GradScaler, "__init__"),
     (torch.amp.GradScaler, "scale"),
     (torch.amp.GradScaler, "step"),
+    (torch.amp.GradScaler, "state_dict"),
     (torch.amp.GradScaler, "load_state_dict"),
     (torch.amp.autocast_mode.autocast, "__init__"),
 ]

@@ -55,6 +55,9 @@ class DroppedGradients:
         recorder = self._recorder
         if recorder.thread != get_ident():
             return  # the record is of another thread's step
+        if self._moves.is_lost:
+            self.waiting = 0
+            return
         if not self._has_stepped:
             self._first_looks -= 1
         if recorder.counting or recorder.steps.counts_backwards or self._first_looks < 0:

@@ -50,6 +50,8 @@ class Moves:
         self.machine = Machine()
         self.watches = Watches(self.machine.forget)
         self.training = TrainingThread(self.watches, self.lose_track)
+        self.is_lost = False
+        """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.losses = ScaledLosses()
         self.attempt = 0
         """The iteration of the last attempted step."""
@@ -83,7 +85,7 @@ class Moves:
         self.routine.spoil()
         for watch in (*self.watches.optimizers, *self.watches.scalers):
             self.machine.forget(watch)
-        self.losses.clear()
+        self.is_lost = True
         self.fresh = self.stepping = None
         self.scale_was_read = True
         self._glances = []
@@ -186,7 +188,7 @@ class Moves:
         closely = self.looks_closely
         mine = self.mine()
         was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in mine}
-        reached = tuple([w for w in mine if w.after_backward(closely or not w.by_scaler)])
+        reached = () if self.is_lost else tuple([w for w in mine if w.after_backward(closely or not w.by_scaler)])
         self.scale_was_read = False
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         self.machine.feed(event)
@@ -276,6 +278,7 @@ class Moves:
         """The scale may have changed."""
         of.scale = None
         self.fresh = None
+        self.is_lost = False
         event = Update(of, script_line(frame))
         self.machine.feed(event)
         self.losses.forget_dead()
@@ -323,6 +326,7 @@ class Moves:
     def after_direct_step(self, optimizer: Optimizer, frame: Frame) -> OptimizerWatch:
         """It has stepped."""
         watch = self.watches.optimizer(optimizer)
+        self.is_lost = False
         watch.steps += 1
         watch.taken += 1
         watch.was_skipped = watch.by_scaler = False

@@ -14,20 +14,17 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
-import weakref
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ampguard.compat import has_step_hooks, unscales_as_it_steps
 from ampguard.engine.step.kernels import family, is_sound
+from ampguard.engine.step.layout import are_plain, layout_of, lie_alike, types_agree, with_gradients
 
-_contiguous: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
-_PLAIN = frozenset((Tensor, nn.Parameter))
 _FUSED_WORDS: dict[str, Any] = {"fused": True, "foreach": False}
 _PLAIN_WORDS: dict[str, Any] = {"fused": None}
 
@@ -42,8 +39,12 @@ class Way(enum.Enum):
     @contextlib.contextmanager
     def prepared(self, optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
         """Let the next `optimizer.step()` go this way, divide by `grad_scale`, and do nothing if `found_inf` is 1."""
-        with _saying(optimizer, self), _told(optimizer, grad_scale, found_inf):
-            yield
+        with _saying(optimizer, self):
+            if grad_scale is None and found_inf is None:
+                yield
+                return
+            with _told(optimizer, grad_scale, found_inf):
+                yield
 
 
 def way_of(optimizer: Optimizer) -> Way:
@@ -55,11 +56,23 @@ def way_of(optimizer: Optimizer) -> Way:
     """
     known = family(type(optimizer))
     if known is not None:
-        fits = all(_group_fits(optimizer, group, known) for group in optimizer.param_groups)
+        fits = all(_group_fits(optimizer, i, known) for i in range(len(optimizer.param_groups)))
         return Way.FUSED if fits else Way.PLAIN
     if unscales_as_it_steps(optimizer) and "grad_scaler" not in inspect.signature(optimizer.step).parameters:
         return Way.OWN
     return Way.PLAIN
+
+
+def may_divide(optimizer: Optimizer) -> bool:
+    """Whether the way of a step may be another than PLAIN. Looks at no tensor, and begins no momentum."""
+    if family(type(optimizer)) is not None:
+        return not any(map(_is_decided, optimizer.param_groups))
+    return unscales_as_it_steps(optimizer)
+
+
+def _is_decided(group: dict[str, Any]) -> bool:
+    """Whether the script chose an implementation that divides nothing."""
+    return group.get("foreach") is not None or bool(group.get("differentiable")) or group.get("fused") is False
 
 
 @contextlib.contextmanager
@@ -127,72 +140,27 @@ def lengthened(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"], group["weight_decay"] = lr, weight_decay
 
 
-def _group_fits(optimizer: Optimizer, group: dict[str, Any], known: type[Optimizer]) -> bool:
-    is_asked = bool(group.get("fused"))
-    if group.get("foreach") is not None or group.get("differentiable") or group.get("fused") is False:
+def _group_fits(optimizer: Optimizer, number: int, known: type[Optimizer]) -> bool:
+    group = optimizer.param_groups[number]
+    if _is_decided(group):
         return False
-    pairs = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
-    if not pairs:
+    parameters, gradients, is_plain = with_gradients(group["params"])
+    if not parameters:
         return True
-    parameters, gradients = zip(*pairs, strict=True)
-    if is_asked and not _are_plain(parameters):
-        return True  # a subclass of tensors, such as FSDP's shards, has operators of its own
-    dtypes = [p.dtype for p in parameters]
-    if dtypes != [g.dtype for g in gradients] or not _lie_alike(optimizer, parameters, gradients):
+    if not are_plain(parameters):
+        return bool(group.get("fused"))  # a subclass of tensors, such as FSDP's shards, has operators of its own
+    layout = layout_of(optimizer, number, parameters)
+    if not is_plain or not types_agree(layout, parameters, gradients):
         return False
-    kinds = {"cpu"} if False not in [p.is_cpu for p in parameters] else {p.device.type for p in parameters}
-    if not all(is_sound(known, kind, dtype) for kind in kinds for dtype in set(dtypes)):
+    if not lie_alike(optimizer, layout, parameters, gradients):
+        return False
+    if not all(is_sound(known, kind, dtype) for kind in layout.kinds for dtype in layout.dtypes):
         return False
     if isinstance(optimizer, SGD):
         return _begin_momentum(optimizer, group, parameters)
-    if kinds != {"cpu"}:
+    if layout.kinds != {"cpu"}:
         _bring_steps(optimizer, parameters)
     return True
-
-
-def _lie_alike(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether gradients and state are plain tensors that lie in memory as their parameters do, without gaps.
-
-    Looked at in every step, so in loops that run in C where there are such.
-    """
-    if not (_are_plain(parameters) and _are_plain(gradients)):
-        return False
-    try:
-        if all(map(Tensor.is_contiguous, chain(parameters, gradients))) and _is_state_contiguous(optimizer):
-            return True
-    except RuntimeError:  # a sparse tensor does not even answer
-        return False
-    if any(g.layout is not torch.strided for g in gradients):
-        return False
-    state = optimizer.state
-    return all(_lies_alike(p, g, state.get(p, {})) for p, g in zip(parameters, gradients, strict=True))
-
-
-def _is_state_contiguous(optimizer: Optimizer) -> bool:
-    """Remembered until a checkpoint is loaded, which replaces the whole state, or a parameter steps for the first time."""
-    state = optimizer.state
-    known = _contiguous.get(optimizer)
-    if known is None or known[0] is not state or known[1] != len(state):
-        kept = [t for values in state.values() for t in values.values() if isinstance(t, Tensor)]
-        if not all(map(Tensor.is_contiguous, kept)):
-            return False
-        _contiguous[optimizer] = (state, len(state))
-    return True
-
-
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    return set(map(type, tensors)) <= _PLAIN
-
-
-def _lies_alike(p: Tensor, g: Tensor, state: dict[str, Any]) -> bool:
-    """The same of one parameter in any order of dimensions, such as channels last."""
-    expected = 1
-    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    others = [g, *(s for s in state.values() if isinstance(s, Tensor) and s.shape == p.shape)]
-    return all(other.stride() == p.stride() for other in others)
 
 
 def _begin_momentum(optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[Tensor]) -> bool:

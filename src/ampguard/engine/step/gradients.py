@@ -1,5 +1,8 @@
 """Are the gradients finite, and how long are they: both answers from one read of them.
 
+Where nobody wants the length, tensors that fit the cache are looked at by PyTorch's own kernel of GradScaler.unscale_:
+it writes what it read, but takes all of them in one call.
+
 A sum of squares is Inf or NaN where any gradient is, so the norm tells both. It can also be Inf because the sum itself
 overflowed. On the CPU that is looked into when it happens; elsewhere, where looking means waiting, the squares are
 summed in a type wide enough that it cannot happen.
@@ -14,47 +17,95 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ampguard.compat import norms_in
+from ampguard.compat import norms_in, unscale_all_
+from ampguard.engine.step.layout import with_gradients
 from ampguard.engine.step.squares import sum_of_squares
 
 CPU = torch.device("cpu")
+CACHED = 1 << 21
+"""Elements up to which writing gradients back is cheaper than one product for each (8 MiB of float32)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
     """What one read of the gradients says; every field is a 0-d float32 tensor on the gradients' device."""
 
-    norm: Tensor
-    """2-norm over all gradients, unscaled; Inf or NaN where a gradient is."""
+    norm: Tensor | None
+    """2-norm over all gradients, unscaled; Inf or NaN where a gradient is. None where it was not wanted."""
     found_inf: Tensor
     """1.0 where any gradient is Inf or NaN, else 0.0."""
     inverse_scale: Tensor
     """What the gradients are yet to be multiplied by; 1.0 without a loss scale."""
 
 
-def check_gradients(parameters: Iterable[Tensor], scale: Tensor | None = None) -> GradientCheck:
+def check_gradients(
+    parameters: Iterable[Tensor], scale: Tensor | None = None, *, wants_norm: bool = True
+) -> GradientCheck:
     """Norm and finiteness over every `.grad` of the parameters, which carry the loss scale `scale` (0-d float32).
 
     Reads each gradient once and changes none. With gradients on several devices the answers lie on the first of them
     that is not the CPU. Waits for no device, and can be captured in a CUDA graph, if all gradients are dense: a sparse
-    one must add up what belongs to one place first. Without any gradient the norm is 0.
+    one must add up what belongs to one place first. Without any gradient the norm is 0. With `wants_norm=False` it is
+    None, and a model of small tensors is looked at quicker.
     """
-    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    _, gradients, is_plain = with_gradients(list(parameters))
     with torch.no_grad():
         is_on_cpu = False not in [g.is_cpu for g in gradients] and (scale is None or scale.is_cpu)
-        if is_on_cpu and not _are_sharded(gradients):
-            return _on_host(gradients, scale)
-        return _on_device(gradients, scale)
+        if is_on_cpu and is_plain:
+            return _on_host(gradients, scale, wants_norm)
+        check = _on_device(gradients, scale)
+        return check if wants_norm else GradientCheck(None, check.found_inf, check.inverse_scale)
 
 
-def _on_host(gradients: list[Tensor], scale: Tensor | None) -> GradientCheck:
+def unscale_gradients(parameters: Iterable[Tensor], scale: Tensor) -> GradientCheck | None:
+    """As `check_gradients` without the norm, and divides every gradient by `scale` in the same pass, also if one is Inf.
+
+    None, with nothing changed, where they are not all plain tensors without gaps, of one device and one type that keeps
+    small numbers (float32 or float64).
+    """
+    _, gradients, is_plain = with_gradients(list(parameters))
+    if not gradients or not is_plain or not _are_alike(gradients):
+        return None
+    here = gradients[0].device
+    with torch.no_grad():
+        inverse = _scalar(1.0 / scale.item()) if scale.is_cpu else _reciprocal(scale).to(here, non_blocking=True)
+        one = torch.ones((), dtype=torch.float32, device=here)
+        found_inf = torch.zeros((), dtype=torch.float32, device=here)
+        unscale_all_(gradients, found_inf, inverse.to(here, non_blocking=True))
+        return GradientCheck(None, found_inf, one)
+
+
+def _are_alike(gradients: list[Tensor]) -> bool:
+    if {g.dtype for g in gradients} not in ({torch.float32}, {torch.float64}):
+        return False
+    try:
+        return all(map(Tensor.is_contiguous, gradients)) and len({g.device for g in gradients}) == 1
+    except RuntimeError:  # a sparse tensor does not even answer
+        return False
+
+
+def _on_host(gradients: list[Tensor], scale: Tensor | None, wants_norm: bool) -> GradientCheck:
     inverse = 1.0 if scale is None else 1.0 / scale.item()
+    if not wants_norm and (found := _found_together(gradients)) is not None:
+        return GradientCheck(None, found, _scalar(inverse))
     if {g.layout for g in gradients} - {torch.strided}:
         gradients = [_dense(g) for g in gradients]
     squares = sum_of_squares(gradients)
     norm = math.sqrt(squares) if squares == squares else squares
     found_inf = 0.0 if math.isfinite(squares) else 1.0
-    return GradientCheck(_scalar(norm * inverse), _scalar(found_inf), _scalar(inverse))
+    return GradientCheck(_scalar(norm * inverse) if wants_norm else None, _scalar(found_inf), _scalar(inverse))
+
+
+def _found_together(gradients: list[Tensor]) -> Tensor | None:
+    """1.0 where one of some gradients that fit the cache is Inf or NaN; None where the kernel does not take them."""
+    try:
+        if sum(map(Tensor.numel, gradients)) > CACHED:
+            return None
+        found_inf = torch.zeros((), dtype=torch.float32, device=CPU)
+        unscale_all_(gradients, found_inf, torch.ones_like(found_inf))  # times 1: every element stays as it is
+    except RuntimeError:  # sparse, complex, or expanded from fewer elements
+        return None
+    return found_inf
 
 
 def _on_device(gradients: list[Tensor], scale: Tensor | None) -> GradientCheck:
@@ -104,11 +155,6 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _is_shard(gradient: Tensor) -> bool:
     return hasattr(gradient, "full_tensor")
-
-
-def _are_sharded(gradients: list[Tensor]) -> bool:
-    """Whether some are of a subclass, such as shards of FSDP, that must be asked through its own operators."""
-    return not set(map(type, gradients)) <= {Tensor, torch.nn.Parameter}
 
 
 def _scalar(value: float) -> Tensor:

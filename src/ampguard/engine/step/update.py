@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch.optim import LBFGS, Optimizer
 
 from ampguard.compat import multiply_all_, stored_values
 from ampguard.engine.step.foreach import as_foreach
-from ampguard.engine.step.fused import Way, can_lengthen, lengthened, way_of
-from ampguard.engine.step.gradients import GradientCheck
+from ampguard.engine.step.fused import Way, can_lengthen, lengthened, may_divide, way_of
+from ampguard.engine.step.gradients import GradientCheck, check_gradients, unscale_gradients
 from ampguard.errors import UsageError
 
 CLIP_EPSILON = 1e-6
@@ -20,6 +20,29 @@ CLIP_EPSILON = 1e-6
 
 TINY = 1e-30
 """A factor below this is left to the kernel: float32 ends near its inverse."""
+
+
+def check_for_update(
+    optimizers: Iterable[Optimizer],
+    parameters: Sequence[Tensor],
+    scale: Tensor | None = None,
+    max_norm: float | None = None,
+    *,
+    may_write: bool = True,
+) -> GradientCheck:
+    """The cheapest check that `apply_update` of these optimizers, without a closure, can do with.
+
+    The norm is measured only for clipping (`max_norm=math.inf` measures it and clips nothing). Without clipping,
+    optimizers that cannot divide gradients in their own pass get them divided in the check's, also where the step will
+    be skipped; with `may_write=False` they do not.
+    """
+    if max_norm is not None:
+        return check_gradients(parameters, scale)
+    if may_write and scale is not None and not any(map(may_divide, optimizers)):
+        check = unscale_gradients(parameters, scale)
+        if check is not None:
+            return check
+    return check_gradients(parameters, scale, wants_norm=False)
 
 
 def apply_update(
@@ -42,9 +65,14 @@ def apply_update(
     was skipped: then they are as they were. A `closure` is for optimizers such as LBFGS, which compute gradients by
     themselves that nobody checks: it raises UsageError if there is anything to unscale or to clip.
     """
+    if max_norm is not None and check.norm is None:
+        raise UsageError(
+            f"Gradients cannot be clipped to max_norm={max_norm:g}: their norm was not measured. "
+            "Call check_gradients() with wants_norm=True, or check_for_update() with the same max_norm."
+        )
     if closure is not None or isinstance(optimizer, LBFGS):
         _step_with_closure(optimizer, check, max_norm, closure)
-    elif check.norm.is_cpu:
+    elif check.found_inf.is_cpu:
         if not check.found_inf.item():
             _step_by(optimizer, _host_factor(check, max_norm), write_back)
     else:
@@ -101,7 +129,9 @@ def _writes_back(optimizer: Optimizer, way: Way) -> bool:
 
 def _host_factor(check: GradientCheck, max_norm: float | None) -> float:
     inverse = check.inverse_scale.item()
-    return inverse if max_norm is None else inverse * min(1.0, max_norm / (check.norm.item() + CLIP_EPSILON))
+    if max_norm is None or check.norm is None:
+        return inverse
+    return inverse * min(1.0, max_norm / (check.norm.item() + CLIP_EPSILON))
 
 
 def _number(value: float) -> Tensor:
@@ -110,7 +140,7 @@ def _number(value: float) -> Tensor:
 
 
 def _device_factor(check: GradientCheck, max_norm: float | None) -> Tensor:
-    if max_norm is None:
+    if max_norm is None or check.norm is None:
         return check.inverse_scale
     return check.inverse_scale * (max_norm / (check.norm + CLIP_EPSILON)).clamp(max=1.0)
 

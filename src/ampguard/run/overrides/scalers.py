@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ class Scalers:
         """How many of the script's enabled scalers are in their `step`."""
         self.has_stepped = False
         """Set by whoever sees the optimizer's own step run inside a scaler's."""
+        self._switched_off: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """Scalers that the script wanted on, and the state that they would have begun with."""
         self.on_attempt: Callable[[], None] | None = None
         self.on_skipped: Callable[[Any, float, bool], None] | None = None
 
@@ -33,12 +36,15 @@ class Scalers:
         patches.replace(kind, "__init__", self._watch_init)
         patches.replace(kind, "scale", self._watch_scale)
         patches.replace(kind, "step", self._watch_step)
+        patches.replace(kind, "state_dict", self._watch_state)
         patches.replace(kind, "load_state_dict", self._watch_load)
 
     def _watch_init(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:  # noqa: N807
             if self._plan.is_set:
+                if not self._plan.scales_loss:
+                    self._switched_off[scaler] = first_state(*args, **kwargs)
                 args, kwargs = args[:4], {**kwargs, "enabled": self._plan.scales_loss}
                 if self._plan.scales_loss and device == "cuda" and not torch.cuda.is_available():
                     device = "cpu"
@@ -74,6 +80,16 @@ class Scalers:
 
         return step
 
+    def _watch_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A scaler that is off has no state. A script whose scaler is always on may read it, for its log say (Swin)."""
+
+        @functools.wraps(original)
+        def state_dict(scaler: Any) -> dict[str, Any]:
+            state: dict[str, Any] = original(scaler)
+            return state or dict(self._switched_off.get(scaler, {}))
+
+        return state_dict
+
     def _watch_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpoint of a run in another precision holds no state of a scaler: this one begins anew."""
 
@@ -85,3 +101,22 @@ class Scalers:
             original(scaler, state_dict)
 
         return load_state_dict
+
+
+def first_state(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> dict[str, Any]:
+    """The state of a new GradScaler with these arguments; empty for one that the script itself has off."""
+    if not enabled:
+        return {}
+    return {
+        "scale": init_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+        "_growth_tracker": 0,
+    }

@@ -1,0 +1,199 @@
+"""One fault case, healed, held against the same script in float32."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from bench.faults.tools import ROOT, copy_case
+from bench.faults.truth import Case
+
+from ampguard.compare.course import WARM_UP_STEPS, Course, course_of
+from ampguard.compare.distance import noise, shift
+from ampguard.incident import Incident
+from ampguard.report.history import read_history
+from ampguard.report.store import read_report
+
+PRECISION_CAUSES = {"fp16-overflow", "fp16-underflow", "mask-overflow", "gradient-overflow", "gradient-underflow"}
+PRECISION_FIXES = {"force-fp32", "use-bf16", "disable-amp"}
+GOAL = 0.02
+"""How far from the float32 run's final loss a healed run may end, as a share of it."""
+
+BAD_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:nan|inf)(?![\w.])", re.IGNORECASE)
+TIMED_OUT = 124
+MIN_STEPS = 3
+"""Fewer timed steps than these have no median worth a row."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of one case. `loss`: means over the last tenth of the steps; times are seconds a step.
+
+    `apart`: the mean loss of the last quarter from float32's, and `noise`: how much float32's own moves there from step
+    to step, both as shares of it, measured as `ampguard compare` does. `bad_printed`: how often the script itself printed
+    nan or inf, as it is and healed.
+    """
+
+    case: str
+    plain_status: int
+    healed_status: int
+    steps: int
+    steps_in_fp32: int
+    fixes: tuple[str, ...]
+    explained: bool
+    loss: float | None
+    loss_in_fp32: float | None
+    apart: float | None
+    noise: float
+    bad_printed: tuple[int, int]
+    seconds_before: float | None
+    seconds_after: float | None
+    note: str = ""
+
+    @property
+    def came_to_its_end(self) -> bool:
+        return self.healed_status == 0 and self.steps == self.steps_in_fp32
+
+    @property
+    def is_carried(self) -> bool:
+        """The goal: healed, run to its end, with float32's loss."""
+        return self._is_healed and self.apart is not None and abs(self.apart) <= GOAL
+
+    @property
+    def trains_as_well(self) -> bool:
+        """What `ampguard compare` asks: not above float32's loss by more than the goal, or than that loss's own noise."""
+        return self._is_healed and self.apart is not None and self.apart <= max(GOAL, self.noise)
+
+    @property
+    def _is_healed(self) -> bool:
+        return bool(self.fixes) and self.came_to_its_end
+
+    @property
+    def slower(self) -> float | None:
+        """How often the time of a step before the fix goes into one after it."""
+        if self.seconds_before is None or self.seconds_after is None:
+            return None
+        return self.seconds_after / self.seconds_before
+
+
+def is_healable(case: Case) -> bool:
+    """Whether the case's truth is that a low precision broke it, and that another precision cures it."""
+    truth = case.truth
+    return (
+        truth is not None
+        and not PRECISION_CAUSES.isdisjoint(truth.cause)
+        and not PRECISION_FIXES.isdisjoint(truth.fixes)
+    )
+
+
+def run_case(case: Case, room: Path, timeout: float) -> None:
+    """Run the script as it is, in float32 and healed, one after the other, in folders of their own under `room`."""
+    guarded = ["-m", "ampguard", "run", "--out", "../run"]
+    _run(case, room / "plain", [], timeout)
+    _run(case, room / "fp32", [*guarded, "--precision", "fp32"], timeout)
+    _run(case, room / "heal", [*guarded, "--on-nonfinite", "heal"], timeout)
+
+
+def outcome_of(case: Case, room: Path) -> Outcome:
+    """What the three runs of `run_case` left in `room`.
+
+    The loss of a step that failed and was then healed is the broken run's, and is not compared.
+    """
+    folder = room / "heal" / "run"
+    in_fp32 = course_of(room / "fp32" / "run", "fp32", _status(room / "fp32"))
+    healed = without_steps(course_of(folder, "heal", _status(room / "heal")), steps := healed_steps(folder))
+    before, after = step_seconds(folder, steps)
+    return Outcome(
+        case.name,
+        _status(room / "plain"),
+        healed.status,
+        healed.steps,
+        in_fp32.steps,
+        fixes_of(folder),
+        is_explained(case, healed.errors),
+        healed.final_loss,
+        in_fp32.final_loss,
+        shift(healed, in_fp32),
+        noise(in_fp32),
+        (bad_numbers(room / "plain"), bad_numbers(room / "heal")),
+        before,
+        after,
+        "; ".join(filter(None, [healed.trouble, in_fp32.trouble, *in_fp32.could_not, *healed.could_not])),
+    )
+
+
+def bad_numbers(room: Path) -> int:
+    """How often a script printed nan or inf."""
+    return len(BAD_NUMBER.findall((room / "stdout.txt").read_text(encoding="utf-8", errors="replace")))
+
+
+def without_steps(course: Course, steps: Sequence[int]) -> Course:
+    """The course, as if the losses of these steps had not been measured."""
+    losses = tuple(None if step in steps else loss for step, loss in enumerate(course.losses))
+    return msgspec.structs.replace(course, losses=losses)
+
+
+def is_explained(case: Case, incidents: Sequence[Incident]) -> bool:
+    """Whether the failing step has a report with an accepted cause."""
+    truth = case.truth
+    assert truth is not None
+    return any(i.step in truth.steps and i.cause in truth.cause for i in incidents)
+
+
+def healed_steps(folder: Path) -> list[int]:
+    """The steps in which a fix was applied."""
+    return [entry["step"] for entry in _healed(folder)]
+
+
+def fixes_of(folder: Path) -> tuple[str, ...]:
+    """What was applied, in words: `force-fp32 blocks.0.attn`."""
+    return tuple(f"{entry['action']} {entry['target'] or ''}".strip() for entry in _healed(folder))
+
+
+def _healed(folder: Path) -> list[dict[str, object]]:
+    if not (folder / "report.json").is_file():
+        return []
+    run = read_report(folder).run
+    return list(run["healed"]) if isinstance(run, dict) else []
+
+
+def step_seconds(folder: Path, healed: Sequence[int]) -> tuple[float | None, float | None]:
+    """Medians of the steps before the first fix (but the warm-up) and after the last; investigations are in neither."""
+    if not healed:
+        return None, None
+    with read_history(folder) as history:
+        rows = [row for row in history.steps(WARM_UP_STEPS) if row.seconds is not None]
+    before = [row.seconds for row in rows if row.step < min(healed)]
+    after = [row.seconds for row in rows if row.step > max(healed) + 1]
+    return _median(before), _median(after)
+
+
+def _median(seconds: Sequence[float | None]) -> float | None:
+    known = [s for s in seconds if s is not None]
+    return statistics.median(known) if len(known) >= MIN_STEPS else None
+
+
+def _status(room: Path) -> int:
+    return int((room / "status.txt").read_text(encoding="utf-8"))
+
+
+def _run(case: Case, room: Path, before: list[str], timeout: float) -> None:
+    """One process; its exit status is noted as 124 where it took longer than `timeout` seconds."""
+    room.mkdir(parents=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "NO_COLOR": "1"}
+    command = [sys.executable, *before, *case.command]
+    try:
+        done = subprocess.run(
+            command, cwd=copy_case(case, room), env=env, timeout=timeout, capture_output=True, check=False
+        )
+        status, printed, said = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as expired:
+        status, printed, said = TIMED_OUT, expired.stdout or b"", expired.stderr or b""
+    (room / "stderr.txt").write_bytes(said)
+    (room / "stdout.txt").write_bytes(printed)
+    (room / "status.txt").write_text(str(status), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""How parameters, gradients and optimizer state lie in memory: what a fused kernel takes for granted.
+
+Asked in every step, so in loops that run in C where there are such. What is known of parameters and state is kept for
+each optimizer, as long as the same tensors lie at the same addresses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_NoneType = type(None)
+_Places = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all the parameters of a group that have a gradient are."""
+
+    dtypes: frozenset[torch.dtype]
+    kinds: frozenset[str]
+    """Kinds of devices."""
+    is_contiguous: bool
+
+
+_layouts: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[_Places, Layout]]] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether none is of a subclass, whose memory is its own affair."""
+    return set(map(type, tensors)) <= _PLAIN
+
+
+def with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
+    """The parameters that have a gradient, the gradients, and whether all gradients are plain."""
+    gradients: list[Any] = [p.grad for p in parameters]
+    types = set(map(type, gradients))
+    if _NoneType in types:
+        parameters = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in gradients if gradient is not None]
+    return parameters, gradients, types - {_NoneType} <= _PLAIN
+
+
+def layout_of(optimizer: Optimizer, number: int, parameters: list[Tensor]) -> Layout:
+    """Of plain parameters in the group of that number. Remembers addresses, not tensors: those may be gone tomorrow."""
+    if type(parameters[0]) not in (Tensor, nn.Parameter):  # fakes have no address
+        return _looked_at(parameters)
+    places = (list(map(id, parameters)), list(map(Tensor.data_ptr, parameters)))
+    of_groups = _layouts.setdefault(optimizer, {})
+    known = of_groups.get(number)
+    if known is None or known[0] != places:
+        known = of_groups[number] = (places, _looked_at(parameters))
+    return known[1]
+
+
+def _looked_at(parameters: list[Tensor]) -> Layout:
+    return Layout(
+        frozenset(p.dtype for p in parameters),
+        frozenset(p.device.type for p in parameters),
+        all(p.layout is torch.strided and p.is_contiguous() for p in parameters),
+    )
+
+
+def types_agree(layout: Layout, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether each gradient is of its parameter's type."""
+    if len(layout.dtypes) == 1:
+        return {g.dtype for g in gradients} == layout.dtypes
+    return all(p.dtype == g.dtype for p, g in zip(parameters, gradients, strict=True))
+
+
+def lie_alike(optimizer: Optimizer, layout: Layout, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether plain gradients and the state lie in memory as their parameters do, without gaps."""
+    try:
+        if layout.is_contiguous and all(map(Tensor.is_contiguous, gradients)) and _is_state_contiguous(optimizer):
+            return True
+    except RuntimeError:  # a sparse tensor does not even answer
+        return False
+    if any(g.layout is not torch.strided for g in gradients):
+        return False
+    state = optimizer.state
+    return all(_lies_alike(p, g, state.get(p, {})) for p, g in zip(parameters, gradients, strict=True))
+
+
+def _is_state_contiguous(optimizer: Optimizer) -> bool:
+    """Remembered until a checkpoint is loaded, which replaces the whole state, or a parameter steps for the first time."""
+    state = optimizer.state
+    known = _states.get(optimizer)
+    if known is None or known[0] is not state or known[1] != len(state):
+        kept = [t for values in state.values() for t in values.values() if isinstance(t, Tensor)]
+        if not all(map(Tensor.is_contiguous, kept)):
+            return False
+        _states[optimizer] = (state, len(state))
+    return True
+
+
+def _lies_alike(p: Tensor, g: Tensor, state: dict[str, Any]) -> bool:
+    """The same of one parameter in any order of dimensions, such as channels last."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    others = [g, *(s for s in state.values() if isinstance(s, Tensor) and s.shape == p.shape)]
+    return all(other.stride() == p.stride() for other in others)

@@ -1,0 +1,102 @@
+"""The healing benchmark: which cases it takes, when a run counts as carried, and one case from end to end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.faults.truth import CASES, load_case, load_cases  # noqa: E402
+from bench.heal.outcome import BAD_NUMBER, Outcome, is_healable, outcome_of, run_case, step_seconds, without_steps  # noqa: E402
+
+from ampguard.compare.course import Course  # noqa: E402
+from ampguard.report.history import HistoryWriter, StepRow  # noqa: E402
+
+CARRIED = Outcome(
+    case="p-one",
+    plain_status=1,
+    healed_status=0,
+    steps=40,
+    steps_in_fp32=40,
+    fixes=("force-fp32 blocks.0.attn",),
+    explained=True,
+    loss=1.01,
+    loss_in_fp32=1.0,
+    apart=0.01,
+    noise=0.1,
+    bad_printed=(3, 0),
+    seconds_before=0.010,
+    seconds_after=0.012,
+)
+
+
+def test_a_case_is_taken_if_a_precision_broke_it_and_another_cures_it() -> None:
+    taken = {case.name for case in load_cases() if is_healable(case)}
+    assert "p-mse-forecast-square" in taken
+    assert "g-clip-blank-frame-normalize" in taken
+    assert "p-doc-mask-two-minima-bf16" not in taken  # only another mask helps
+    assert "a-dice-empty-roi" not in taken  # 0 / 0 in every precision
+
+
+@pytest.mark.parametrize(
+    ("changed", "carried", "as_well"),
+    [
+        ({}, True, True),
+        ({"apart": 0.05}, False, True),  # within float32's own noise
+        ({"apart": 0.15}, False, False),
+        ({"apart": -0.05}, False, True),
+        ({"apart": None}, False, False),
+        ({"fixes": ()}, False, False),
+        ({"healed_status": 1}, False, False),
+        ({"steps": 39}, False, False),
+    ],
+)
+def test_carried(changed: dict[str, object], carried: bool, as_well: bool) -> None:
+    outcome = msgspec.structs.replace(CARRIED, **changed)
+    assert (outcome.is_carried, outcome.trains_as_well) == (carried, as_well)
+    assert outcome.slower == pytest.approx(1.2)
+
+
+def test_bad_numbers_that_a_script_prints() -> None:
+    assert len(BAD_NUMBER.findall("loss nan, norm inf (-inf) acc=NaN")) == 4
+    assert BAD_NUMBER.findall("info: nanoGPT, 1.5e3, dinf, inference, nan_count 0") == []
+
+
+def test_the_times_leave_warm_up_and_the_healed_steps_out(tmp_path: Path) -> None:
+    writer = HistoryWriter(tmp_path, print)
+    for step in range(20):
+        slow = step < 3 or step in (8, 9, 10)
+        writer.step(StepRow(step, seconds=9.0 if slow else 0.1 if step < 8 else 0.2))
+    writer.close()
+    assert step_seconds(tmp_path, [8, 9]) == (0.1, 0.2)
+    assert step_seconds(tmp_path, [4]) == (None, 0.2)
+    assert step_seconds(tmp_path, []) == (None, None)
+
+
+def test_the_broken_steps_loss_is_not_compared() -> None:
+    course = Course("heal", 0, 3, losses=(1.0, 50.0, 2.0))
+    assert without_steps(course, [1]).losses == (1.0, None, 2.0)
+
+
+def test_one_case_is_healed(tmp_path: Path) -> None:
+    case = load_case(CASES / "p-where-scalar-pointer")
+    run_case(case, tmp_path, timeout=120.0)
+    outcome = outcome_of(case, tmp_path)
+    assert outcome.explained
+    assert outcome.is_carried
+    assert outcome.bad_printed[0] > 0
+    assert outcome.bad_printed[1] == 0
+
+
+def test_a_run_that_takes_too_long_is_not_carried(tmp_path: Path) -> None:
+    case = load_case(CASES / "p-where-scalar-pointer")
+    run_case(case, tmp_path, timeout=0.05)
+    outcome = outcome_of(case, tmp_path)
+    assert (outcome.plain_status, outcome.healed_status) == (124, 124)
+    assert not outcome.is_carried
+    assert outcome.note

@@ -1,0 +1,283 @@
+"""Several threads train at once: nobody reads gradients that another thread's autograd engine is writing."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from watching import Watched, bits
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+
+Guard = Callable[..., Watched]
+
+PROTOCOL = {
+    *("clip-before-unscale", "double-unscale", "missing-update", "accumulation-broken", "bypassed-scaler"),
+    *("unscaled-backward", "missing-zero-grad", "stale-parameters", "no-gradients", "scheduler-on-skipped-step"),
+}
+
+FOUR_THREADS = """
+import sys, threading, torch
+from torch import nn
+import ampguard
+
+def train(number, losses):
+    generator = torch.Generator().manual_seed(number)
+    model = nn.Sequential(*(m for _ in range(24) for m in (nn.Linear(16, 16), nn.Tanh())))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.2 * torch.randn(p.shape, generator=generator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(30):
+        loss = model(torch.randn(8, 16, generator=generator)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    losses[number] = loss.item()
+
+sys.setswitchinterval(1e-5)
+torch.set_num_threads(1)
+losses = {}
+with ampguard.watch(out=sys.argv[1]):
+    for _ in range(2):
+        threads = [threading.Thread(target=train, args=(n, losses)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+print(sorted(losses))
+"""
+
+
+def test_four_threads_that_train_at_once_do_not_crash(tmp_path: Path) -> None:
+    """In a process of its own: a segmentation fault is a return code."""
+    script = tmp_path / "train.py"
+    script.write_text(FOUR_THREADS)
+    command = [sys.executable, str(script), str(tmp_path / "runs")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.splitlines()[-1] == "[0, 1, 2, 3]"
+
+
+def in_turns(*bodies: Callable[[Callable[[], None]], None]) -> None:
+    """Run each body in a thread of its own, one at a time; where a body calls what it is given, the next one goes on."""
+    turns = [threading.Semaphore(0) for _ in bodies]
+    done: set[int] = set()
+
+    def hand_over(number: int) -> None:
+        for other in (*range(number + 1, len(bodies)), *range(number)):
+            if other not in done:
+                turns[other].release()
+                return
+        turns[number].release()
+
+    def go(number: int) -> None:
+        def wait() -> None:
+            hand_over(number)
+            turns[number].acquire()
+
+        turns[number].acquire()
+        try:
+            bodies[number](wait)
+        finally:
+            done.add(number)
+            hand_over(number)
+
+    threads = [threading.Thread(target=go, args=(n,)) for n in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    turns[0].release()
+    for thread in threads:
+        thread.join()
+
+
+def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, clears_last: bool = False, steps: int = 6) -> Any:
+    def body(wait: Callable[[], None]) -> None:
+        for _ in range(steps):
+            if not clears_last:
+                optimizer.zero_grad()
+                wait()
+            loss = model(torch.ones(2, 4)).pow(2).mean()
+            wait()
+            loss.backward()
+            wait()
+            optimizer.step()
+            if clears_last:
+                optimizer.zero_grad()
+
+    return body
+
+
+def asked_by(monkeypatch: Any) -> dict[OptimizerWatch, set[int]]:
+    """Which threads look at the gradients of which optimizer."""
+    asked: dict[OptimizerWatch, set[int]] = {}
+
+    def noting(name: str) -> None:
+        original = getattr(OptimizerWatch, name)
+
+        def look(watch: OptimizerWatch, *args: Any) -> Any:
+            asked.setdefault(watch, set()).add(threading.get_ident())
+            return original(watch, *args)
+
+        monkeypatch.setattr(OptimizerWatch, name, look)
+
+    for name in ("before_backward", "after_backward", "glance", "rest", "are_zero", "has_gradients", "keep_copy"):
+        noting(name)
+    return asked
+
+
+def test_a_thread_looks_at_its_own_optimizers_only(guard: Guard, monkeypatch: Any) -> None:
+    """Optimizers that the main thread has made, too: in loops that clear first, and in loops that clear last."""
+
+    def body() -> None:
+        for clears_last in (False, True):
+            models = [nn.Linear(4, 2) for _ in range(3)]
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
+            in_turns(*(trainer(m, o, clears_last) for m, o in zip(models, optimizers, strict=True)))
+
+    asked = asked_by(monkeypatch)
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert asked
+    assert all(len(threads) == 1 for threads in asked.values())
+
+
+def scaled(clips: bool, wait: Callable[[], None], steps: int = 6) -> list[bytes]:
+    """A loop with a scaler; `clips`: the norm of gradients that are still scaled."""
+    generator = torch.Generator().manual_seed(7)
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(2, 4, generator=generator))
+        model.bias.zero_()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=1024.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        wait()
+        loss = model(torch.ones(2, 4)).pow(2).mean()
+        scaled_loss = scaler.scale(loss)
+        wait()
+        scaled_loss.backward()
+        wait()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            scaler.unscale_(optimizer)
+        wait()
+        scaler.step(optimizer)
+        wait()
+        scaler.update()
+    return bits([p.detach() for p in model.parameters()])
+
+
+def test_calls_of_two_threads_are_not_mixed_up(guard: Guard) -> None:
+    """Both are right, and their calls interleave: nothing is told, and both compute what they compute alone."""
+
+    def body() -> Any:
+        results: dict[int, Any] = {}
+
+        def one(number: int) -> Callable[[Callable[[], None]], None]:
+            def run(wait: Callable[[], None]) -> None:
+                results[number] = scaled(False, wait)
+
+            return run
+
+        in_turns(one(0), one(1), one(2))
+        return results
+
+    plain = body()
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.result == plain
+    assert not set(run.causes) & PROTOCOL, run.causes
+
+
+def test_first_thread_is_followed_while_another_trains(guard: Guard) -> None:
+    """It clips scaled gradients: that is told, though another thread's loop, which does not, goes on between."""
+
+    def body() -> None:
+        in_turns(lambda wait: bool(scaled(True, wait)), lambda wait: bool(scaled(False, wait)))  # type: ignore[arg-type, return-value]
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert "clip-before-unscale" in run.causes, run.causes
+
+
+def test_thread_that_trains_after_another_has_ended_is_followed(guard: Guard) -> None:
+    """Trials of a search, one thread after the other: the second has the error."""
+
+    def body() -> None:
+        for clips in (False, True):
+            thread = threading.Thread(target=scaled, args=(clips, lambda: None))
+            thread.start()
+            thread.join()
+
+    assert "clip-before-unscale" in guard(body).causes
+
+
+def test_optimizer_made_here_and_trained_in_a_thread_is_followed(guard: Guard) -> None:
+    def body() -> None:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+
+        def train() -> None:
+            for _ in range(4):
+                scaler.scale(model(torch.ones(2, 4)).pow(2).mean()).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
+    run = guard(body)
+    assert run.faults == 0
+    assert "clip-before-unscale" in run.causes
+
+
+class Waiting(nn.Module):
+    """Its call lasts while others go on."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.wait = wait
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.wait()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_calls_that_went_unseen_break_no_rule(seed: int, guard: Guard) -> None:
+    """A call that comes while another thread is inside a module is not looked at: half of a step is judged by none."""
+
+    def other(wait: Callable[[], None]) -> None:
+        model, chance = Waiting(wait), random.Random(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(24):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(chance.randrange(7)):
+                wait()
+
+    def body() -> None:
+        in_turns(lambda wait: bool(scaled(False, wait, steps=12)), other)  # type: ignore[arg-type, return-value]
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert not set(run.causes) & PROTOCOL, run.causes
