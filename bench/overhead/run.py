@@ -30,8 +30,8 @@ from rows import ROWS, Row
 from torch import nn
 
 HERE = Path(__file__).parent
-STEPS_PER_BLOCK = {"tiny": 40, "vit": 3}
-WARM_UP_STEPS = {"tiny": 40, "vit": 4}
+STEPS_PER_BLOCK = {"tiny": 160, "vit": 3}
+WARM_UP_STEPS = {"tiny": 72, "vit": 4}  # until what is learnt of a loop has been learnt
 RUN_ROW = "ampguard run"
 GOALS = {"tiny": 1.03, "vit": 1.01}
 MEMORY_GOAL = 1.02
@@ -138,7 +138,7 @@ def timed_block(step: Callable[[], object], steps: int, device: str) -> float:
 
 def process_ratios(name: str, args: argparse.Namespace) -> list[float]:
     """`ampguard run` over `python`, each pair two fresh processes that time their own blocks, start-up left out."""
-    steps = STEPS_PER_BLOCK[name] * 6
+    steps = STEPS_PER_BLOCK[name] * 4
     script = [str(HERE / f"{name}.py"), str(steps), "--block", str(STEPS_PER_BLOCK[name]), "--device", args.device]
 
     def median_block(guarded: bool) -> float:
