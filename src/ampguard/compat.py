@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._python_dispatch
+import torch.utils._pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _current_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
@@ -565,3 +566,34 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return [t._version for t in tensors]
     except RuntimeError:  # an inference tensor
         return [version_of(t) for t in tensors]
+
+
+def schema_of(func: Any) -> Any:
+    """An operator's declaration: its name, arguments and results, with what it writes to or shares."""
+    return func._schema
+
+
+def pass_for(stand_in: Any, func: Any) -> None:
+    """Give a stand-in for an operator the operator's declaration."""
+    stand_in._schema = func._schema
+
+
+def positions_written(func: Any) -> frozenset[int]:
+    """Positions of the arguments that an operator writes to."""
+    declared = enumerate(schema_of(func).arguments)
+    return frozenset(i for i, argument in declared if argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def is_first_move(scheduler: Any) -> bool:
+    """Whether a scheduler's `step` is the one that its own construction makes."""
+    return bool(getattr(scheduler, "_is_initial", False))
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Everything in nested containers that is no container, as PyTorch's transforms see it."""
+    return list(torch.utils._pytree.tree_leaves(tree))
+
+
+def tree_map(visit: Callable[[Any], Any], tree: Any) -> Any:
+    """Nested containers with `visit` applied to everything in them that is no container."""
+    return torch.utils._pytree.tree_map(visit, tree)

@@ -544,7 +544,7 @@ class CallProbes:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                initial = getattr(scheduler, "_is_initial", False)
+                initial = compat.is_first_move(scheduler)
                 if depth[0] or initial or recorder.paused or not recorder.active:
                     return original(scheduler, *args, **kwargs)
                 if get_ident() != training.ident and not guarded(training.hears):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.graph import NodeSketch, Path, find, is_alike, sketch
 from ampguard.capture.record import (
     BackwardCall,
@@ -208,8 +209,9 @@ def _is_opaque(event: Event) -> bool:
 def _is_plain(op: GlueOp) -> bool:
     if op.rng is not None or op.error is not None:
         return False
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in op.func._schema.arguments)
-    return not writes and not any(isinstance(leaf, HeldGenerator) for leaf in leaves((op.args, op.kwargs)))
+    return not compat.positions_written(op.func) and not any(
+        isinstance(leaf, HeldGenerator) for leaf in leaves((op.args, op.kwargs))
+    )
 
 
 def _map(tree: Any, visit: Callable[[Any], Any]) -> Any:

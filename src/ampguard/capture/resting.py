@@ -64,17 +64,17 @@ class RestingTape:
     def may_rest(self, root: RootCall) -> bool:
         """Whether what follows this call need not be taped."""
         line = root.line
+        self.is_resting = False
         if line is None or not root.modes.grad:
             return False
         place = (id(line.code), line.number, root.training)
         if place in self._places:
             self.is_resting = True
-            return True
-        if self.is_learning:
+        elif self.is_learning:
             self._called[place] = line
             if compat.keeps_by_hooks():
                 self._is_strange = True
-        return False
+        return self.is_resting
 
     def plan_at(self, line: Line | None) -> Plan | None:
         """What was learnt of the backward call at this line."""

@@ -115,16 +115,12 @@ class GlueTape(compat.DispatchMode):
         return (self._facts.get(func) or self._learn(func)).writes
 
     def _learn(self, func: Any) -> _Facts:
-        writes = frozenset(
-            i
-            for i, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
+        writes = compat.positions_written(func)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_read = func is torch.ops.aten._local_scalar_dense.default
         is_bookkeeping = func.namespace == "profiler"
         is_plain = not (writes or is_random or is_read or is_bookkeeping)
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in compat.schema_of(func).returns)
         facts = self._facts[func] = _Facts(writes, is_view, is_random, is_read, is_bookkeeping, is_plain)
         return facts
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.record import GlueOp, Held, Ref, RootCall
 from ampguard.diagnose import rewrite
 from ampguard.diagnose.evidence import Evidence
@@ -81,7 +82,7 @@ def is_in_place(op: TracedOp) -> bool:
 
 
 def argument_name(op: TracedOp, argument: int) -> str | None:
-    arguments = op.func._schema.arguments
+    arguments = compat.schema_of(op.func).arguments
     name = arguments[argument].name if argument < len(arguments) else None
     return "input" if name == "self" else name
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.replay.trace import TracedOp
 
 Rule = Callable[[TracedOp, int, int], Callable[[Tensor], Tensor] | None]
@@ -204,7 +205,7 @@ def _reduced_dims(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...]
 
 def argument(op: TracedOp, name: str) -> object:
     """The value of an argument by its name in the operator's schema; None where it was not given."""
-    for position, declared in enumerate(op.func._schema.arguments):
+    for position, declared in enumerate(compat.schema_of(op.func).arguments):
         if declared.name == name:
             return op.plain[position] if position < len(op.plain) else op.plain_kwargs.get(name)
     return None

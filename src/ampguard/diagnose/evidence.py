@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.slicing import Chain, Given, Link
@@ -424,7 +424,7 @@ def named_leaves(event: Event) -> list[tuple[str, Any]]:
         except (TypeError, ValueError):
             names = []
     elif isinstance(event, GlueOp):
-        names = [a.name for a in event.func._schema.arguments]
+        names = [a.name for a in compat.schema_of(event.func).arguments]
     for position, value in enumerate(event.args):
         walk(names[position] if position < len(names) else f"args[{position}]", value)
     for key, value in event.kwargs.items():

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
+
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
 )
@@ -44,7 +46,7 @@ def facts_of(func: Any) -> OperatorFacts:
     """The facts of an operator overload."""
     known = _known.get(func)
     if known is None:
-        schema = func._schema
+        schema = compat.schema_of(func)
         name = schema.name.split("::")[-1].rstrip("_")
         known = _known[func] = OperatorFacts(
             name=name,

@@ -180,7 +180,7 @@ class ReplayMode(compat.DispatchMode):
                 self._changed[node] = [(old, new) for old, new in pairs if old is not new]
             return func(*new_args, **new_kwargs)
 
-        spied._schema = func._schema  # type: ignore[attr-defined]
+        compat.pass_for(spied, func)
         return intervention(spied, args, kwargs)
 
     def _with_changes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

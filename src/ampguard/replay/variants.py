@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.record import Ref
 from ampguard.replay.operators import flat_tensors
 
@@ -89,7 +89,7 @@ def converted(func: Any, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) 
 
     new_args = tuple(other(a) for a in args)
     new_kwargs = {k: other(v) for k, v in kwargs.items()}
-    name = func._schema.name.split("::")[-1]
+    name = compat.schema_of(func).name.split("::")[-1]
     widens = name in ("_softmax", "_log_softmax") and len(new_args) > 2 and new_args[2]
     if widens and new_args[0].dtype != torch.float16:
         new_args = (new_args[0].float(), new_args[1], False)

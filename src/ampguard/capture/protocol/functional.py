@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ampguard import compat
 from ampguard.capture.recorder import FlightRecorder
@@ -67,7 +66,7 @@ class FunctionalTraining:
             return  # part of a larger loss
         self.calls += 1
         with compat.unseen():
-            leaves = [compat.without_transforms(g) for g in pytree.tree_leaves(gradients) if isinstance(g, Tensor)]
+            leaves = [compat.without_transforms(g) for g in compat.tree_leaves(gradients) if isinstance(g, Tensor)]
             if loss.is_cpu and compat.has_values(loss):
                 self._recorder.judge.losses.append(float(loss.double().mean()))
             is_bad = any(g.is_cpu and not is_finite(g.detach()) for g in (loss, *leaves))
@@ -91,7 +90,7 @@ class FunctionalTraining:
     def _are_spoilt(call: tuple[Any, ...]) -> bool:
         """Whether the parameters are bad already: an update with the gradients of an earlier failure."""
         wanted = (call[1],) if isinstance(call[1], int) else tuple(call[1])
-        held = [t for i in wanted for t in pytree.tree_leaves(call[3][i]) if isinstance(t, Tensor) and t.is_cpu]
+        held = [t for i in wanted for t in compat.tree_leaves(call[3][i]) if isinstance(t, Tensor) and t.is_cpu]
         return any(t.is_floating_point() and not is_finite(t.detach()) for t in held)
 
     def _again(self, call: tuple[Any, ...], random: Tensor) -> None:
@@ -100,8 +99,8 @@ class FunctionalTraining:
         recorder = self._recorder
         recorder.judge.take_losses()
         wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        given = [pytree.tree_map(_as_leaf, arg) if i in wanted else arg for i, arg in enumerate(args)]
-        leaves = [t for i in wanted for t in pytree.tree_leaves(given[i]) if isinstance(t, Tensor) and t.requires_grad]
+        given = [compat.tree_map(_as_leaf, arg) if i in wanted else arg for i, arg in enumerate(args)]
+        leaves = [t for i in wanted for t in compat.tree_leaves(given[i]) if isinstance(t, Tensor) and t.requires_grad]
         after, self._depth = torch.get_rng_state(), 1
         torch.set_rng_state(random)
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
@@ -47,7 +48,7 @@ def _by_mask_operand(evidence: Evidence) -> Finding | None:
     call = evidence.call
     if call is None:
         return None
-    names = [a.name for a in call.func._schema.arguments]
+    names = [a.name for a in compat.schema_of(call.func).arguments]
     for name, mask in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
         is_mask = "mask" in name or name == "attn_bias"
         if isinstance(mask, Tensor) and mask.dim() and is_mask and (rows := _rows_of_mask(evidence, mask)) is not None:
