@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ampguard
-from ampguard.capture import resting
-from ampguard.capture.record import Held, Ref, RestedGlue, refs_in
+from ampguard.capture import resting, usual
+from ampguard.capture.record import GlueOp, Held, Ref, RestedGlue, StepRecord, refs_in
 
 STEPS = 36
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 1.0])
@@ -58,6 +58,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaler)
         self.rested: list[bool] = []
         self.last: list[Any] = []
+        self.record = StepRecord()
 
     def step(self, objective: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -66,8 +67,9 @@ class Loop:
             loss = objective(out, y)
         self.scaler.scale(loss).backward()
         self.rested.append(any(isinstance(e, RestedGlue) for e in self.recorder.log.record.events))
-        if len(self.rested) == STEPS:
-            self.last = shape_of(self.recorder.log.slice().events)
+        if len(self.rested) >= STEPS:
+            self.record = self.recorder.log.slice()
+            self.last = shape_of(self.record.events)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -97,7 +99,7 @@ def shape_of(events: list[Any]) -> list[Any]:
 
     def told(value: Any) -> Any:
         if isinstance(value, Ref):
-            return ("made by", order[value.event], value.output)
+            return ("made by", order.get(value.event), value.output)
         if isinstance(value, Held):
             return ("held", value.value.tolist())
         if isinstance(value, (list, tuple)):
@@ -209,6 +211,81 @@ def test_another_loss_at_the_same_place(tmp_path: Path) -> None:
     first = session.report.incidents[0]
     assert first.step <= STEPS + 1
     assert first.op == "aten.log.default"
+
+
+def test_a_graph_of_another_shape_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
+    """What the step used is found where it always is, but other operators ran: none is told rather than wrong ones."""
+    chosen = [lambda out: out]
+
+    def objective(out: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(chosen[0](out), y)
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        loop = Loop(session)
+        for _ in range(STEPS):
+            loop.step(objective, *loop.batch())
+        assert loop.record.complete
+        chosen[0] = torch.abs
+        loop.step(objective, *loop.batch())
+        assert loop.rested[-1]
+        assert not loop.record.complete
+        assert not any(isinstance(event, GlueOp) for event in loop.record.events)
+
+
+class Counting(nn.Module):
+    """Begins to count its calls late: from then on a replay needs the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = 0
+        self.count = 0
+
+    def forward(self, x: Tensor, counts: bool) -> Tensor:
+        if counts:
+            self.count = self.count + 1
+        return self.layer(x + self.count)
+
+
+def test_usual_calls_are_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "USUAL_CALLS", 8)
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for step in range(41):
+            loss = model(torch.randn(3, 4), step >= 20).pow(2).mean()
+            loss = torch.log(loss * 0 - 1) if step == 40 else loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    incident = session.report.incidents[0]
+    assert (incident.step, incident.op, incident.evidence["rung"]) == (40, "aten.log.default", "replay")
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift  # keeps nothing of x for backward
+
+
+def test_arguments_are_copied_again_once_a_script_writes_to_one(tmp_path: Path) -> None:
+    model = Shifted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for step in range(41):
+            x = torch.full((3, 4), float("inf") if step == 40 else 1.0)
+            out = model(x)
+            if step >= 20:
+                x.zero_()
+            optimizer.zero_grad()
+            out.pow(2).mean().backward()
+            optimizer.step()
+    incident = session.report.incidents[0]
+    assert (incident.step, incident.evidence["rung"]) == (40, "replay")
 
 
 def test_validation_is_taped_although_training_rests(tmp_path: Path) -> None:
