@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils._python_dispatch
 import torch.utils._pytree
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _current_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
@@ -32,6 +33,9 @@ _next_sequence_number: Callable[[], int] | None = getattr(
 )
 _flatten: Callable[[Any], torch.Tensor] | None = getattr(torch._C._nn, "flatten_dense_tensors", None)
 _top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
+_push_function: Callable[[Any], None] | None = getattr(torch._C, "_push_on_torch_function_stack", None)
+_pop_function: Callable[[], Any] | None = getattr(torch._C, "_pop_torch_function_stack", None)
+_top_function: Callable[[int], Any] | None = getattr(torch._C, "_get_function_stack_at", None)
 
 
 def cuda_is_in_use() -> bool:
@@ -128,6 +132,37 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode that is put on the stack and taken off without a frame of PyTorch's own."""
+
+    is_available = _push_function is not None and _pop_function is not None and _top_function is not None
+
+    def begin(self) -> None:
+        """Make this the innermost function mode of the thread."""
+        if _push_function is not None:
+            _push_function(self)
+
+    def end(self) -> None:
+        """Take this mode off; it must be the innermost."""
+        if _pop_function is not None:
+            _pop_function()
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether this is the mode that would see a call."""
+        depth = function_modes_on()
+        return depth > 0 and _top_function is not None and _top_function(depth - 1) is self
+
+
+def may_compile() -> bool:
+    """Whether `torch.compile` was ever asked for: what it compiles depends on the function modes that are on."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    backends = getattr(frames, "cached_backends", None)
+    return backends is None or any(callable(backend) for backend in backends.values())
 
 
 def loader_iterators() -> list[type]:
@@ -377,29 +412,6 @@ def clipping_limit() -> float | None:
     return None
 
 
-def saved_in(node: Any) -> list[tuple[str, Any]]:
-    """What a node of the autograd graph keeps for its derivative, by name; nothing once it has been used up.
-
-    `_saved_*` are described in PyTorch's autograd notes; a leaf's own node keeps its `variable`.
-    """
-    found = []
-    for name in dir(type(node)):
-        if name.startswith("_saved_") or name == "variable":
-            with contextlib.suppress(RuntimeError, AttributeError):
-                found.append((name, getattr(node, name)))
-    return found
-
-
-_saved_tensors_hooks: Callable[..., Any] | None = getattr(
-    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
-)
-
-
-def keeps_by_hooks() -> bool:
-    """Whether what the graph keeps is packed by hooks of the script (`saved_tensors_hooks`): then it is not to be unpacked."""
-    return _saved_tensors_hooks is not None and _saved_tensors_hooks(False) is not None
-
-
 def norms_in(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The 2-norm of each tensor, of one device and type, summed up in `dtype`."""
     together = getattr(torch, "_foreach_norm", None)
@@ -597,3 +609,9 @@ def tree_leaves(tree: Any) -> list[Any]:
 def tree_map(visit: Callable[[Any], Any], tree: Any) -> Any:
     """Nested containers with `visit` applied to everything in them that is no container."""
     return torch.utils._pytree.tree_map(visit, tree)
+
+
+def keeping_version(tensor: torch.Tensor) -> Any:
+    """A context in which writing to a tensor goes unnoticed by the graphs that have kept it; None where PyTorch has none."""
+    keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    return keep(tensor) if keep is not None else None

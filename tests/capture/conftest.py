@@ -34,4 +34,6 @@ def nothing_stays_on_the_stack() -> Iterator[None]:
     while (mode := _get_current_dispatch_mode()) is not None:
         left.append(mode)
         mode.__exit__(None, None, None)
+    while torch._C._len_torch_function_stack():
+        left.append(torch._C._pop_torch_function_stack())
     assert left == []

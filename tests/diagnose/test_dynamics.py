@@ -47,7 +47,7 @@ def judged(losses: Sequence[float], weights_grew: float | None = 5.0, cause: str
     incident = Incident(**{f: getattr(OVERFLOW, f) for f in OVERFLOW.__struct_fields__} | {"cause": cause})
     situation.failure = incident
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divergence_rule, "growth_of_weights", lambda s: weights_grew)
+        patch.setattr(divergence_rule, "growth_of_weights", lambda situation, began: weights_grew)
         return divergence(situation)
 
 

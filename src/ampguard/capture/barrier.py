@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ampguard import compat
 from ampguard.compat import dispatch_modes_on, function_modes_on
 
 T = TypeVar("T")
+
+
+class OwnMode(Protocol):
+    """A mode of the guard's own that steps aside for what the guard computes itself."""
+
+    def step_aside(self) -> bool: ...
+    def come_back(self) -> None: ...
 
 
 class FaultBarrier:
@@ -24,6 +31,8 @@ class FaultBarrier:
         self.tripped = False
         self.own_modes = 0
         """Dispatch modes of ours on the stack (the tape): they need no hiding from."""
+        self.calls: OwnMode | None = None
+        """The function mode of ours that is on the stack: it has to be out of the way."""
         self.is_hiding = False
         """True while the script's own modes are switched off, so that they do not see our operators."""
 
@@ -34,6 +43,12 @@ class FaultBarrier:
         try:
             if (not function_modes_on() and dispatch_modes_on() <= self.own_modes) or self.is_hiding:
                 return function(*args)
+            calls = self.calls
+            if calls is not None and calls.step_aside():
+                try:
+                    return self.call(function, *args)
+                finally:
+                    calls.come_back()
             self.is_hiding = True
             try:
                 with compat.unseen():

@@ -72,7 +72,7 @@ class GradientWatch:
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""
         self._is_unjudged = False
-        if not self._log.record.events:
+        if self._log.is_empty:
             return
         if all_finite(gradients_of(optimizer)):
             self._judge.gradients_are_good()
@@ -110,10 +110,10 @@ class GradientWatch:
 
         Where no optimizer has used them, the loop may drop bad ones by itself: they are bad all the same.
         """
-        events = self._log.record.events
-        if not events:
+        if self._log.is_empty:
             return
         if self._is_unjudged:
+            events = self._log.record.events
             self._is_unjudged = False
             is_scaled = scaler is not None and scaler.is_enabled()
             if not is_scaled and any(version_of(p) != version for p, version in self._versions):

@@ -70,11 +70,15 @@ def watching(recorder: Any, hooks: TensorHooks) -> Callable[[Callable[..., Any]]
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-            handle = original(self, hook)
+            calls = recorder.tape.calls
+            is_aside = recorder.tape.is_on_stack and calls.step_aside()  # PyTorch would hand it this very function
+            try:
+                handle = original(self, hook)
+            finally:
+                if is_aside:
+                    calls.come_back()
             if recorder.active and not recorder.paused and not recorder.counting:
                 recorder.barrier.call(hooks.add, self, hook, handle)
-                if self.grad_fn is not None:
-                    recorder.resting.spoil()  # what it hangs on must have been taped
             return handle
 
         return register_hook

@@ -6,6 +6,7 @@ yet turn out to be nobody's business (a teacher's output, a loss that is thrown 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +19,9 @@ from ampguard import compat
 from ampguard.capture import lineage
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, tensors_in
+from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall, StepRecord, tensors_in
 from ampguard.capture.steps import StepCounter
+from ampguard.capture.told import tell_calls
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
@@ -87,7 +89,7 @@ class Judge:
         self._read_outputs(wait=False)
         self._drop_teachers()
         flag = FiniteFlag(losses)
-        bad = BadResult("loss", "train", self._steps.count, self._log.slice(), tuple(targets))
+        bad = BadResult("loss", "train", self._steps.count, self._log.snapshot(), tuple(targets))
         if flag.is_known:
             self._judge(flag, bad)
         else:
@@ -109,6 +111,7 @@ class Judge:
             self.last_good_step = bad.step
         else:
             self._bad_loss_step = bad.step
+            tell_calls(bad.record)
             self._report(bad)
 
     def read_flags(self, wait: bool) -> None:
@@ -342,17 +345,29 @@ class Judge:
             return
         if module is not None and all(e.module is not module for e in roots):
             return
-        for event in reversed(open_events):
+        found = self._discarded_loss(open_events, module is None)
+        if found is not None:
+            bad = self._bad("loss", "train", (found,))  # kept calls have let go of their operands
+            found = self._discarded_loss(
+                [e for e in bad.record.events if e.index >= self._log.closed_until], module is None
+            )
+            if found is not None:
+                self.suspects.append(dataclasses.replace(bad, targets=(found,)))
+                return
+        last = roots[-1]
+        if module is None or module is last.module:
+            self._suspect_grad_enabled_evaluation(last)
+
+    def _discarded_loss(self, events: list[Event], waits: bool) -> Ref | None:
+        """The last number among the events' results that wants a gradient and is not finite. `waits`: on any device."""
+        for event in reversed(events):
             for position, ref in enumerate(event.outputs):
                 tensor = ref()
                 if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
                     continue
-                if tensor.requires_grad and (tensor.device.type == "cpu" or module is None) and not is_finite(tensor):
-                    self.suspects.append(self._bad("loss", "train", (Ref(event.index, position),)))
-                    return
-        last = roots[-1]
-        if module is None or module is last.module:
-            self._suspect_grad_enabled_evaluation(last)
+                if tensor.requires_grad and (tensor.device.type == "cpu" or waits) and not is_finite(tensor):
+                    return Ref(event.index, position)
+        return None
 
     def _suspect_grad_enabled_evaluation(self, root: RootCall) -> None:
         """`model.eval()` without `no_grad`, and nothing was differentiated."""

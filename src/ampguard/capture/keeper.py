@@ -186,7 +186,6 @@ class StretchKeeper:
         stretch = self.stretch
         if stretch is None or stretch.refusal is not None or stretch.is_closed or not stretch.segments:
             return
-        self._recorder.resting.spoil()  # what is kept must have been taped
         number = stretch.segments[-1].snapshot.number_of(optimizer)
         if number is None:
             self._refuse(stretch, "an optimizer joined after the copy of the weights was made")

@@ -7,7 +7,8 @@ step, hence the plain loops. Nothing writes to a tensor of the script.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,19 +17,21 @@ from ampguard import compat
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import (
     PLAIN_TYPES,
+    BackwardCall,
     Event,
     GlueOp,
     Held,
     HeldGenerator,
     Ref,
-    RestedGlue,
     RngStates,
     RootCall,
     StepRecord,
+    TapedCall,
     held_in,
     refs_in,
 )
-from ampguard.capture.rested import Plan
+from ampguard.capture.surroundings import current_modes
+from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
 from ampguard.compat import version_of
 
 MAX_EVENTS = 4096
@@ -53,11 +56,17 @@ TRUSTED_CALLS = 16
 """Calls of root modules after which arguments are no longer copied, if the script never wrote to one."""
 
 
+_Pending: TypeAlias = tuple[TapedCall | BackwardCall, Sequence[int], Sequence[int]]
+"""What is yet to be named, and the versions of its operands: those by position, those by name."""
+
+
 class EventLog:
     """The events of the current step, and the tensors that they made."""
 
     def __init__(self) -> None:
-        self.record = StepRecord()
+        self._record = StepRecord()
+        self._pending: list[_Pending] = []
+        """What has been kept since, in short. Most steps are forgotten before anybody asks for more."""
         self.next_index = 0
         self.closed_until = 0
         """Events before it lie before the last backward pass."""
@@ -74,8 +83,6 @@ class EventLog:
         """What modules were given since the last look at it."""
         self._untouched_calls = 0
         """Looks in a row at which none of it had been written to."""
-        self._rested: list[RestedGlue] = []
-        """Those among the events whose operators have not been told."""
 
     # --- adding -----------------------------------------------------------------------------------------------------
 
@@ -84,33 +91,99 @@ class EventLog:
         self.next_index += 1
         return index
 
+    @property
+    def record(self) -> StepRecord:
+        """The step so far."""
+        if self._pending:
+            self.settle()
+        return self._record
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        return not self._record.events and not self._pending
+
     def append(self, event: Event) -> None:
         self.record.events.append(event)
-
-    def rest(self, plan: Plan, results: tuple[Tensor, ...], scale: Any) -> bool:
-        """Keep what tells the operators that `plan` knows and that were not taped. False where this step differs."""
-        roots = [e for e in self.record.events if e.index >= self.closed_until and type(e) is RootCall]
-        rested = plan.rested(self.next_index, roots, results, scale)
-        if rested is None:
-            return False
-        if plan.ops:
-            self.record.events.append(rested)
-            self._rested.append(rested)
-            self.next_index += len(plan.ops)
-            for made, tensor in zip(plan.results, results, strict=True):
-                if not made.of_root:
-                    self.define(tensor, Ref(rested.index + made.number, made.output))
-        return True
 
     @property
     def has_open_events(self) -> bool:
         """Whether anything was recorded since the last backward pass."""
-        events = self.record.events
+        if self._pending:
+            return self._pending[-1][0].index >= self.closed_until
+        events = self._record.events
         return bool(events) and events[-1].index >= self.closed_until
 
-    def open_events(self) -> list[Event]:
-        """What was recorded since the last backward pass."""
-        return [e for e in self.record.events if e.index >= self.closed_until]
+    def keep_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, frame: Any) -> None:
+        """Keep a call that has done nothing but compute, instead of its operators."""
+        if type(output) is Tensor:
+            outputs = [weakref.ref(output)]
+            floating = [output.dtype.is_floating_point]
+        else:
+            outputs = [weakref.ref(value) for value in output if isinstance(value, Tensor)]
+            floating = [value.dtype.is_floating_point for value in output if isinstance(value, Tensor)]
+            if not outputs or len(outputs) != len(output):
+                return
+        if len(self._pending) >= MAX_EVENTS:
+            self._record.complete = False
+            return
+        index = self.next_index + MAX_CALL_OPERATORS - 1
+        self.next_index = index + 1
+        modes, line = current_modes(), user_line(frame)
+        made = (output._version,) if type(output) is Tensor else versions_in(output)
+        call = TapedCall(
+            index, func, args, kwargs, line, modes.grad, None, outputs, floating, None, (args, kwargs), modes, made
+        )
+        self._pending.append((call, versions_in(args), versions_in(kwargs.values()) if kwargs else ()))
+        if type(output) is not Tensor or any(type(value) in (list, tuple) for value in args):
+            self.settle()
+
+    def keep_backward(self, call: BackwardCall) -> None:
+        """Keep a call of `backward` whose arguments are the tensors themselves: they are named when they are asked for."""
+        self._pending.append((call, versions_in(call.args[0]), ()))
+
+    def settle(self) -> None:
+        """Name the operands of what is pending."""
+        pending, self._pending = self._pending, []
+        for call, versions, more in pending:
+            if isinstance(call, BackwardCall):
+                call.args = (tuple(self._named_then(call.args[0], versions)), None, None)
+            elif len(self._record.events) < MAX_EVENTS:
+                self._settle_call(call, versions, more)
+            else:
+                self._record.complete = False
+                continue
+            self._record.events.append(call)
+
+    def _settle_call(self, call: TapedCall, versions: Sequence[int], more: Sequence[int]) -> None:
+        call.args = tuple(self._named_then(call.args, versions))
+        if call.kwargs:
+            call.kwargs = dict(zip(call.kwargs, self._named_then(call.kwargs.values(), more), strict=True))
+        for position, ref in enumerate(call.outputs):
+            tensor = ref()
+            if tensor is not None:
+                self._producers[id(tensor)] = (ref, Ref(call.index, position), call.made[position])
+        if call.index >= self.closed_until:
+            self._note_reuse(call)
+
+    def _named_then(self, values: Iterable[Any], versions: Sequence[int]) -> list[Any]:
+        """Operands as the record keeps them, each as it was at the given version."""
+        return [
+            (self.lookup(value, version) or Held(value, version)) if isinstance(value, Tensor) else self.named(value)
+            for value, version in zip(values, versions, strict=True)
+        ]
+
+    def is_one_computation(self, began: int, output: Any) -> bool:
+        """Whether the events from `began` on do nothing but compute, and one of them made all of `output`."""
+        events = [event for event in self.record.events if event.index >= began]
+        if not events or len(events) > MAX_CALL_OPERATORS:
+            return False
+        if not all(type(event) is GlueOp and is_plain(event) for event in events):
+            return False
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        made = [self.lookup(tensor) if isinstance(tensor, Tensor) else None for tensor in outputs]
+        first = made[0] if made else None
+        return first is not None and first.event >= began and made == [Ref(first.event, i) for i in range(len(made))]
 
     def keep_plain(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, is_view: bool, frame: Any
@@ -166,10 +239,15 @@ class EventLog:
             [],
         )
         self.next_index = index + 1
-        if not self.goes_on_after_backward and events and events[0].index < closed:
-            self.goes_on_after_backward = any(r.event < closed for r in refs_in((op.args, op.kwargs)))
+        self._note_reuse(op)
         events.append(op)
         return op
+
+    def _note_reuse(self, op: GlueOp) -> None:
+        """Does an operator that is about to be kept use what was computed before the last backward pass?"""
+        events, closed = self.record.events, self.closed_until
+        if not self.goes_on_after_backward and events and events[0].index < closed:
+            self.goes_on_after_backward = any(r.event < closed for r in refs_in((op.args, op.kwargs)))
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
         """Whatever an operator returned; with `writes`, operands that it wrote to."""
@@ -215,17 +293,21 @@ class EventLog:
 
     # --- naming -----------------------------------------------------------------------------------------------------
 
-    def lookup(self, tensor: Tensor) -> Ref | None:
-        """The event that gave this very tensor object its present value, if one did.
+    def lookup(self, tensor: Tensor, version: int | None = None) -> Ref | None:
+        """The event that gave this very tensor object its present value (or that at a `version`), if one did.
 
         A tensor that was written to since, through a view or by an operator that was not recorded, has none.
         """
+        if version is None:
+            if self._pending:
+                self.settle()
+            version = version_of(tensor)
         known = self._producers.get(id(tensor))
-        if known is None or known[0]() is not tensor or version_of(tensor) != known[2]:
+        if known is None or known[0]() is not tensor or version != known[2]:
             return None
         ref = known[1]
         if ref.event < self.closed_until:
-            event = self.record.event(ref.event)
+            event = self._record.event(ref.event)
             if event is None or (ref.event < self.iteration_start and not isinstance(event, RootCall)):
                 return None  # glue of a finished step is not kept
         return ref
@@ -279,34 +361,27 @@ class EventLog:
 
     # --- forgetting -------------------------------------------------------------------------------------------------
 
-    def _expand(self) -> None:
-        """Put operators that were not taped where they belong."""
-        self._rested.clear()
-        events: list[Event] = []
-        for event in self.record.events:
-            if not isinstance(event, RestedGlue):
-                events.append(event)
-                continue
-            operators = event.plan.operators(event) if event.plan is not None else None
-            if operators is None:
-                self.record.complete = False
-            events += operators or ()
-        self.record.events = events
-
-    def release_graphs(self) -> None:
-        """The optimizer has stepped: the graphs of its losses are the script's alone again."""
-        for rested in self._rested:
-            rested.node = None
-        self._rested.clear()
+    def iteration_ended(self) -> None:
+        """Glue of a finished step is not kept: what its calls computed from is the script's alone again."""
+        self.iteration_start = self.next_index
+        self._pending.clear()
+        record = self._record
+        if any(type(event) is TapedCall for event in record.events):
+            record.events = [event for event in record.events if type(event) is not TapedCall]
 
     def slice(self) -> StepRecord:
         """The record as it stands, for an investigation."""
-        if self._rested:
-            self._expand()
-        return StepRecord(list(self.record.events), self.record.complete, dict(self._writers), self.iteration_start)
+        tell_calls(self.record)
+        return self.snapshot()
+
+    def snapshot(self) -> StepRecord:
+        """The record as it stands; its calls are yet to be told."""
+        record = self.record
+        return StepRecord(list(record.events), record.complete, dict(self._writers), self.iteration_start)
 
     def clear(self) -> None:
-        self.record = StepRecord()
+        self._record = StepRecord()
+        self._pending.clear()
         self._producers.clear()
 
     def forget_finished(self, keep_all: bool) -> bool:
@@ -316,9 +391,11 @@ class EventLog:
         and those of an iteration whose optimizer has not stepped yet: its gradients are still to be judged.
         `keep_all`: something else is. True where events of a finished backward were dropped.
         """
-        events = self.record.events
+        events = self._record.events
         if self._arguments:
             self._look_at_arguments()
+        if self._pending:
+            events = self.record.events
         if events and events[0].index < self.closed_until:
             closed_until = self.closed_until
             if closed_until > self.iteration_start and not self._is_window_too_large(events):
@@ -335,6 +412,8 @@ class EventLog:
             self._keep(self._still_used(closed, events[len(closed) :]))
             return True
         if not keep_all and (len(events) > self._sweep_at or is_evaluating(events)):
+            tell_calls(self.record)  # their operands would keep each other alive
+            events = self.record.events
             self._keep(self._still_used(events, []))
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
@@ -369,6 +448,14 @@ class EventLog:
             if event.index in kept:
                 kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
         return kept
+
+
+def versions_in(values: Iterable[Any]) -> Sequence[int]:
+    """The version of each tensor among the operands, -1 for what is none."""
+    try:
+        return [value._version if isinstance(value, Tensor) else -1 for value in values]
+    except RuntimeError:  # inference tensors have none
+        return [version_of(value) if isinstance(value, Tensor) else -1 for value in values]
 
 
 def any_live(events: list[Event]) -> bool:

@@ -57,6 +57,7 @@ class Probes:
         """Begin to observe."""
         self._watch_modules()
         self._watch_backward()
+        self._watch_dispatch()
         self._watch_custom_functions()
         self._watch_functional_calls()
         self._watch_scaler()
@@ -73,7 +74,8 @@ class Probes:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._recorder.barrier.call(self._recorder.tape.leave)
+        with contextlib.suppress(Exception):  # not through the barrier: after a fault nothing comes through it
+            self._recorder.tape.leave()
 
     def _in_child(self) -> None:
         """A forked process (a DataLoader worker) is not the guarded one."""
@@ -190,9 +192,36 @@ class Probes:
 
             return grad
 
+        def off_tape(original: Callable[..., Any]) -> Callable[..., Any]:
+            """The tape must be off the stack before PyTorch calls any function mode for `backward`."""
+
+            @functools.wraps(original)
+            def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+                if recorder.tape.is_on_stack and not recorder.paused:
+                    with contextlib.suppress(Exception):
+                        recorder.tape.leave()
+                original(self, *args, **kwargs)
+
+            return backward
+
+        self._patches.replace(torch.Tensor, "backward", off_tape)
         self._patches.replace(torch.autograd, "backward", watch_backward)
         self._patches.replace(torch.autograd, "grad", watch_grad)
         self._patches.replace(torch.Tensor, "register_hook", hooks.watching(recorder, recorder.gradients.hooks))
+
+    def _watch_dispatch(self) -> None:
+        """PyTorch's way to a function mode takes three times as long as most functions that it is asked for."""
+        recorder = self._recorder
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
+                return recorder.tape.calls.dispatch(original, public_api, relevant_args, args, kwargs)
+
+            return handle_torch_function
+
+        for module in (torch.nn.functional, torch.functional):
+            if hasattr(module, "handle_torch_function"):
+                self._patches.replace(module, "handle_torch_function", watch)
 
     def _watch_custom_functions(self) -> None:
         recorder = self._recorder
@@ -257,9 +286,14 @@ class Probes:
         scaling = self._scaling
 
         def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+            is_torchs = getattr(original, "__module__", "") == torch.amp.grad_scaler.__name__
+
             @functools.wraps(original)
             def scale(self: Any, outputs: Any) -> Any:
-                scaled = original(self, outputs)
+                if is_torchs and recorder.tape.is_on_stack:
+                    scaled = recorder.tape.scale(original, self, outputs)
+                else:
+                    scaled = original(self, outputs)
                 if recorder.active:
                     guarded(recorder.note_scaled, outputs, scaled, self)
                 return scaled

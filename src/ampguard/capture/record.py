@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -154,8 +154,6 @@ class RootCall:
     swapped_state: dict[str, Any] = field(default_factory=dict)
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
-    nodes: list[Any] = field(default_factory=list)
-    """The nodes of the autograd graph that made the results, while the glue after the call is being learnt."""
     error: BaseException | None = None
     started: float = 0.0
     seconds: float = 0.0
@@ -216,23 +214,17 @@ class BackwardCall:
 
 
 @dataclass(slots=True)
-class RestedGlue(GlueOp):
-    """In place of operators that were not taped (see `rested`): what it takes to know them after all.
+class TapedCall(GlueOp):
+    """A function that the script called outside every module, in place of the operators that it is made of (see `told`).
 
-    `index` is the first operator's, `func` is None. `roots` are the module calls before, `node` is the graph's at the
-    loss, `kept` what the operators used, `outputs` what is differentiated and the loss that it was scaled from.
+    `func` is what was called, `operands` are its arguments themselves, `modes` are those in which it was called, `index`
+    is that of its last operator.
     """
 
-    roots: list[RootCall] = field(default_factory=list)
-    node: Any = None
-    kept: list[Held] = field(default_factory=list)
-    plan: GluePlan | None = None
-
-
-class GluePlan(Protocol):
-    """Knows the operators of steps that were not taped."""
-
-    def operators(self, rested: RestedGlue) -> list[GlueOp] | None: ...
+    operands: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    modes: Modes = Modes(True, False, ())
+    made: Sequence[int] = ()
+    """The versions of its results when it returned."""
 
 
 Event: TypeAlias = RootCall | GlueOp | BackwardCall

@@ -39,7 +39,6 @@ from ampguard.capture.record import (
     tensors_in,
     torch_rng_states,
 )
-from ampguard.capture.resting import RestingTape
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
@@ -51,6 +50,9 @@ FREE_GLUE_OPS = 96
 
 TAPED_OP_SECONDS = 6e-6
 GLUE_TIME_SHARE = 0.01
+LONG_STEP = 0.025
+"""Seconds a step, beyond which taping every operator of its glue costs next to nothing."""
+
 PREFIX_OPS = 48
 """Operators before the first module of a step (preprocessing) that are taped."""
 
@@ -90,7 +92,6 @@ class FlightRecorder:
         self.judge.thread = lambda: self.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
-        self.resting = RestingTape()
         self.context = CallContext()
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -122,8 +123,6 @@ class FlightRecorder:
         self._empty_prefixes = 0
         """Steps so far in which nothing was computed before the first module."""
         self.functions = AppliedFunctions()
-        self._reads = 0
-        """What the script had read of the tape's numbers before the first module call since the last backward."""
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 
@@ -174,8 +173,6 @@ class FlightRecorder:
             attributes,
             region=region,
         )
-        if self.resting.is_learning and not self.log.has_open_events:
-            self._reads = self.tape.reads
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
         log.record.events.append(root)
@@ -200,10 +197,7 @@ class FlightRecorder:
             self.judge.suspect_buffers(root, poisoned)
         if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
-        if self.live is not None or not self.resting.may_rest(root):
-            if self.resting.is_learning:
-                root.nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
-            self.tape.enter(self._glue_limit)
+        self.tape.enter(self._glue_limit)
 
     def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         """Keep a custom function that is applied outside every module."""
@@ -249,7 +243,6 @@ class FlightRecorder:
         """The tape met more operators than it may follow."""
         record = self.log.record
         record.complete = False
-        self.resting.spoil()
         if not self._is_functional and not any(isinstance(event, RootCall) for event in record.events):
             self._prefix_enabled = False
 
@@ -279,36 +272,16 @@ class FlightRecorder:
             if not create_graph:
                 self.judge.count_losses(losses)
             return None
-        line = user_line(sys._getframe(2))
-        resting = self.resting
-        if resting.is_resting or resting.is_learning:
-            is_plain = len(tensors) == 1 and gradients is None and inputs is None and not create_graph
-            self._rest_or_learn(tensors[0], losses[0], line) if is_plain else resting.spoil()
-            resting.is_resting = False
         if not create_graph and not self.judge.is_healthy(losses):
             self.judge.judge_losses(losses)
-        return self._keep_backward(tensors, gradients, inputs, create_graph, line)
-
-    def _rest_or_learn(self, tensor: Tensor, loss: Tensor, line: Line | None) -> None:
-        """The glue before this backward call was not taped: keep what tells it. Or it was, and is learnt."""
-        log, resting = self.log, self.resting
-        results = (tensor,) if loss is tensor else (tensor, loss)
-        scale = compat.loss_scale(self.scaler) if loss is not tensor else None
-        if not resting.is_resting:
-            if self.tape.reads != self._reads or log.goes_on_after_backward or not log.record.complete:
-                resting.spoil()
-            else:
-                resting.learn(log.open_events(), [log.lookup(t) for t in results], tensor.grad_fn, scale, line)
-            return
-        plan = resting.plan_at(line)
-        if plan is None or not log.rest(plan, results, scale):
-            resting.spoil()
+        return self._keep_backward(tensors, gradients, inputs, create_graph, user_line(sys._getframe(2)))
 
     def _keep_backward(
         self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool, line: Line | None
     ) -> BackwardCall:
         log = self.log
-        named = tuple([log.lookup(t) or Held(t, version_of(t)) for t in tensors])
+        is_plain = gradients is None and inputs is None
+        named = tensors if is_plain else tuple([log.lookup(t) or Held(t, version_of(t)) for t in tensors])
         if gradients is not None:
             gradients = log.named((gradients,) if isinstance(gradients, Tensor) else tuple(gradients))
         if inputs is not None:
@@ -318,7 +291,10 @@ class FlightRecorder:
         call = BackwardCall(
             index, (named, gradients, inputs), line, create_graph, self.attempts, current_modes(), [], []
         )
-        log.append(call)
+        if is_plain:
+            log.keep_backward(call)
+        else:
+            log.append(call)
         return call
 
     def gradients_cleared(self, of: int | None) -> None:
@@ -406,15 +382,15 @@ class FlightRecorder:
             allowed = int(GLUE_TIME_SHARE * self.step_seconds / TAPED_OP_SECONDS)
             self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
         self.between_steps = True
-        self.resting.iteration_ended(min(seconds, self.step_seconds))  # a single slow step does not count
-        self.log.release_graphs()
-        self.log.iteration_start = self.log.next_index
+        is_short = min(seconds, self.step_seconds) < LONG_STEP  # a single slow step does not count
+        self.tape.keeps_calls = is_short and not self.steps.counts_backwards
         self._is_functional = not self._has_root
         self._has_root = False
         self.has_no_prefix = not self._is_functional and not (self._prefix_enabled and self._empty_prefixes < 4)
         if self.live is not None:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)
+        self.log.iteration_ended()
 
     def bookkeeping_done(self, is_last: bool) -> None:
         """The scaler was updated, an optimizer stepped or its gradients were cleared, between two steps.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +109,24 @@ def current_modes() -> Modes:
         autocast = tuple((device, *key[i : i + 2]) for device, i in (("cpu", 2), ("cuda", 4)) if i < len(key))
         known = _known_modes[key] = Modes(key[0], key[1], autocast)
     return known
+
+
+def _set_autocast(states: Iterable[tuple[str, bool, torch.dtype]]) -> None:
+    for device, enabled, dtype in states:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+@contextlib.contextmanager
+def modes_of(modes: Modes) -> Iterator[None]:
+    """The modes in which an event ran. Inference mode is replayed as `no_grad`: the same kernels, more to see."""
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _, _ in modes.autocast]
+    _set_autocast(modes.autocast)
+    try:
+        with torch.set_grad_enabled(modes.grad and not modes.inference):
+            yield
+    finally:
+        _set_autocast(before)
 
 
 class Prefixes:

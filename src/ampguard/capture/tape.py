@@ -1,25 +1,33 @@
 """The glue tape: the few operators that run outside every module, between a forward pass and `backward()`.
 
-It is a dispatch mode, entered when a root module returns and left before anything else of weight begins: another root
-module, backward, an optimizer, a batch fetch. Modes are a stack: if the script has put one of its own on top of ours,
-ours stays where it is and only passes operators through until it is on top again.
+It is a dispatch mode (in short steps a function mode, see `calltape`), entered when a root module returns and left
+before anything else of weight begins: another root module, backward, an optimizer, a batch fetch. Modes are a stack: if
+the script has put one of its own on top of ours, ours stays where it is and only passes on what it sees until it is on
+top again.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.calltape import CallTape
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
+from ampguard.capture.originals import replaced
 from ampguard.capture.record import GlueOp, torch_rng_states
+
+LOOK_AGAIN = 64
+"""Times that the tape is put on between two looks at what the script has replaced; a power of 2."""
 
 
 class Taped(Protocol):
@@ -62,9 +70,19 @@ class GlueTape(compat.DispatchMode):
     def __init__(self, taped: Taped) -> None:
         super().__init__()
         self._taped = taped
-        self._left = 0
+        self.left = 0
+        """How many more may be taped."""
+        self.calls = CallTape(self)
+        self.keeps_calls = False
+        """Whether the glue of steps like these is kept call by call."""
         self.is_on_stack = False
-        """Whether operators come by, recorded or not."""
+        """Whether calls or operators come by, recorded or not."""
+        self._is_of_calls = False
+        self._has_met_modes = False
+        """Whether the script puts dispatch modes of its own on: only one of ours below them sees all that they let through."""
+        self._has_replaced = False
+        """Whether functions of PyTorch were replaced by others, which a function mode would be handed in their stead."""
+        self._entries = 0
         self._inference = False
         self._thread = 0
         self._facts: dict[Any, _Facts] = {}
@@ -74,26 +92,45 @@ class GlueTape(compat.DispatchMode):
     def enter(self, limit: int) -> None:
         """Start taping, at most `limit` operators."""
         if self.is_on_stack:
-            self._left = limit
+            self.left = limit
         elif (
             limit > 0
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
-            and compat.dispatch_depth() == 0
+            and compat.dispatch_modes_on() == 0
             and not compat.in_functorch()
         ):
-            self._left = limit
-            self._inference = torch.is_inference_mode_enabled()
-            self.begin()
-            self.is_on_stack = True
-            self._taped.barrier.own_modes = 1
+            self.left = limit
             self._thread = threading.get_ident()
+            self.is_on_stack = True
+            self._is_of_calls = self.keeps_calls and self._may_keep_calls()
+            if self._is_of_calls:
+                self._taped.barrier.calls = self.calls
+                self.calls.begin()
+            else:
+                self._inference = torch.is_inference_mode_enabled()
+                self._taped.barrier.own_modes = 1
+                self.begin()
+
+    def _may_keep_calls(self) -> bool:
+        """In evaluation a kept call would hold on to its operands for as long as it is kept itself."""
+        self._entries += 1
+        if self._entries & (LOOK_AGAIN - 1) == 1:
+            self._has_replaced = any(True for _ in replaced()) or compat.may_compile()
+        if self._has_met_modes or self._has_replaced or self.calls.is_misled or self._taped.live is not None:
+            return False
+        return compat.FunctionMode.is_available and not compat.function_modes_on() and torch.is_grad_enabled()
 
     def leave(self) -> None:
         """Stop taping; take the mode off the stack if nothing of the script's is on top of it."""
         if not self.is_on_stack:
             return
-        self._left = 0
+        self.left = 0
+        if self._is_of_calls:
+            if threading.get_ident() == self._thread and self.calls.take_off():
+                self.is_on_stack = False
+                self._taped.barrier.calls = None
+            return
         if torch.is_inference_mode_enabled() != self._inference:
             return  # the end of an inference-mode region puts back the dispatch state of its beginning, ours with it
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
@@ -101,14 +138,66 @@ class GlueTape(compat.DispatchMode):
             self.is_on_stack = False
             self._taped.barrier.own_modes = 0
 
+    def scale(self, original: Callable[..., Any], scaler: Any, loss: Any) -> Any:
+        """`GradScaler.scale`, which is one multiplication by the scale, without a look at every call it makes."""
+        calls = self.calls
+        if not calls.is_only or self.is_passing or type(loss) is not Tensor:
+            return original(scaler, loss)
+        calls.end()
+        try:
+            scaled = original(scaler, loss)
+            if scaled is not loss:
+                calls.keep(torch.mul, (loss, compat.loss_scale(scaler)), {}, scaled, sys._getframe(2))
+        finally:
+            calls.begin()
+        return scaled
+
+    # --- one call at a time -------------------------------------------------------------------------------------------
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether nothing is recorded just now."""
+        return self.left <= 0 or self._taped.paused or not self._taped.active
+
+    @property
+    def barrier(self) -> FaultBarrier:
+        return self._taped.barrier
+
+    @property
+    def log(self) -> EventLog:
+        return self._taped.log
+
+    def tape_one(self) -> bool:
+        """Tape the operators of what is called next, though calls are being kept; False where that cannot be."""
+        if compat.dispatch_modes_on() or compat.in_functorch():
+            self._has_met_modes = True
+            self._taped.log.record.complete = False
+            return False
+        self._taped.log.settle()  # the operands of earlier calls are still what they were
+        self._taped.barrier.own_modes = 1
+        self.begin()
+        return True
+
+    def untape_one(self) -> None:
+        """That call is over."""
+        if compat.is_top_dispatch_mode(self):
+            self.end()
+        self._taped.barrier.own_modes = 0
+
+    def exhausted(self) -> None:
+        """As many were taped as may be."""
+        self._taped.tape_exhausted()
+
     @property
     def is_taping(self) -> bool:
         """Whether operators are being recorded."""
-        return self.is_on_stack and self._left > 0
+        return self.is_on_stack and self.left > 0
 
     def abandon(self) -> None:
         """In a forked child: pass operators through until the process ends."""
-        self._left = 0
+        self.left = 0
+        if self._is_of_calls and self.is_on_stack:
+            self.calls.take_off()
 
     def overwritten(self, func: Any) -> frozenset[int]:
         """Positions of the arguments that `func` writes to."""
@@ -127,7 +216,7 @@ class GlueTape(compat.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         taped = self._taped
         kwargs = kwargs or {}
-        if self._left <= 0 or taped.paused or not taped.active:
+        if self.left <= 0 or taped.paused or not taped.active:
             return func(*args, **kwargs)
         facts = self._facts.get(func)
         if facts is None:
@@ -140,8 +229,8 @@ class GlueTape(compat.DispatchMode):
             if not (type(value) is float and value - value == 0.0):
                 taped.barrier.call(taped.judge.read, args[0], value)
             return value
-        self._left -= 1
-        if self._left == 0:
+        self.left -= 1
+        if self.left == 0:
             taped.barrier.call(taped.tape_exhausted)
         if not facts.is_plain or taped.live is not None:
             return self._with_care(func, args, kwargs, facts)

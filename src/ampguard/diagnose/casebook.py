@@ -305,7 +305,8 @@ class Casebook:
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
         elif self._recorder.judge.last_good_step is not None:
             facts["since_step"] = self._recorder.judge.last_good_step
-            text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: the update after it poisoned it."
+            how = "the update after it poisoned it" if facts.get("is_trained", True) else "it was written to since"
+            text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: {how}."
         else:
             facts["since_step"] = None
             text += " It was so before the first step: initialisation or a checkpoint."

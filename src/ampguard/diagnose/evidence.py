@@ -335,6 +335,15 @@ class Evidence:
         call = self.capture(self.given.reader.index)
         return call.tensors[self.given.operand] if call is not None else None
 
+    @cached_property
+    def given_values(self) -> Tensor | None:
+        """The values of `given_tensor` when the step read it: the script may have overwritten its own tensor since."""
+        given = self.given_tensor
+        copies = [held.value for _, _, held in self.held() if held.tensor is given]
+        bad = (copy for copy in copies if not numerics.is_finite(copy))  # one buffer may have held several batches
+        values = next(bad, copies[0] if copies else given)
+        return values.detach() if values is not None else None
+
     def events(self) -> list[Event]:
         return list(self.replayer.events) if self.replayer is not None else list(self.bad.record.events)
 

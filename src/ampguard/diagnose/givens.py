@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Ref, RootCall
+from ampguard.capture.record import Event, Held, Ref, RootCall
+from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence, named_leaves
+from ampguard.diagnose.rows import is_masks_doing
 from ampguard.numerics import is_finite
 
 
@@ -17,7 +19,8 @@ from ampguard.numerics import is_finite
 class NamedTensor:
     """A tensor of the step's givens. `held` is the script's own object, `tensor` its value at the time.
 
-    `made_by` is set where the script made it in the same step, from a constant.
+    `made_by` is set where the script made it in the same step, from a constant. `is_batch`: its first dimension is the
+    batch's; a tensor that the step only took its batch from holds all samples.
     """
 
     name: str
@@ -26,6 +29,7 @@ class NamedTensor:
     tensor: Tensor
     samples: list[int]
     made_by: Ref | None = None
+    is_batch: bool = True
 
     @property
     def key(self) -> int | Ref:
@@ -57,8 +61,7 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
 
 
 def _code(evidence: Evidence) -> str:
-    line = evidence.op.line
-    return line.location().code if line is not None else "the step"
+    return words.code_at(evidence.op.line) or "the step"
 
 
 def _state_by_identity(evidence: Evidence, element: Tensor) -> NamedTensor | None:
@@ -148,34 +151,64 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
         return None
     if evidence.intended and not evidence.chain.is_data and not _carries_data(evidence):
         return None
-    for event, name, held in evidence.held():
-        if held.tensor is element or _looks_like(element, held.value) or shares_memory(element, held.tensor):
-            value = held.value.detach()
-            in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
-            is_input = isinstance(event, RootCall) and any(True for _ in event.module.parameters())
-            name = in_batch or (
-                name if isinstance(event, RootCall) else event.line.location().code if event.line else name
-            )
-            return NamedTensor(name, "input" if is_input else "target", held.tensor, value, bad_samples(value))
-    value = element.detach()
+    alike = [
+        (event, name, held)
+        for event, name, held in evidence.held()
+        if held.tensor is element or _looks_like(element, held.value) or shares_memory(element, held.tensor)
+    ]
+    if alike:
+        return _named(evidence, *min(alike, key=lambda item: is_finite(item[2].value)))
+    value = evidence.given_values if evidence.given_values is not None else element.detach()
     for event in evidence.events():
         for name, leaf in named_leaves(event) if isinstance(event, RootCall) else ():
             made = evidence.made(leaf) if isinstance(leaf, Ref) else None
             if made is not None and _looks_like(element, made):
                 return NamedTensor(name, "input", made, value, bad_samples(value), leaf)
+    if evidence.given.reader.in_backward:  # nothing that the step was given: it was made where nobody can follow
+        return None
     return NamedTensor("a tensor", "input", element, value, bad_samples(value))
 
 
+def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTensor:
+    """What an event was given, by its name in the batch, of the argument, or the line that used it."""
+    in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
+    name = in_batch or (name if isinstance(event, RootCall) else words.code_at(event.line) or name)
+    value = held.value.detach()
+    role = "input" if _is_model(event) or _goes_into_model(evidence) else "target"
+    return NamedTensor(name, role, held.tensor, value, bad_samples(value), is_batch=bool(in_batch) or _is_model(event))
+
+
+def _goes_into_model(evidence: Evidence) -> bool:
+    """Whether the bad value reached the result through a module with parameters."""
+    models = {event.index for event in evidence.events() if _is_model(event)}
+    return any(link.op.event in models for link in evidence.chain.links)
+
+
 def _carries_data(evidence: Evidence) -> bool:
-    """Whether infinities in an input are a hole in the data: the other values are ordinary numbers, and no softmax,
-    where or product with a mask was to consume them."""
-    element = evidence.given_tensor
-    if element is None or element.numel() < 2:
+    """Whether infinities in a given tensor are a hole in the data, and no mask or sentinel.
+
+    Where they empty rows of a softmax they are a mask. Else they are data if the other values are ordinary numbers, or
+    if a model's input or the batch held them and nothing made them NaN: then nothing was to consume them.
+    """
+    element, values = evidence.given_tensor, evidence.given_values
+    if element is None or values is None or is_masks_doing(evidence):
         return False
-    if evidence.converts and "softmax" in evidence.op.short_name:
-        return False
-    finite = element.detach()[torch.isfinite(element.detach())]
-    return finite.numel() > 0 and finite.unique().numel() > 2
+    finite = values[torch.isfinite(values)]
+    if values.numel() > 1 and finite.unique().numel() > 2:
+        return True
+    is_untouched = not evidence.converts or (not finite.numel() and not bool((values < 0).any()))
+    return is_untouched and _is_of_the_batch(evidence, element)
+
+
+def _is_of_the_batch(evidence: Evidence, element: Tensor) -> bool:
+    """Whether a tensor is an argument of a module with parameters, or came from the DataLoader."""
+    if evidence.replayer is not None and evidence.replayer.name_in_batch(element) is not None:
+        return True
+    return any(held.tensor is element and _is_model(event) for event, _, held in evidence.held())
+
+
+def _is_model(event: Event) -> bool:
+    return isinstance(event, RootCall) and any(True for _ in event.module.parameters())
 
 
 def bad_samples(tensor: Tensor) -> list[int]:

@@ -15,6 +15,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
 from ampguard.diagnose.minimal import smallest_float32_region
+from ampguard.diagnose.rows import is_masks_doing
 from ampguard.diagnose.slicing import Chain, at_the_data, chain_from
 from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.errors import ReplayError
@@ -60,7 +61,9 @@ def locate(bad: BadResult, replayer: Replayer) -> Evidence | None:
     if chain is None:
         raise ReplayError("no operator of the replay made the bad value")
     models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
-    chain = at_the_data(chain, models[0].index if models else None)
+    from_data = at_the_data(chain, models[0].index if models else None)
+    if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
+        chain = from_data
     return None if is_on_purpose(bad, chain) else Evidence(bad, chain, outcome, replayer)
 
 
@@ -199,6 +202,13 @@ def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
 def unexplained(evidence: Evidence) -> Finding:
     """No rule knows this operator: say what its numbers say."""
     name = evidence.op.short_name.lstrip("_")
+    if isinstance(evidence, GradientEvidence) and evidence.given is not None and not evidence.intended:
+        return Finding(
+            "unexplained",
+            f"In the backward pass {name} read a {evidence.kind} that none of its operators made: a hook put it there, or a "
+            f"custom function.",
+            weight=0,
+        )
     if isinstance(evidence, GradientEvidence):
         return Finding(
             "unexplained", f"In the backward pass {name} gives {evidence.kind}; no rule knows more about it.", weight=0
@@ -211,11 +221,13 @@ def unexplained(evidence: Evidence) -> Finding:
             weight=0,
         )
     code = "domain-error" if evidence.kind == "nan" else "overflow"
+    operands = "operands that are finite, in float32 as well"
     if evidence.intended:
         code = "indeterminate"
+        operands = "an infinity that the code meant to have"
     return Finding(
         code,
-        f"{name} gives {evidence.kind} from operands that are finite, in float32 as well; no rule knows more about it.",
+        f"{name} gives {evidence.kind} from {operands}; no rule knows more about it.",
         weight=0,
         evidence={"rule": None},
     )

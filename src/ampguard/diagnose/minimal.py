@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.replay.rebuild import Outcome
 from ampguard.replay.trace import TracedOp
@@ -103,7 +104,7 @@ def advice(ops: list[TracedOp], names: list[str] | None = None) -> str:
             call = f"{attribute_path(name)}(x.float())" if name else "the model on x.float()"
             parts.append(f"{off} {call}  # where {name or 'the model'} is called (its results stay float32)")
         else:
-            code = op.line.location().code if op.line is not None else ""
+            code = words.code_at(op.line) or ""
             parts.append(f"{off} {code}  # on .float() operands")
     return "; ".join(dict.fromkeys(parts))
 

@@ -115,12 +115,19 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | 
             writer = (op, tensor.made_by[1], flat) if op.outputs[tensor.made_by[1]].bad is not None else None
         if writer is None:
             continue
-        chain = _explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position])))
+        chain = _of_the_step(_explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position]))))
         if not chain.intended:
             return chain
         if best is None or (best.conversion() is None and chain.conversion() is not None):
             best = chain
     return best
+
+
+def _of_the_step(chain: Chain) -> Chain:
+    """The same chain, without the replay's own copy of an argument where it ends at one."""
+    if chain.given is not None and len(chain.links) > 1 and _is_of_the_replay(chain.head.op):
+        chain.links.pop()
+    return chain
 
 
 def at_the_data(chain: Chain, first_model_call: int | None) -> Chain:
@@ -132,7 +139,7 @@ def at_the_data(chain: Chain, first_model_call: int | None) -> Chain:
         if chain.given is None
         else math.prod(chain.given.tensor.shape) == 1
     )
-    inside = [link for link in chain.links if link.op.event >= first_model_call]
+    inside = [link for link in chain.links if link.op.event >= first_model_call and not _is_of_the_replay(link.op)]
     if not begins_with_constant or not inside:
         return chain
     last = inside[-1]
@@ -141,6 +148,11 @@ def at_the_data(chain: Chain, first_model_call: int | None) -> Chain:
             given = Given(tensor, int(tensor.bad.flat[0]), int(tensor.bad.kinds[0]), last.op, operand)
             return Chain(inside, given, intended=False, is_data=True)
     return chain
+
+
+def _is_of_the_replay(op: TracedOp) -> bool:
+    """The copy of an argument that a replay hands to a module: no operator of the step."""
+    return op.short_name == "clone" and op.root is not None and op.module is None
 
 
 def _starts(bad: BadElements) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, RootCall, refs_in
+from ampguard.diagnose import words
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.replay.variants import Variant
 
@@ -104,4 +105,4 @@ def _is_number(value: object) -> bool:
 def _name(event: Event, ref: Ref, output_names: dict[Ref, str]) -> str:
     if isinstance(event, RootCall):
         return output_names.get(ref) or f"output {ref.output}"
-    return event.line.location().code if event.line is not None else f"term {ref.event}"
+    return words.code_at(event.line) or f"term {ref.event}"

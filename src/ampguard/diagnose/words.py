@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+from ampguard.capture.record import Line
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.rewrite import without_comment
 from ampguard.diagnose.slicing import Link
 from ampguard.numerics import KIND_NAMES, dtype_name
+from ampguard.replay.trace import TracedOp
 
 
 def number(value: float | None) -> str:
@@ -25,8 +28,13 @@ def number(value: float | None) -> str:
 
 
 def operator(evidence: Evidence) -> str:
+    """The accused operator, in short."""
+    return name(evidence.op)
+
+
+def name(op: TracedOp) -> str:
     """`aten.bmm.default` -> "bmm"."""
-    return evidence.op.short_name.lstrip("_")
+    return op.short_name.lstrip("_")
 
 
 def place(evidence: Evidence) -> str:
@@ -52,8 +60,12 @@ def region(evidence: Evidence) -> str | None:
 
 
 def code(evidence: Evidence) -> str:
-    line = evidence.op.line
-    return line.location().code if line is not None else ""
+    return code_at(evidence.op.line) or ""
+
+
+def code_at(line: Line | None) -> str | None:
+    """The text of a line of code, without its comment; None where there is no line."""
+    return without_comment(line.location().code) if line is not None else None
 
 
 def kind(link: Link) -> str:

@@ -105,6 +105,8 @@ class Watching:
         self._call: Any = None
 
     def __enter__(self) -> None:
+        if self._watcher.barrier.is_observed():
+            return  # a mode of the script's own is on, and would end up on the wrong side of ours
         mode = self._mode = self._watcher.barrier.call(self._watcher.enter, self._event)
         if mode is None or not isinstance(self._event, RootCall):
             return

@@ -29,6 +29,7 @@ from ampguard.capture.record import (
     refs_in,
 )
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.surroundings import modes_of
 from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.arguments import Values, fresh_copy_needed, is_replayable, low_to
 from ampguard.replay.backward import Gradients, run_backward
@@ -36,7 +37,7 @@ from ampguard.replay.behind import events_behind, forward_code_of_functions, is_
 from ampguard.replay.casts import WeightCasts
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import module_names, parameter_names
-from ampguard.replay.sandbox import ModuleSandbox, modes_of, neutral_thread, quiet, set_streams
+from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import AS_IT_RAN, Captured, CodePlace, Variant

@@ -10,14 +10,14 @@ import contextlib
 import io
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Modes, RngStates, RootCall, SavedAttribute, torch_rng_states
+from ampguard.capture.record import RngStates, RootCall, SavedAttribute, torch_rng_states
 from ampguard.replay.keeping import StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
@@ -75,24 +75,6 @@ def set_streams(states: RngStates) -> None:
     numpy = sys.modules.get("numpy")
     if states.numpy is not None and numpy is not None:
         numpy.random.set_state(states.numpy)
-
-
-def _set_autocast(states: Iterable[tuple[str, bool, torch.dtype]]) -> None:
-    for device, enabled, dtype in states:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-@contextlib.contextmanager
-def modes_of(modes: Modes) -> Iterator[None]:
-    """The modes in which an event ran. Inference mode is replayed as `no_grad`: the same kernels, more to see."""
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _, _ in modes.autocast]
-    _set_autocast(modes.autocast)
-    try:
-        with torch.set_grad_enabled(modes.grad and not modes.inference):
-            yield
-    finally:
-        _set_autocast(before)
 
 
 class ModuleSandbox:

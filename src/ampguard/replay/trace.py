@@ -22,7 +22,11 @@ MAX_ELEMENTS = 1 << 16
 
 @dataclass(slots=True)
 class BadElements:
-    """The non-finite elements of one tensor: flat positions, storage offsets and kinds, in the same order."""
+    """The non-finite elements of one tensor: flat positions, storage offsets and kinds, in the same order.
+
+    Of a complex tensor each bad part is an entry of its own, and offsets count real numbers: `view_as_real` and `.imag`
+    speak of the same places.
+    """
 
     flat: Tensor
     offsets: Tensor
@@ -147,11 +151,15 @@ def bad_elements(tensor: Tensor) -> BadElements | None:
         return None
     if numerics.is_finite(tensor):
         return None
-    codes = numerics.kinds(tensor).reshape(-1)
-    flat = codes.nonzero().reshape(-1)
-    count = flat.numel()
-    flat = flat[:MAX_ELEMENTS]
-    return BadElements(flat.cpu(), storage_offsets(tensor, flat).cpu(), codes[flat].cpu(), count)
+    parts = 2 if tensor.is_complex() else 1
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    codes = numerics.kinds(values).reshape(-1)
+    places = codes.nonzero().reshape(-1)
+    count = places.numel()
+    places = places[:MAX_ELEMENTS]
+    flat = places // parts
+    offsets = storage_offsets(tensor, flat) * parts + places % parts
+    return BadElements(flat.cpu(), offsets.cpu(), codes[places].cpu(), count)
 
 
 def identical(old: Tensor, new: Tensor) -> bool:

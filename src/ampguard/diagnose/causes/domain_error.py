@@ -51,7 +51,7 @@ def domain_error(evidence: Evidence) -> Finding | None:
         proposals += precision_fixes(evidence)
     return Finding(
         "domain-error",
-        f"{name} {words.place(evidence)} was given {words.number(value)}, outside its domain ({span}), and gives "
+        f"{name} {words.place(evidence)} was given {spelled_out(value, low, high)}, outside its domain ({span}), and gives "
         f"{spelled(evidence.kind)} in any precision.",
         weight=50,
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
@@ -89,3 +89,14 @@ def _has_fractional_exponent(evidence: Evidence) -> bool:
         return evidence.kind == "nan"
     exponent = evidence.scalars[0] if evidence.scalars else evidence.operands[-1].value if evidence.operands else None
     return exponent is not None and math.isfinite(exponent) and exponent != int(exponent)
+
+
+def spelled_out(value: float, low: float | None, high: float | None) -> str:
+    """A number as a person would write it, with so many digits that it can be told from the ends of the domain.
+
+    >>> spelled_out(1.0000001, -1.0, 1.0), spelled_out(0.0, 0.0, None), spelled_out(-1.24, 0.0, None)
+    ('1.0000001', '0', '-1.24')
+    """
+    ends = [end for end in (low, high) if end is not None and end != value]
+    text = words.number(value)
+    return f"{value:.9g}" if any(float(text) == end for end in ends) else text

@@ -18,6 +18,7 @@ from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_result
+from ampguard.diagnose.rows import logsumexps_of_empty_rows
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
@@ -80,8 +81,8 @@ def _lengths(args: tuple[object, ...]) -> tuple[list[int], list[int]] | None:
 
 def _masked_label(evidence: Evidence) -> Finding | None:
     pick = _pick(evidence)
-    if pick is None:
-        return None
+    if pick is None or next(logsumexps_of_empty_rows(evidence), None) is not None:
+        return None  # the second: no class at all was left
     call = evidence.call if pick is evidence.op else evidence.capture(pick.index)
     integers = [t for t in (call.tensors if call is not None else []) if not t.is_floating_point()]
     labels = sorted(set(integers[0].reshape(-1).tolist()))[:8] if integers else []

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import compat
 from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
 from ampguard.diagnose.proposals import at_the_head, changed_operand
+from ampguard.diagnose.rows import empty_rows, keyless, logsumexps_of_empty_rows, masks_handed_in, true_means_kept
 from ampguard.replay.operators import flat_tensors
 from ampguard.replay.variants import Variant
-
-MAXIMA = frozenset({"amax", "max", "_softmax"})
 
 
 @cause("masked-softmax")
@@ -34,33 +32,44 @@ def masked_softmax(evidence: Evidence) -> Finding | None:
         return found
     if not evidence.intended:
         return _by_hand_with_exp(evidence)
-    rows = _empty_rows(evidence) if evidence.converts else None
+    rows = empty_rows(evidence) if evidence.converts else None
     if rows is None:
-        return None
+        return _by_logsumexp(evidence)
     count, total, dim = rows
     if evidence.op.short_name in ("sub", "subtract"):
         return _finding(evidence, count, total, at_the_head(_shifted_with_a_key(dim)), at_the_head(_finite))
     return _finding(evidence, count, total, changed_operand(0, lambda t: _with_a_key(t, dim)), at_the_head(_finite))
 
 
+def _by_logsumexp(evidence: Evidence) -> Finding | None:
+    """A log-partition over nothing: logsumexp of a row of -Inf is -Inf, and so is the loss that is made of it."""
+    at = next(iter(logsumexps_of_empty_rows(evidence)), None)
+    rows = empty_rows(at) if at is not None else None
+    if at is None or rows is None:
+        return None
+    count, total, dim = rows
+    found = _finding(
+        at,
+        count,
+        total,
+        lambda _: changed_operand(0, lambda t: _with_a_key(t, dim))(at),
+        lambda _: at_the_head(_finite)(at),
+        consequence="their logsumexp is -Inf",
+    )
+    return dataclasses.replace(found, op=at.op)
+
+
 def _by_mask_operand(evidence: Evidence) -> Finding | None:
     """An attention that was handed its mask whole (fused layers, scaled_dot_product_attention) and gives NaN."""
-    call = evidence.call
-    if call is None:
-        return None
-    names = [a.name for a in compat.schema_of(call.func).arguments]
-    for name, mask in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
-        is_mask = "mask" in name or name == "attn_bias"
-        if isinstance(mask, Tensor) and mask.dim() and is_mask and (rows := _rows_of_mask(evidence, mask)) is not None:
-            return rows
-    return None
+    found = (_rows_of_mask(evidence, mask) for mask in masks_handed_in(evidence))
+    return next((rows for rows in found if rows is not None), None)
 
 
 def _rows_of_mask(evidence: Evidence, mask: Tensor) -> Finding | None:
     """The finding where rows of the mask leave no key and the operator is finite once they have one."""
     call = evidence.call
-    is_kept = "scaled_dot_product" in evidence.op.short_name  # elsewhere True of a boolean mask means "masked"
-    empty = _keyless(mask, is_kept)
+    is_kept = true_means_kept(evidence)
+    empty = keyless(mask, is_kept)
     if call is None or not bool(empty.any()):
         return None
     freed = _mask_with_a_key(mask, is_kept)
@@ -85,25 +94,26 @@ def _rows_of_mask(evidence: Evidence, mask: Tensor) -> Finding | None:
     return found if is_float else dataclasses.replace(found, proposals=found.proposals[:1])
 
 
-def _keyless(mask: Tensor, is_kept: bool) -> Tensor:
-    """Which rows of a mask leave no key. `is_kept`: True of a boolean mask means that a key may be looked at."""
-    if mask.dtype == torch.bool:
-        return ~mask.any(-1) if is_kept else mask.all(-1)
-    return (mask == -math.inf).all(-1) if mask.is_floating_point() else torch.zeros(mask.shape[:-1], dtype=torch.bool)
-
-
 def _mask_with_a_key(mask: Tensor, is_kept: bool) -> Tensor:
     """The same mask, key 0 given back to rows that have none."""
     first = torch.arange(mask.shape[-1], device=mask.device) == 0
     free = torch.tensor(is_kept if mask.dtype == torch.bool else 0.0, dtype=mask.dtype, device=mask.device)
-    return torch.where(_keyless(mask, is_kept).unsqueeze(-1) & first, free, mask)
+    return torch.where(keyless(mask, is_kept).unsqueeze(-1) & first, free, mask)
 
 
-def _finding(evidence: Evidence, count: int, total: int, trial: Trial, finite: Trial, entry: str = "-Inf") -> Finding:
+def _finding(
+    evidence: Evidence,
+    count: int,
+    total: int,
+    trial: Trial,
+    finite: Trial,
+    entry: str = "-Inf",
+    consequence: str = "their softmax is NaN",
+) -> Finding:
     return Finding(
         "masked-softmax",
         f"{words.operator(evidence)} {words.place(evidence)} was given {count} of {total} rows in which every entry is "
-        f"{entry}: the mask leaves them no key, and their softmax is NaN in any precision.",
+        f"{entry}: the mask leaves them no key, and {consequence} in any precision.",
         weight=84,
         evidence={"empty_rows": count, "rows": total},
         proposals=(
@@ -121,57 +131,6 @@ def _finding(evidence: Evidence, count: int, total: int, trial: Trial, finite: T
                 trial=finite,
             ),
         ),
-    )
-
-
-def _empty_rows(evidence: Evidence) -> tuple[int, int, int] | None:
-    """(rows that are all -Inf, rows, dim) of the operand that a softmax-like operator reduces along one dim."""
-    if not evidence.operands:
-        return None
-    values = evidence.operands[0].values
-    name = evidence.op.short_name
-    dim: int | None
-    if "softmax" in name or name == "logsumexp":
-        dim = _dim(evidence, values)
-    elif name in ("sub", "subtract") and len(evidence.operands) == 2 and _is_normalised(evidence):
-        dim = _dim_of_maximum(evidence, values)
-    else:
-        return None
-    if dim is None:
-        return None
-    empty = (values == -math.inf).all(dim=dim)
-    count = int(empty.sum())
-    return (count, empty.numel(), dim) if count else None
-
-
-def _dim(evidence: Evidence, values: Tensor) -> int:
-    args = evidence.call.args if evidence.call is not None else ()
-    value = args[1] if len(args) > 1 else -1
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
-    return value % values.dim() if isinstance(value, int) and values.dim() else 0
-
-
-def _dim_of_maximum(evidence: Evidence, values: Tensor) -> int | None:
-    """`x - x.max(dim)`: a softmax written by hand."""
-    maker = evidence.maker(1)
-    if maker is None or maker.short_name not in MAXIMA:
-        return None
-    shape = evidence.operands[1].values.shape
-    dims = [d for d in range(values.dim()) if d < len(shape) and shape[d] == 1 != values.shape[d]]
-    return dims[0] if len(dims) == 1 else values.dim() - 1
-
-
-def _is_normalised(evidence: Evidence) -> bool:
-    """Whether `x - max` goes on to be normalised: exp of it divided by its sum, or its log-sum subtracted from it."""
-    ops = evidence.trace.ops
-    shifted = {(evidence.op.index, 0)}
-    exponentials = {
-        (op.index, 0) for op in ops if op.short_name == "exp" and any(t.made_by in shifted for t in op.inputs)
-    }
-    return any(
-        (op.short_name in ("div", "mul") and op.inputs and op.inputs[0].made_by in exponentials)
-        or (op.short_name == "sub" and op.inputs and op.inputs[0].made_by in shifted)
-        for op in ops
     )
 
 

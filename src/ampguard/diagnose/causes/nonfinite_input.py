@@ -25,14 +25,14 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         return None
     facts = stats(given.tensor)
     samples = given.samples
+    reader = evidence.chain.head.op
     share = f"{facts.nan} NaN, {facts.pos_inf} +Inf, {facts.neg_inf} -Inf of {given.tensor.numel()} values"
-    which = (
-        f" (sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:6]))} of the batch)" if samples else ""
-    )
+    which = _which(samples, given.is_batch)
+    what = f"{given.role} `{given.name}` of the step" if given.is_batch else f"{given.role} that `{given.name}` read"
     return Finding(
         "nonfinite-input",
-        f"The {given.role} `{given.name}` of the step already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.operator(evidence)}.",
+        f"The {what} already holds non-finite values: {share}{which}. The computation only "
+        f"passed them on, first in {words.name(reader)}.",
         weight=100,
         evidence={"name": given.name, "role": given.role, "samples": samples, "values": facts.as_dict()},
         proposals=(
@@ -52,7 +52,17 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
             ),
         ),
         phase="data",
+        op=reader,
     )
+
+
+def _which(samples: list[int], is_batch: bool) -> str:
+    """ " (samples 3, 5 of the batch)"; "" where it is not known."""
+    if not samples:
+        return ""
+    some = ", ".join(map(str, samples[:6]))
+    thing = "sample" if is_batch else "row"
+    return f" ({thing}{'s' if len(samples) > 1 else ''} {some} of {'the batch' if is_batch else 'it'})"
 
 
 def _without_bad_samples(tensor: Tensor) -> Tensor:

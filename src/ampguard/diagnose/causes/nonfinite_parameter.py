@@ -28,7 +28,12 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} values. The "
         f"computation only passed them on, first in {words.operator(evidence)}.",
         weight=100,
-        evidence={"name": state.name, "role": state.role, "values": facts.as_dict()},
+        evidence={
+            "name": state.name,
+            "role": state.role,
+            "values": facts.as_dict(),
+            "is_trained": state.held.requires_grad,
+        },
         proposals=(
             Proposal(
                 "initialise-parameter",

@@ -19,9 +19,10 @@ import msgspec
 from torch.optim import Optimizer
 
 from ampguard.capture.copies import wide_norm
-from ampguard.capture.weights import watchable
+from ampguard.capture.weights import WeightSample, watchable
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.fits import kendall, smoothed
+from ampguard.diagnose.dynamics.proportion import healthy_norm, is_near_zero, ordinary_norm
 from ampguard.diagnose.dynamics.remedies import Remedies, try_remedies, untried
 from ampguard.diagnose.dynamics.trajectory import Trajectory, is_number
 from ampguard.diagnose.words import number
@@ -75,12 +76,15 @@ def divergence(situation: Situation) -> Incident | None:
     rise = rise_of(situation.trajectory)
     if rise is None:
         return sudden(incident, situation)
-    grown = growth_of_weights(situation)
+    grown = growth_of_weights(situation, rise.began)
     if grown is not None and grown < WEIGHTS_GREW:
         return None  # the data got larger, not the model
     if grown is None and rise.factor < RISEN_STEEPLY:
         return None
-    return told(incident, situation, rise, grown, remedies_of(situation, even_if_data=True))
+    remedies = remedies_of(situation, even_if_data=True)
+    if remedies is not None and remedies.fails_before and remedies.moved is not None and remedies.moved < MOVED_FAR:
+        return None  # weights from before the rise fail as well, and these are hardly others
+    return told(incident, situation, rise, grown, remedies)
 
 
 def sudden(incident: Incident, situation: Situation) -> Incident | None:
@@ -95,26 +99,35 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     remedies = remedies_of(situation, even_if_data=False)
     look = next((s for s in reversed(situation.trajectory.looks) if s.weight_norm and is_number(s.weight_norm)), None)
     if remedies is not None and remedies.began_at is not None:
-        if not is_giant(remedies, situation.trajectory):
+        if not is_giant(remedies, situation):
             return None
-        had_grown = look is not None and remedies.norm_before >= GREW_SUDDENLY * (look.weight_norm or math.inf)
+        had_grown = look is not None and has_outgrown(remedies.norm_before, look, remedies.noticed_at)
         began = remedies.noticed_at - 1 if had_grown else remedies.began_at
         return told(incident, situation, fall_from(losses, began), None, remedies)
     if any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
         return None  # the weights have grown, by whatever hand, and a wider type bears them
     now = weight_norm_now(look.optimizer()) if look is not None else None
-    if look is None or not look.weight_norm or not is_number(now) or now < GREW_SUDDENLY * look.weight_norm:
+    if look is None or not look.weight_norm or not is_number(now) or not has_outgrown(now, look, situation.step):
         return None
     usual = max(abs(loss) for step, loss in losses if step <= max(look.step, losses[0][0]))
     within = [step for step, loss in losses if abs(loss) <= 2 * usual]
     return told(incident, situation, fall_from(losses, within[-1]), now / look.weight_norm, remedies)
 
 
-def is_giant(remedies: Remedies, trajectory: Trajectory) -> bool:
+def has_outgrown(norm: float, look: WeightSample, step: int) -> bool:
+    """Whether weights of this norm at `step` are out of all proportion to what was last seen of them."""
+    optimizer = look.optimizer()
+    return optimizer is not None and norm >= GREW_SUDDENLY * healthy_norm(look, optimizer, step)
+
+
+def is_giant(remedies: Remedies, situation: Situation) -> bool:
     """Whether the updates of the stretch were out of all proportion, or the loss had left its range by far."""
     left = max((abs(loss) for _, loss in remedies.losses), default=0.0) >= RISEN * remedies.bound
-    usual = usual_ratio(trajectory)
+    usual = usual_ratio(situation.trajectory)
     moved = remedies.moved
+    weights = [p for optimizer in situation.optimizers for p in watchable(optimizer)]
+    if moved is not None and is_near_zero(remedies.norm_before, weights):
+        moved *= remedies.norm_before / ordinary_norm(weights)
     is_out_of_proportion = moved is not None and moved >= MOVED_FAR
     if usual is not None and moved is not None:
         is_out_of_proportion &= moved >= RISEN * usual * max(1, remedies.updates)
@@ -160,17 +173,25 @@ def rise_of(trajectory: Trajectory) -> Rise | None:
     return Rise(climb[0][0], best, last, climb) if beyond_start and (steeply or gently) else None
 
 
-def growth_of_weights(situation: Situation) -> float | None:
-    """The norm of the weights now, against the first look at them; None where it is not known."""
+def growth_of_weights(situation: Situation, began: int) -> float | None:
+    """The norm of the weights now, against the first look at them; None where it is not known.
+
+    Where they were near zero at the first look: against what they should have come to since the rise began.
+    """
     first = situation.trajectory.first_look
-    if first is None or not first.weight_norm:
+    optimizer = first.optimizer() if first is not None else None
+    if first is None or not first.weight_norm or optimizer is None:
         return None
-    optimizer = first.optimizer()
+    looks = [s for s in situation.trajectory.looks if s.optimizer() is optimizer and is_number(s.weight_norm)]
     now = weight_norm_now(optimizer)
     if not is_number(now):  # poisoned already: the last look before
-        looks = [s for s in situation.trajectory.looks if s.optimizer() is optimizer and is_number(s.weight_norm)]
         now = looks[-1].weight_norm if len(looks) > 1 else None
-    return now / first.weight_norm if is_number(now) else None
+    if not is_number(now):
+        return None
+    if not is_near_zero(first.weight_norm, watchable(optimizer)):
+        return now / first.weight_norm
+    before = next((look for look in reversed(looks) if look.step <= began), first)
+    return now / healthy_norm(before, optimizer, situation.step)
 
 
 def weight_norm_now(optimizer: Optimizer | None) -> float | None:

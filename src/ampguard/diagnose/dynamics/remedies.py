@@ -48,6 +48,8 @@ class Remedies:
     norm_before: float = 0.0
     """The norm of the weights that the stretch began with."""
     is_weights_doing: bool = False
+    fails_before: bool = False
+    """Whether the failing step is not even finite on the weights that the stretch began with."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     bound: float = math.inf
     """Beyond it a |loss| has left its range."""
@@ -69,7 +71,8 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
         return untried("the updates that led to it came before anything looked unusual")
     bound = max(LEFT_RANGE * stretch.highest, abs(stretch.steps[0].loss or 0.0))
     try:
-        is_weights_doing = not stretch.is_closed and is_healthy(replay.failing_step_before(), bound)
+        before = replay.failing_step_before() if not stretch.is_closed else None
+        is_weights_doing = before is not None and is_healthy(before, bound)
         if not is_weights_doing and not even_if_data:
             ends_early = "the steps that were kept end before the one that failed"
             return untried(ends_early if stretch.is_closed else "the step fails on the weights of before as well")
@@ -87,6 +90,7 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     remedies.began_at = within[-1] if within else None
     remedies.losses, remedies.bound, remedies.updates = ran.losses, bound, ran.updates
     remedies.moved, remedies.is_weights_doing = stretch.moved(), is_weights_doing
+    remedies.fails_before = before is not None and before.failed_at is not None
     remedies.norm_before = wide_norm([then for _, then in stretch.snapshot.pairs()])
     remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
     return remedies

@@ -1,0 +1,208 @@
+"""The glue of short steps, kept call by call: what taping costs is told by the number of operators, and a call has many.
+
+A function mode sees what the script calls (`F.cross_entropy`) where a dispatch mode sees each operator that the call is
+made of, at several times the cost. Functions that have been seen to do nothing but compute are kept as a single
+`TapedCall`, whose operators are found out when they are asked for (see `told`). Every other call, and each function's
+first few, run under the operator tape.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.log import EventLog
+from ampguard.capture.originals import is_pytorchs, original_of
+
+LESSONS = 3
+"""Calls of a function that must have done nothing but compute before it is kept as one call."""
+
+MAX_KEPT = 1 << 18
+"""Elements of an operand beyond which a call's operators are taped: a kept call holds on to its operands."""
+
+PLAIN_KINDS = frozenset({Tensor, nn.Parameter})
+
+DRAWING = ("dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", "rrelu", "gumbel", "attention")
+"""In the names of functions that draw random numbers in some calls and not in others."""
+
+
+Handler: TypeAlias = Callable[..., Any]
+"""`torch.overrides.handle_torch_function`."""
+
+
+class Operators(Protocol):
+    """The operator tape, as far as the calls' tape knows it."""
+
+    left: int
+    """How many more may be taped."""
+    reads: int
+    """Numbers that the script has read from tensors."""
+
+    @property
+    def is_passing(self) -> bool: ...
+    @property
+    def barrier(self) -> FaultBarrier: ...
+    @property
+    def log(self) -> EventLog: ...
+    def tape_one(self) -> bool: ...
+    def untape_one(self) -> None: ...
+    def exhausted(self) -> None: ...
+
+
+class CallTape(compat.FunctionMode):
+    """Keeps the calls that the script makes outside modules while it is on the stack."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()
+        self._operators = operators
+        self._known: set[Any] = set()
+        """Functions that are what PyTorch was asked for."""
+        self.is_misled = False
+        """Whether PyTorch has handed us a function that the script had put in the place of its own."""
+        self._plain: set[Any] = set()
+        """Functions that are kept as one call."""
+        self._lessons: dict[Any, int] = {}
+        """How often each other function was seen to do nothing but compute; below 0: never to be kept so."""
+        self._aside = False
+
+    # --- out of the way -----------------------------------------------------------------------------------------------
+
+    def step_aside(self) -> bool:
+        """Let what the guard itself computes pass unseen; whether this was the innermost mode, and is to come back."""
+        if not self.is_innermost:
+            return False
+        self.end()
+        self._aside = True
+        return True
+
+    def come_back(self) -> None:
+        """Be on the stack again, if nobody has called the tape off in the meantime."""
+        if self._aside:
+            self._aside = False
+            self.begin()
+
+    def take_off(self) -> bool:
+        """Leave the stack; False where something is on top (or a call is running, after which PyTorch puts it back)."""
+        if self._aside:
+            self._aside = False
+            return True
+        if self.is_innermost:
+            self.end()
+            return True
+        return False
+
+    @property
+    def is_only(self) -> bool:
+        """Whether this is the one function mode that is on."""
+        return compat.function_modes_on() == 1 and self.is_innermost
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operators = self._operators
+        if func not in self._known:
+            func = self._meet(func, sys._getframe(1))
+        if operators.is_passing:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func not in self._plain:
+            return self._tape(func, types, args, kwargs or {})
+        for value in args:
+            if isinstance(value, Tensor) and (type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT):
+                return self._tape(func, types, args, kwargs or {})
+        try:
+            output = func(*args, **kwargs) if kwargs else func(*args)
+        except Exception:
+            return self._tape(func, types, args, kwargs or {})  # raises again, and tells at which operator
+        kind = type(output)
+        if kind is Tensor or kind is tuple or kind is list or isinstance(output, tuple):
+            for value in args:
+                if value is output:
+                    return output  # there was nothing to do
+            self.keep(func, args, kwargs or {}, output, sys._getframe(1))
+        return output
+
+    def dispatch(self, original: Handler, func: Any, relevant: Any, args: Any, kwargs: Any) -> Any:
+        """In place of `torch.overrides.handle_torch_function`: the same, the quick way, where nobody else is asked."""
+        if not self.is_only or not all(value is None or type(value) in PLAIN_KINDS for value in relevant):
+            return original(func, relevant, *args, **kwargs)
+        self.end()
+        try:
+            return self.__torch_function__(func, (), args, kwargs)
+        finally:
+            self.begin()
+
+    def keep(self, func: Any, args: Any, kwargs: Any, output: Any, frame: Any) -> None:
+        """Keep a call that has returned; called while this mode is not on the stack."""
+        operators = self._operators
+        barrier = operators.barrier
+        if barrier.is_observed():
+            barrier.call(operators.log.keep_call, func, args, kwargs, output, frame)
+        elif not barrier.tripped:
+            try:
+                operators.log.keep_call(func, args, kwargs, output, frame)
+            except Exception as fault:
+                barrier.trip(fault)
+        operators.left -= 1
+        if operators.left == 0:
+            barrier.call(operators.exhausted)
+
+    def _meet(self, func: Any, frame: Any) -> Any:
+        """The function to call, where it was not met before."""
+        if not is_pytorchs(func):
+            original = original_of(func, frame)
+            if original is not func:
+                self.is_misled = True
+                return original
+        self._known.add(func)
+        return func
+
+    def _tape(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """A call of which nothing is known yet, or that does more than compute."""
+        if not all(issubclass(kind, Tensor) for kind in types) or not self._operators.tape_one():
+            return func(*args, **kwargs)
+        operators = self._operators
+        began, reads = operators.log.next_index, operators.reads
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            operators.untape_one()
+        if self._lessons.get(func, 0) >= 0:
+            operators.barrier.call(self._learn, func, args, kwargs, output, began, operators.reads > reads)
+        return output
+
+    def _learn(self, func: Any, args: Any, kwargs: Any, output: Any, began: int, has_read: bool) -> None:
+        log = self._operators.log
+        if log.next_index == began and (not isinstance(output, (Tensor, tuple, list)) or _is_given(output, args)):
+            is_plain = not has_read  # asked for a shape, or had nothing to convert
+        else:
+            is_small_enough = is_small(args) and is_small(kwargs)
+            is_plain = is_small_enough and log.is_one_computation(began, output) and not _may_draw(func)
+        lessons = self._lessons[func] = self._lessons.get(func, 0) + 1 if is_plain else -1
+        if lessons >= LESSONS:
+            self._plain.add(func)
+
+
+def is_small(tree: Any) -> bool:
+    """Whether every tensor among a call's operands may be held on to."""
+    if isinstance(tree, Tensor):
+        return type(tree) in PLAIN_KINDS and tree.numel() <= MAX_KEPT
+    if isinstance(tree, dict):
+        return all(is_small(value) for value in tree.values())
+    if isinstance(tree, (tuple, list)):
+        return all(is_small(value) for value in tree)
+    return not isinstance(tree, torch.Generator)
+
+
+def _is_given(output: Any, args: Any) -> bool:
+    return any(output is value for value in args)
+
+
+def _may_draw(func: Any) -> bool:
+    name = getattr(func, "__name__", "").lower()
+    return any(part in name for part in DRAWING)

@@ -1,0 +1,62 @@
+"""Which function of PyTorch's a function mode was really asked for.
+
+PyTorch names the function that it hands to a function mode by looking it up: where a script has put a function of its
+own in its place (`functional.cross_entropy = mine`, `Tensor.norm = mine`) that calls PyTorch's, the mode is handed the
+script's, and to call it would apply it twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = os.path.dirname(_HERE) + os.sep
+_CALLTAPE = os.path.join(_HERE, "calltape.py")
+_PLACES: tuple[Any, ...] = (torch.nn.functional, torch.functional, Tensor)
+
+
+def is_pytorchs(func: Any) -> bool:
+    """Whether `func` was made by PyTorch: in C, or by code of its own files."""
+    if isinstance(func, FunctionType):
+        return func.__code__.co_filename.startswith(_TORCH)
+    return not hasattr(func, "__code__") and type(func).__module__.partition(".")[0] in ("builtins", "torch")
+
+
+def replaced() -> Iterator[str]:
+    """Names of functions that take tensors and that somebody has put others in the place of."""
+    for place in _PLACES:
+        for name, value in vars(place).items():
+            if isinstance(value, FunctionType) and not is_pytorchs(value) and not _is_ours(value):
+                yield name
+
+
+def original_of(func: Any, frame: FrameType | None) -> Any:
+    """What is to be called for `func`, which is not PyTorch's; `frame` is that of our handler's caller."""
+    is_asked_by_code = False
+    while frame is not None and (frame.f_code.co_filename == _CALLTAPE or _is_handler(frame)):
+        is_asked_by_code = is_asked_by_code or _is_handler(frame)
+        frame = frame.f_back
+    if frame is None:
+        return func
+    code = frame.f_code
+    if not is_asked_by_code:  # by PyTorch's C, which knows a method by its name
+        name = next((name for name, value in vars(Tensor).items() if value is func), "")
+        return getattr(torch._C.TensorBase, name, func)
+    if code is getattr(func, "__code__", None) or not code.co_filename.startswith(_TORCH) or code.co_freevars:
+        return func  # a library's own function asks for itself, as PyTorch's do
+    return FunctionType(code, frame.f_globals)
+
+
+def _is_handler(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "handle_torch_function"
+
+
+def _is_ours(func: FunctionType) -> bool:
+    return func.__code__.co_filename.startswith(_OURS)

@@ -1,0 +1,49 @@
+"""When is growth of weights out of proportion? Weights that began at or near zero grow many times over in health.
+
+Zero-initialised heads, adapters, gains of residual branches and temperatures start at 0 on purpose. Their growth is
+measured against the size that weights of their shapes ordinarily have, and against what updates of the usual size add up
+to, never against what they began with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.capture.weights import WeightSample, watchable
+from ampguard.diagnose.dynamics.trajectory import is_number
+
+NEAR_ZERO = 0.1
+"""Share of the ordinary norm below which weights have yet to grow."""
+WHOLE = 1.0
+"""Relative size up to which an update of weights near zero is a usual one: the second is as large as the first."""
+
+
+def ordinary_norm(parameters: Iterable[Tensor]) -> float:
+    """The norm that weights of these shapes ordinarily have: rms 1 / sqrt(3 fan_in), PyTorch's own start.
+
+    Vectors and scalars have no such scale; they count, as 1, only where there is nothing else.
+    """
+    shapes = [(p.numel(), p.shape) for p in parameters]
+    matrices = sum(shape[0] / 3 for _, shape in shapes if len(shape) >= 2)
+    return math.sqrt(matrices or sum(count for count, _ in shapes))
+
+
+def is_near_zero(norm: float, parameters: Iterable[Tensor]) -> bool:
+    """Whether weights of this norm have yet to grow to their ordinary size."""
+    return norm < NEAR_ZERO * ordinary_norm(parameters)
+
+
+def healthy_norm(look: WeightSample, optimizer: Optimizer, step: int) -> float:
+    """The largest norm at `step` that health explains: updates of the size of those at the look, all in one direction.
+
+    For weights that were near zero at the look, at least the ordinary size.
+    """
+    norm = look.weight_norm or 0.0
+    ratio = min(look.update_ratio, WHOLE) if is_number(look.update_ratio) else 0.0
+    added_up = norm * (1 + ratio * max(0, step - look.step))
+    ordinary = ordinary_norm(watchable(optimizer))
+    return max(added_up, ordinary) if norm < NEAR_ZERO * ordinary else added_up
