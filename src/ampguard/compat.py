@@ -38,6 +38,10 @@ _pop_function: Callable[[], Any] | None = getattr(torch._C, "_pop_torch_function
 _top_function: Callable[[int], Any] | None = getattr(torch._C, "_get_function_stack_at", None)
 
 
+HAS_CUDA = torch.backends.cuda.is_built()
+"""Whether this PyTorch could use CUDA at all: if not, it need not be asked in every step."""
+
+
 def cuda_is_in_use() -> bool:
     """Whether this process has initialised CUDA."""
     return bool(getattr(torch.cuda, "_initialized", False)) and torch.cuda.is_initialized()
@@ -90,6 +94,23 @@ def _none_active() -> int:
 dispatch_modes_on: Callable[[], int] = _dispatch_depth or _none_active
 """How many dispatch modes are active on this thread. PyTorch's own function, as it is asked at every edge of a step."""
 
+def _no_task() -> int:
+    return -1
+
+
+def _no_interpreter() -> None:
+    return None
+
+
+graph_task: Callable[[], int] = _current_graph_task_id or _no_task
+"""Number of the backward pass that runs on this thread, -1 where none does; PyTorch's own function."""
+
+interpreter: Callable[[], object | None] = _peek_interpreter or _no_interpreter
+"""The functorch transform that is active on this thread, None where none is; PyTorch's own function."""
+
+tracing_state: Callable[[], object | None] = _tracing_state or _no_interpreter
+"""What `torch.jit.trace` records into, None where it does not; PyTorch's own function."""
+
 function_modes_on: Callable[[], int] = _function_depth or _none_active
 """How many function modes are active on this thread."""
 
@@ -139,21 +160,22 @@ class FunctionMode(TorchFunctionMode):
 
     is_available = _push_function is not None and _pop_function is not None and _top_function is not None
 
-    def begin(self) -> None:
-        """Make this the innermost function mode of the thread."""
-        if _push_function is not None:
-            _push_function(self)
-
-    def end(self) -> None:
-        """Take this mode off; it must be the innermost."""
-        if _pop_function is not None:
-            _pop_function()
-
     @property
     def is_innermost(self) -> bool:
         """Whether this is the mode that would see a call."""
         depth = function_modes_on()
         return depth > 0 and _top_function is not None and _top_function(depth - 1) is self
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+push_function_mode: Callable[[FunctionMode], Any] = _push_function or _nothing
+"""Make a mode the innermost of the thread."""
+
+pop_function_mode: Callable[[], Any] = _pop_function or _nothing
+"""Take the innermost mode off."""
 
 
 def may_compile() -> bool:
@@ -615,3 +637,10 @@ def keeping_version(tensor: torch.Tensor) -> Any:
     """A context in which writing to a tensor goes unnoticed by the graphs that have kept it; None where PyTorch has none."""
     keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
     return keep(tensor) if keep is not None else None
+
+
+def forget_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let a scaler take an optimizer's next unscaling for its first since the last update."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is not None:
+        states.pop(id(optimizer), None)

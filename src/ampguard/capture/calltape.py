@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
 from ampguard.capture.originals import is_pytorchs, original_of
+from ampguard.compat import function_modes_on, pop_function_mode, push_function_mode
 
 LESSONS = 3
 """Calls of a function that must have done nothing but compute before it is kept as one call."""
@@ -27,6 +29,7 @@ MAX_KEPT = 1 << 18
 """Elements of an operand beyond which a call's operators are taped: a kept call holds on to its operands."""
 
 PLAIN_KINDS = frozenset({Tensor, nn.Parameter})
+NESTED = frozenset({tuple, list})
 
 DRAWING = ("dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", "rrelu", "gumbel", "attention")
 """In the names of functions that draw random numbers in some calls and not in others."""
@@ -43,6 +46,9 @@ class Operators(Protocol):
     """How many more may be taped."""
     reads: int
     """Numbers that the script has read from tensors."""
+
+    is_of_calls: bool
+    """Whether calls are kept, not operators."""
 
     @property
     def is_passing(self) -> bool: ...
@@ -77,7 +83,7 @@ class CallTape(compat.FunctionMode):
         """Let what the guard itself computes pass unseen; whether this was the innermost mode, and is to come back."""
         if not self.is_innermost:
             return False
-        self.end()
+        pop_function_mode()
         self._aside = True
         return True
 
@@ -85,7 +91,7 @@ class CallTape(compat.FunctionMode):
         """Be on the stack again, if nobody has called the tape off in the meantime."""
         if self._aside:
             self._aside = False
-            self.begin()
+            push_function_mode(self)
 
     def take_off(self) -> bool:
         """Leave the stack; False where something is on top (or a call is running, after which PyTorch puts it back)."""
@@ -93,64 +99,83 @@ class CallTape(compat.FunctionMode):
             self._aside = False
             return True
         if self.is_innermost:
-            self.end()
+            pop_function_mode()
             return True
         return False
-
-    @property
-    def is_only(self) -> bool:
-        """Whether this is the one function mode that is on."""
-        return compat.function_modes_on() == 1 and self.is_innermost
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operators = self._operators
+        if func in self._plain and not operators.is_passing:
+            return self.call(func, args, kwargs, sys._getframe(1))
         if func not in self._known:
             func = self._meet(func, sys._getframe(1))
         if operators.is_passing:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func not in self._plain:
-            return self._tape(func, types, args, kwargs or {})
-        for value in args:
-            if isinstance(value, Tensor) and (type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT):
-                return self._tape(func, types, args, kwargs or {})
+        return self._tape(func, types, args, kwargs or {})
+
+    def dispatcher(self, original: Handler) -> Handler:
+        """What to put in place of `torch.overrides.handle_torch_function`: the same, the quick way, where only we are asked."""
+
+        def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
+            operators = self._operators
+            if function_modes_on() != 1 or not operators.is_of_calls or public_api not in self._plain:
+                return original(public_api, relevant_args, *args, **kwargs)
+            for value in relevant_args:
+                if value is not None and type(value) not in PLAIN_KINDS:
+                    return original(public_api, relevant_args, *args, **kwargs)
+            if operators.is_passing:
+                return original(public_api, relevant_args, *args, **kwargs)
+            pop_function_mode()
+            try:
+                return self.call(public_api, args, kwargs, sys._getframe(2))
+            finally:
+                push_function_mode(self)
+
+        return handle_torch_function
+
+    def call(self, func: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+        """A call of a function that only computes, while this mode is not on the stack."""
+        versions: list[int] = []
+        is_nested = False
         try:
+            for value in args:
+                if isinstance(value, Tensor):
+                    if type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT:
+                        return self._tape(func, (), args, kwargs or {})
+                    versions.append(value._version)
+                else:
+                    versions.append(-1)
+                    is_nested = is_nested or type(value) in NESTED
             output = func(*args, **kwargs) if kwargs else func(*args)
         except Exception:
-            return self._tape(func, types, args, kwargs or {})  # raises again, and tells at which operator
+            return self._tape(func, (), args, kwargs or {})  # raises again, and tells at which operator
         kind = type(output)
-        if kind is Tensor or kind is tuple or kind is list or isinstance(output, tuple):
+        if kind is Tensor:
             for value in args:
                 if value is output:
                     return output  # there was nothing to do
-            self.keep(func, args, kwargs or {}, output, sys._getframe(1))
+        elif kind not in NESTED and not isinstance(output, tuple):
+            return output
+        self.keep(func, args, kwargs or {}, output, versions, frame)
+        if is_nested or kind is not Tensor:
+            self._operators.barrier.call(self._operators.log.settle)
         return output
 
-    def dispatch(self, original: Handler, func: Any, relevant: Any, args: Any, kwargs: Any) -> Any:
-        """In place of `torch.overrides.handle_torch_function`: the same, the quick way, where nobody else is asked."""
-        if not self.is_only or not all(value is None or type(value) in PLAIN_KINDS for value in relevant):
-            return original(func, relevant, *args, **kwargs)
-        self.end()
-        try:
-            return self.__torch_function__(func, (), args, kwargs)
-        finally:
-            self.begin()
-
-    def keep(self, func: Any, args: Any, kwargs: Any, output: Any, frame: Any) -> None:
+    def keep(self, func: Any, args: Any, kwargs: Any, output: Any, versions: list[int], frame: Any) -> None:
         """Keep a call that has returned; called while this mode is not on the stack."""
         operators = self._operators
         barrier = operators.barrier
-        if barrier.is_observed():
-            barrier.call(operators.log.keep_call, func, args, kwargs, output, frame)
-        elif not barrier.tripped:
-            try:
-                operators.log.keep_call(func, args, kwargs, output, frame)
-            except Exception as fault:
-                barrier.trip(fault)
-        operators.left -= 1
-        if operators.left == 0:
-            barrier.call(operators.exhausted)
+        if barrier.tripped:
+            return
+        try:
+            operators.log.keep_call(func, args, kwargs, output, versions, user_line(frame))
+            operators.left -= 1
+            if operators.left == 0:
+                operators.exhausted()
+        except Exception as fault:
+            barrier.trip(fault)
 
     def _meet(self, func: Any, frame: Any) -> Any:
         """The function to call, where it was not met before."""

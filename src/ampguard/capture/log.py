@@ -22,6 +22,7 @@ from ampguard.capture.record import (
     GlueOp,
     Held,
     HeldGenerator,
+    Line,
     Ref,
     RngStates,
     RootCall,
@@ -114,29 +115,32 @@ class EventLog:
         events = self._record.events
         return bool(events) and events[-1].index >= self.closed_until
 
-    def keep_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, frame: Any) -> None:
-        """Keep a call that has done nothing but compute, instead of its operators."""
+    def keep_call(
+        self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, versions: list[int], line: Line | None
+    ) -> None:
+        """Keep a call that has done nothing but compute, instead of its operators. `versions`: those of its `args`."""
         if type(output) is Tensor:
             outputs = [weakref.ref(output)]
+            made: Sequence[int] = (output._version,)
             floating = [output.dtype.is_floating_point]
         else:
-            outputs = [weakref.ref(value) for value in output if isinstance(value, Tensor)]
-            floating = [value.dtype.is_floating_point for value in output if isinstance(value, Tensor)]
-            if not outputs or len(outputs) != len(output):
+            if not output or not all(isinstance(value, Tensor) for value in output):
                 return
+            outputs = [weakref.ref(value) for value in output]
+            made = versions_in(output)
+            floating = [value.dtype.is_floating_point for value in output]
         if len(self._pending) >= MAX_EVENTS:
             self._record.complete = False
             return
         index = self.next_index + MAX_CALL_OPERATORS - 1
         self.next_index = index + 1
-        modes, line = current_modes(), user_line(frame)
-        made = (output._version,) if type(output) is Tensor else versions_in(output)
+        more = versions_in(kwargs.values()) if kwargs else ()
+        modes = current_modes()
+        grad = modes.grad
         call = TapedCall(
-            index, func, args, kwargs, line, modes.grad, None, outputs, floating, None, (args, kwargs), modes, made
+            index, func, args, kwargs, line, grad, None, outputs, floating, None, (args, kwargs), modes, made
         )
-        self._pending.append((call, versions_in(args), versions_in(kwargs.values()) if kwargs else ()))
-        if type(output) is not Tensor or any(type(value) in (list, tuple) for value in args):
-            self.settle()
+        self._pending.append((call, versions, more))
 
     def keep_backward(self, call: BackwardCall) -> None:
         """Keep a call of `backward` whose arguments are the tensors themselves: they are named when they are asked for."""
@@ -270,9 +274,11 @@ class EventLog:
             op.outputs.append(ref)
             op.floating.append(view.is_floating_point())
 
-    def define(self, tensor: Tensor, ref: Ref) -> None:
-        """An event made this tensor."""
-        self._producers[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
+    def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
+        """An event made this tensor, to which a weak reference is returned."""
+        weak = weakref.ref(tensor)
+        self._producers[id(tensor)] = (weak, ref, -1 if tensor.is_inference() else tensor._version)
+        return weak
 
     def _note_write(self, written: Tensor, op: GlueOp) -> None:
         """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
@@ -327,10 +333,12 @@ class EventLog:
 
     def named_argument(self, tensor: Tensor) -> Ref | Held:
         """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
-        known = self.lookup(tensor)
-        if known is not None:
-            return known
-        held = Held(tensor, version_of(tensor))
+        version = -1 if tensor.is_inference() else tensor._version
+        if id(tensor) in self._producers or self._pending:
+            known = self.lookup(tensor)
+            if known is not None:
+                return known
+        held = Held(tensor, version)
         if tensor.requires_grad or tensor.layout != torch.strided:
             return held
         if self.copies_inputs or self._untouched_calls < TRUSTED_CALLS:
@@ -342,11 +350,12 @@ class EventLog:
 
     def _look_at_arguments(self) -> None:
         """Were arguments of the calls that are forgotten written to since? If never, they need not be copied."""
-        arguments, self._arguments = self._arguments, []
         self._untouched_calls += 1
-        for held in arguments:
-            if version_of(held.tensor) != held.version:
+        for held in self._arguments:
+            tensor = held.tensor
+            if (-1 if tensor.is_inference() else tensor._version) != held.version:
                 self._untouched_calls = -(1 << 60)
+        self._arguments.clear()
 
     def copied(self, value: Any) -> Any:
         """An operand that the operator overwrites and that no event made: keep its value."""

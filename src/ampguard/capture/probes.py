@@ -21,6 +21,7 @@ from ampguard import compat
 from ampguard.capture import hooks
 from ampguard.capture.functions import aliases_of, checkpointed
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.compat import tracing_state
 
 
 class Patches:
@@ -88,7 +89,7 @@ class Probes:
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                if compat.is_tracing():
+                if tracing_state() is not None:
                     guarded(recorder.tape.leave)
                     return original(module, *args, **kwargs)
                 root = guarded(recorder.enter_root, module, args, kwargs)
@@ -211,17 +212,10 @@ class Probes:
 
     def _watch_dispatch(self) -> None:
         """PyTorch's way to a function mode takes three times as long as most functions that it is asked for."""
-        recorder = self._recorder
-
-        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
-            def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
-                return recorder.tape.calls.dispatch(original, public_api, relevant_args, args, kwargs)
-
-            return handle_torch_function
-
+        calls = self._recorder.tape.calls
         for module in (torch.nn.functional, torch.functional):
             if hasattr(module, "handle_torch_function"):
-                self._patches.replace(module, "handle_torch_function", watch)
+                self._patches.replace(module, "handle_torch_function", calls.dispatcher)
 
     def _watch_custom_functions(self) -> None:
         recorder = self._recorder
@@ -290,12 +284,16 @@ class Probes:
 
             @functools.wraps(original)
             def scale(self: Any, outputs: Any) -> Any:
-                if is_torchs and recorder.tape.is_on_stack:
-                    scaled = recorder.tape.scale(original, self, outputs)
-                else:
-                    scaled = original(self, outputs)
-                if recorder.active:
+                if not recorder.active:
+                    return original(self, outputs)
+
+                def note(scaled: Any) -> None:
                     guarded(recorder.note_scaled, outputs, scaled, self)
+
+                if is_torchs and recorder.tape.is_on_stack:
+                    return recorder.tape.scale(original, self, outputs, note)
+                scaled = original(self, outputs)
+                note(scaled)
                 return scaled
 
             return scale

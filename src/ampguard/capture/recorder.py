@@ -43,7 +43,7 @@ from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
 from ampguard.capture.usual import CallContext
-from ampguard.compat import version_of
+from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, interpreter, version_of
 
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""
@@ -133,28 +133,30 @@ class FlightRecorder:
         if self.counting:
             self.listener.on_forward()
             return None
-        if compat.in_transform() or is_capturing() or self.thread != threading.get_ident():
+        if graph_task() != -1 or interpreter() is not None or self.thread != threading.get_ident():
+            return None
+        if HAS_CUDA and is_capturing():
             return None
         if self.tape.is_on_stack:
             self.tape.leave()
-        if compat.dispatch_depth():
+        if dispatch_modes_on():
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = True
-        if self.log.has_open_events or self.judge.has_open_questions:
+        log = self.log
+        if log.has_open_events or self.judge.has_open_questions:
             self.judge.settle(module)
         if self.tells_forward:
             self.listener.on_forward()
-        if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
+        if log.forget_finished(keep_all=bool(self.judge.suspects)):
             self.judge.forget_judged()
         frame = sys._getframe(2)
-        log = self.log
         index = log.next_index
         log.next_index = index + 1
         if len(args) == 1 and type(args[0]) is Tensor:
-            args = (self.log.named_argument(args[0]),)
+            args = (log.named_argument(args[0]),)
         else:
-            args = map_tensors(args, self.log.named_argument)
-        kwargs = map_tensors(kwargs, self.log.named_argument) if kwargs else {}
+            args = map_tensors(args, log.named_argument)
+        kwargs = map_tensors(kwargs, log.named_argument) if kwargs else {}
         modes = current_modes()
         rng, buffers, prefix, attributes = self.context.before_call(module, frame)
         region = self.regions if torch.is_autocast_cache_enabled() else -1
@@ -175,10 +177,10 @@ class FlightRecorder:
         )
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
-        log.record.events.append(root)
+        events = log.record.events
+        events.append(root)
         if self.between_steps:
-            events = self.log.record.events
-            started = len(events) > 1 and events[0].index >= self.log.iteration_start
+            started = len(events) > 1 and events[0].index >= log.iteration_start
             self._empty_prefixes = 0 if started else self._empty_prefixes + 1
             self.between_steps = False
         root.started = time.perf_counter()
@@ -189,9 +191,8 @@ class FlightRecorder:
         root.seconds = time.perf_counter() - root.started
         outputs = [output] if type(output) is Tensor else tensors_in(output)
         for position, tensor in enumerate(outputs):
-            self.log.define(tensor, Ref(root.index, position))
-            root.outputs.append(weakref.ref(tensor))
-            root.floating.append(tensor.is_floating_point())
+            root.outputs.append(self.log.define(tensor, Ref(root.index, position)))
+            root.floating.append(tensor.dtype.is_floating_point)
         poisoned = self.context.after_call(root)
         if poisoned:
             self.judge.suspect_buffers(root, poisoned)

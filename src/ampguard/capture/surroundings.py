@@ -59,7 +59,7 @@ class RandomStreams:
         draws.is_asked_again = again
         if draws.is_looked_at:
             draws.torch = draws.others = True
-        cuda = cuda_rng_states() if compat.cuda_is_in_use() else ()
+        cuda = cuda_rng_states() if compat.HAS_CUDA and compat.cuda_is_in_use() else ()
         if not (draws.torch or draws.others or cuda):
             return FROM_NOTHING
         numpy = sys.modules.get("numpy") if draws.others else None
@@ -102,7 +102,7 @@ def current_modes() -> Modes:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
     )
-    if compat.cuda_is_in_use():
+    if compat.HAS_CUDA and compat.cuda_is_in_use():
         key = (*key, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
     known = _known_modes.get(key)
     if known is None:

@@ -77,7 +77,8 @@ class GlueTape(compat.DispatchMode):
         """Whether the glue of steps like these is kept call by call."""
         self.is_on_stack = False
         """Whether calls or operators come by, recorded or not."""
-        self._is_of_calls = False
+        self.is_of_calls = False
+        """Whether calls come by, not operators."""
         self._has_met_modes = False
         """Whether the script puts dispatch modes of its own on: only one of ours below them sees all that they let through."""
         self._has_replaced = False
@@ -98,37 +99,40 @@ class GlueTape(compat.DispatchMode):
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
             and compat.dispatch_modes_on() == 0
-            and not compat.in_functorch()
+            and compat.interpreter() is None
         ):
             self.left = limit
             self._thread = threading.get_ident()
             self.is_on_stack = True
-            self._is_of_calls = self.keeps_calls and self._may_keep_calls()
-            if self._is_of_calls:
+            self.is_of_calls = (
+                self.keeps_calls
+                and torch.is_grad_enabled()  # in evaluation a kept call would hold on to its operands for as long as it is kept
+                and compat.function_modes_on() == 0
+                and self._may_keep_calls()
+            )
+            if self.is_of_calls:
                 self._taped.barrier.calls = self.calls
-                self.calls.begin()
+                compat.push_function_mode(self.calls)
             else:
                 self._inference = torch.is_inference_mode_enabled()
                 self._taped.barrier.own_modes = 1
                 self.begin()
 
     def _may_keep_calls(self) -> bool:
-        """In evaluation a kept call would hold on to its operands for as long as it is kept itself."""
         self._entries += 1
         if self._entries & (LOOK_AGAIN - 1) == 1:
             self._has_replaced = any(True for _ in replaced()) or compat.may_compile()
-        if self._has_met_modes or self._has_replaced or self.calls.is_misled or self._taped.live is not None:
-            return False
-        return compat.FunctionMode.is_available and not compat.function_modes_on() and torch.is_grad_enabled()
+        is_clear = not (self._has_met_modes or self._has_replaced or self.calls.is_misled)
+        return is_clear and self._taped.live is None and compat.FunctionMode.is_available
 
     def leave(self) -> None:
         """Stop taping; take the mode off the stack if nothing of the script's is on top of it."""
         if not self.is_on_stack:
             return
         self.left = 0
-        if self._is_of_calls:
+        if self.is_of_calls:
             if threading.get_ident() == self._thread and self.calls.take_off():
-                self.is_on_stack = False
+                self.is_on_stack = self.is_of_calls = False
                 self._taped.barrier.calls = None
             return
         if torch.is_inference_mode_enabled() != self._inference:
@@ -138,18 +142,22 @@ class GlueTape(compat.DispatchMode):
             self.is_on_stack = False
             self._taped.barrier.own_modes = 0
 
-    def scale(self, original: Callable[..., Any], scaler: Any, loss: Any) -> Any:
-        """`GradScaler.scale`, which is one multiplication by the scale, without a look at every call it makes."""
-        calls = self.calls
-        if not calls.is_only or self.is_passing or type(loss) is not Tensor:
-            return original(scaler, loss)
-        calls.end()
+    def scale(self, original: Callable[..., Any], scaler: Any, loss: Any, note: Callable[[Any], None]) -> Any:
+        """`GradScaler.scale`, which is one multiplication by the scale, without a look at every call that it makes."""
+        if not self.is_of_calls or compat.function_modes_on() != 1 or self.is_passing or type(loss) is not Tensor:
+            scaled = original(scaler, loss)
+            note(scaled)
+            return scaled
+        compat.pop_function_mode()
         try:
             scaled = original(scaler, loss)
             if scaled is not loss:
-                calls.keep(torch.mul, (loss, compat.loss_scale(scaler)), {}, scaled, sys._getframe(2))
+                scale = compat.loss_scale(scaler)
+                versions = [loss._version, scale._version if scale is not None else -1]
+                self.calls.keep(torch.mul, (loss, scale), {}, scaled, versions, sys._getframe(2))
+            note(scaled)
         finally:
-            calls.begin()
+            compat.push_function_mode(self.calls)
         return scaled
 
     # --- one call at a time -------------------------------------------------------------------------------------------
@@ -196,7 +204,7 @@ class GlueTape(compat.DispatchMode):
     def abandon(self) -> None:
         """In a forked child: pass operators through until the process ends."""
         self.left = 0
-        if self._is_of_calls and self.is_on_stack:
+        if self.is_of_calls and self.is_on_stack:
             self.calls.take_off()
 
     def overwritten(self, func: Any) -> frozenset[int]:

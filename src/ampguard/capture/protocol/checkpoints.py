@@ -59,6 +59,8 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
 def _look_into(value: Mapping[Any, Any], name: str, found: Contents, depth: int) -> None:
     if "state" in value and "param_groups" in value:
         found.has_optimizer = True
+        for key in value.keys() - {"state", "param_groups"}:  # what travels in it: FastReID's scaler, by a hook
+            _look(value[key], f"{name}.{key}", found, depth + 1)
     elif value.keys() >= SCALER_KEYS:
         found.has_scaler = True
     elif value and all(isinstance(inner, Tensor) and isinstance(key, str) for key, inner in value.items()):
