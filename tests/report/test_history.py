@@ -193,17 +193,14 @@ def test_reading_writes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / history.HISTORY_NAME).read_bytes() == before
 
 
-def test_a_step_takes_little_room_and_little_time(tmp_path: Path) -> None:
+def test_a_step_takes_little_room(tmp_path: Path) -> None:
     """A million steps are to fit 300 MB; bench/history measures them."""
     count = 20_000
     problems: list[str] = []
     writer = HistoryWriter(tmp_path, problems.append)
-    started = time.perf_counter()
     for step in range(count):
         writer.step(StepRow(step, 0.1 + step, 65536.0, 0.3, False, None, 0.01))
-    seconds = time.perf_counter() - started
     writer.close()
     assert problems == []
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert size / count < 100
-    assert seconds / count < 20e-6
