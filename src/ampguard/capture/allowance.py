@@ -34,14 +34,15 @@ class Allowance:
         self._last_step = 0
         self._began: float | None = None
         self._first_step = 0
-        self._not_before = 0
+        self.not_before = 0
+        """The first step at which it need be asked again."""
         self._extra_share = 0.0
         self._extra_since = 0.0
         self._extra_spent = 0.0
 
     def is_due(self, step: int) -> bool:
         """Whether a look at this step can be paid for."""
-        if step < self._not_before:
+        if step < self.not_before:
             return False
         now = time.perf_counter()
         if self._began is None:
@@ -58,7 +59,7 @@ class Allowance:
             self._last_step = step
             return True
         if not self._extra_share:
-            self._not_before = step + self._steps_until_paid(step, elapsed)
+            self.not_before = step + self._steps_until_paid(step, elapsed)
             return False
         if step - self._last_step < step // ATTENTIVE_LOOKS:
             return False
@@ -87,6 +88,6 @@ class Allowance:
         """Something is going on: look more often from now on, for `share` of the time (0: no longer)."""
         if share and not self._extra_share:
             self._extra_since = time.perf_counter()
-            self._not_before = 0
+            self.not_before = 0
             self._extra_spent = 0.0
         self._extra_share = share

@@ -47,7 +47,8 @@ class GradientWatch:
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
         self._judge.spoil_gradients()
-        self.hooks.differentiated()
+        if self.hooks.are_known:
+            self.hooks.differentiated()
         self._is_unjudged = not self._has_raised
         self._has_raised = False
         if self._judges_at_once and self._is_unjudged:

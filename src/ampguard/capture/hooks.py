@@ -44,6 +44,11 @@ class TensorHooks:
         if tensor.grad_fn is not None:
             self._known.append(TensorHook(self._log.lookup(tensor), self._log.next_index, hook, handle))
 
+    @property
+    def are_known(self) -> bool:
+        """Whether there are any."""
+        return bool(self._known)
+
     def differentiated(self) -> None:
         """A backward pass has run: what was not removed has been called. Those of dropped events are forgotten."""
         if not self._known:

@@ -114,6 +114,11 @@ class Judge:
             tell_calls(bad.record)
             self._report(bad)
 
+    @property
+    def has_flags(self) -> bool:
+        """Whether losses of a device are yet to be judged."""
+        return bool(self._unread)
+
     def read_flags(self, wait: bool) -> None:
         """Judge the losses of a GPU, before anything that they were made from changes."""
         while self._unread and (wait or self._unread[0][0].is_known):

@@ -80,7 +80,7 @@ class StretchKeeper:
         self._begin = 0
         """The first event of the running iteration."""
         self._has_updated = False
-        self._is_late = False
+        self.is_late = False
         """Whether losses lie on a device."""
         self._wanted: tuple[str, Alarm, float] | None = None
         """An alarm that was raised after the iteration's first update: a snapshot is due before the next one's."""
@@ -109,7 +109,7 @@ class StretchKeeper:
         alarm = known[1]
         rate = optimizer.param_groups[0].get("lr", 0.0)
         value = loss if type(loss) is float else None
-        self._is_late = isinstance(loss, Tensor)
+        self.is_late = isinstance(loss, Tensor)
         rate = rate if type(rate) is float else 0.0 if isinstance(rate, Tensor) else float(rate)
         if alarm.is_quiet(value, rate):
             if self.stretch is None:
@@ -125,7 +125,7 @@ class StretchKeeper:
 
     def heard_later(self, loss: float | None) -> None:
         """The loss of an earlier step, whose device was not waited for, has come."""
-        if not self._is_late or self.stretch is not None or loss is None:
+        if not self.is_late or self.stretch is not None or loss is None:
             return
         if math.isfinite(loss) and len(self._alarms) == 1:
             alarm = next(iter(self._alarms.values()))[1]

@@ -359,7 +359,8 @@ class FlightRecorder:
 
     def after_update(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""
-        self.judge.read_flags(wait=True)
+        if self.judge.has_flags:
+            self.judge.read_flags(wait=True)
         self._in_update = None
         self.attempts += 1
         if not skipped:

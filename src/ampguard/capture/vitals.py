@@ -118,7 +118,9 @@ class Vitals:
         if is_here and len(losses) == len(skips) == 1 and skips[0] is False and not norms:
             loss = losses[0]
             if type(loss) is float and (scale is None or type(scale) is float):
-                self._wait(StepVitals(step, loss, scale, None, False, None, seconds))
+                self._pending.append(StepVitals(step, loss, scale, None, False, None, seconds))
+                if len(self._pending) >= AT_A_TIME or loss - loss != 0.0:
+                    self.flush()
                 return
         numbers = (*losses, *norms, *skips, scale, ratio)
         counts = len(losses), len(norms)

@@ -124,11 +124,13 @@ class LearningDynamics:
         recorder, sampling = self._recorder, self._sampling
         if self._is_sampled:
             sampling.iteration_ended(step, self._rate())
-        self._is_sampled = recorder.tells_forward = sampling.is_due(step + 1) and not recorder.counting
+        is_due = step + 1 >= sampling.allowance.not_before and sampling.is_due(step + 1) and not recorder.counting
+        self._is_sampled = recorder.tells_forward = is_due
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)
-        self.keeper.heard_later(vitals.loss)
+        if self.keeper.is_late:
+            self.keeper.heard_later(vitals.loss)
         if self.history is not None:
             self.history.step(StepRow._make(vitals))
         if self.trajectory.skips_in_a_row >= 4:
@@ -356,7 +358,7 @@ class DynamicsProbes:
 
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:
+            if not self._recorder.active or self._barrier.tripped:
                 return original(scaler, optimizer, *args, **kwargs)
             scaling.append(True)
             try:
@@ -380,11 +382,12 @@ class DynamicsProbes:
         return get_total_norm
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._recorder.active or self._barrier.tripped:
+            return
         is_known = self._last is not None and self._last() is optimizer
-        if (self._vitals.looks or not is_known) and self._is_on:
+        if self._vitals.looks or not is_known:
             self._barrier.call(self._before_update, optimizer)
-        if self._is_on:
-            self._barrier.call(self._keeper.before_update, optimizer, bool(self._scaling))
+        self._barrier.call(self._keeper.before_update, optimizer, bool(self._scaling))
 
     def _before_update(self, optimizer: Optimizer) -> None:
         if self._last is None or self._last() is not optimizer:

@@ -76,9 +76,9 @@ class Trajectory:
         self.recent.append(vitals)
         if is_number(vitals.loss):
             self.losses.add(vitals.step, vitals.loss)
-        if is_number(vitals.grad_norm):
+        if vitals.grad_norm is not None and is_number(vitals.grad_norm):
             self.norms.add(vitals.step, vitals.grad_norm)
-        if vitals.skipped is not None:
+        if vitals.skipped or (vitals.skipped is False and (self.skips_in_a_row or self.falling_since is not None)):
             self._follow_scale(vitals)
 
     def look(self, sample: WeightSample) -> None:
