@@ -95,6 +95,7 @@ class Loop:
         self.calls: list[int] = []
         """How many calls were kept as such, by step."""
         self.record = StepRecord()
+        self.keeps_record = False
 
     def step(self, objective: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -109,7 +110,7 @@ class Loop:
 
     def _look(self) -> None:
         self.calls.append(sum(type(e) is TapedCall for e in self.recorder.log.record.events))
-        if len(self.calls) >= STEPS:
+        if self.keeps_record or len(self.calls) >= STEPS:
             self.record = self.recorder.log.slice()
 
     def batch(self) -> tuple[Tensor, Tensor]:
