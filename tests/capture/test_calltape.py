@@ -249,6 +249,30 @@ def test_evaluation_is_taped_operator_by_operator(tmp_path: Path) -> None:
     assert (incident.mode, incident.op) == ("eval", "aten.log.default")
 
 
+def test_functions_that_computed_nothing_may_yet(tmp_path: Path) -> None:
+    """`contiguous` returned what it was given, `grad` nothing, until the step that fails."""
+    anchor = torch.zeros(4, requires_grad=True)
+    turned = [False]
+
+    def objective(out: Tensor, y: Tensor) -> Tensor:
+        rows = (out.T if turned[0] else out).contiguous()
+        rows = rows.T if turned[0] else rows
+        drift = anchor.grad
+        loss = functional.cross_entropy(rows, y)
+        return loss if drift is None else loss + torch.log(drift).mean() * rows.mean()
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        loop = Loop(session, scaler=False)
+        loop.run(objective)
+        assert loop.calls[-1] > 0
+        turned[0] = True
+        anchor.grad = -torch.ones(4)
+        loop.step(objective, *loop.batch())
+        assert loop.record.complete
+    incident = session.report.incidents[0]
+    assert (incident.step, incident.op, incident.evidence["rung"]) == (STEPS, "aten.log.default", "replay")
+
+
 class Seen(TorchFunctionMode):
     """A function mode of the script's own."""
 

@@ -478,12 +478,15 @@ class CallProbes:
             self._patches.replace(owner, name, self._measuring(compat.clipping_limit))
         for owner in (clip_grad, torch.nn.utils):
             self._patches.replace(owner, "clip_grad_value_", self._measuring(lambda: 0.0))
+        moves = self.moves
+        around = self._noting(
+            before=lambda frame, *_: moves.before_clipping() if moves.machine.scaled else None,
+            after=lambda frame, *_: moves.after_clipping() if moves.machine.scaled else None,
+            of_gradients=True,
+        )
         for owner in (clip_grad, torch.nn.utils):
-            after = self._noting(
-                after=lambda frame, *_: self.moves.after_clipping() if self.moves.machine.scaled else None,
-                of_gradients=True,
-            )
-            self._patches.replace(owner, "clip_grad_norm_", after)
+            self._patches.replace(owner, "clip_grad_norm_", around)
+            self._patches.replace(owner, "clip_grad_value_", around)
 
     def _measuring(self, limit: Callable[[], float | None]) -> Callable[[Call], Call]:
         guarded, recorder, machine = self._guarded, self._recorder, self.moves.machine

@@ -73,6 +73,8 @@ class CallTape(compat.FunctionMode):
         """Whether PyTorch has handed us a function that the script had put in the place of its own."""
         self._plain: set[Any] = set()
         """Functions that are kept as one call."""
+        self._silent: set[Any] = set()
+        """Functions that ran no operator when they were called: they were asked for a shape, or had nothing to convert."""
         self._lessons: dict[Any, int] = {}
         """How often each other function was seen to do nothing but compute; below 0: never to be kept so."""
         self._aside = False
@@ -113,6 +115,12 @@ class CallTape(compat.FunctionMode):
             func = self._meet(func, sys._getframe(1))
         if operators.is_passing:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if func in self._silent:
+            output = func(*args, **kwargs) if kwargs else func(*args)
+            if _is_nothing_new(output, args):
+                return output
+            self._silent.discard(func)  # `contiguous` of what is not, `grad` where there is one
+            self._lessons[func] = 0
         return self._tape(func, types, args, kwargs or {})
 
     def dispatcher(self, original: Handler) -> Handler:
@@ -203,11 +211,11 @@ class CallTape(compat.FunctionMode):
 
     def _learn(self, func: Any, args: Any, kwargs: Any, output: Any, began: int, has_read: bool) -> None:
         log = self._operators.log
-        if log.next_index == began and (not isinstance(output, (Tensor, tuple, list)) or _is_given(output, args)):
-            is_plain = not has_read  # asked for a shape, or had nothing to convert
-        else:
-            is_small_enough = is_small(args) and is_small(kwargs)
-            is_plain = is_small_enough and log.is_one_computation(began, output) and not _may_draw(func)
+        if log.next_index == began and _is_nothing_new(output, args) and not has_read:
+            self._silent.add(func)
+            return
+        is_small_enough = is_small(args) and is_small(kwargs)
+        is_plain = is_small_enough and log.is_one_computation(began, output) and not _may_draw(func)
         lessons = self._lessons[func] = self._lessons.get(func, 0) + 1 if is_plain else -1
         if lessons >= LESSONS:
             self._plain.add(func)
@@ -224,8 +232,11 @@ def is_small(tree: Any) -> bool:
     return not isinstance(tree, torch.Generator)
 
 
-def _is_given(output: Any, args: Any) -> bool:
-    return any(output is value for value in args)
+def _is_nothing_new(output: Any, args: Any) -> bool:
+    """Whether a call returned no tensor, or one that it was given."""
+    if isinstance(output, (tuple, list)):
+        return not any(isinstance(value, Tensor) for value in output)
+    return not isinstance(output, Tensor) or any(output is value for value in args)
 
 
 def _may_draw(func: Any) -> bool:

@@ -158,8 +158,10 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Whether all gradients that lie on the CPU are finite; to look at others would mean to wait for the device."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
+        if type(gradient) is not Tensor:
+            gradient = compat.local_part(gradient)
         if type(gradient) is not Tensor or not gradient.is_cpu:
-            continue  # a fake one, one that is spread over ranks
+            continue  # a fake one
         if gradient.layout != torch.strided:
             gradient = compat.stored_values(gradient)
         if gradient.numel() <= SMALL:

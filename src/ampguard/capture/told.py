@@ -55,7 +55,8 @@ def operators_of(call: TapedCall) -> list[GlueOp] | None:
         return None
     finally:
         torch.set_autocast_cache_enabled(is_cached)
-    return _as_kept(call, listing, [output] if isinstance(output, Tensor) else list(output))
+    outputs = list(output) if isinstance(output, (tuple, list)) else [output]
+    return _as_kept(call, listing, outputs)
 
 
 def _as_kept(call: TapedCall, listing: _Listing, outputs: list[Any]) -> list[GlueOp] | None:
@@ -119,7 +120,7 @@ class _Listing(compat.DispatchMode):
 
     def maker_of(self, outputs: list[Any]) -> GlueOp | None:
         """The one operator whose first results these are."""
-        made = [self._name_of(tensor) for tensor in outputs]
+        made = [self._name_of(value) if isinstance(value, Tensor) else None for value in outputs]
         first = made[0] if made else None
         if not isinstance(first, _Made):
             return None

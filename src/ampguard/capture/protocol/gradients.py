@@ -37,6 +37,8 @@ class OptimizerWatch:
         "candidates",
         "copy",
         "created",
+        "divided",
+        "divided_at",
         "is_used",
         "lost_one",
         "number",
@@ -68,6 +70,10 @@ class OptimizerWatch:
         """Parameters that have not been seen with a gradient; None before the first look."""
         self.copy: tuple[Tensor, Tensor] | None = None
         """A parameter and a copy of its gradient right after backward, in iterations that are looked at closely."""
+        self.divided = 1.0
+        """By what somebody had divided it already when the copy was made (before it was clipped)."""
+        self.divided_at: Line | None = None
+        """Where the script was last seen to divide gradients by the scale itself."""
         self.weights: list[tuple[Tensor, int, Tensor | None]] = []
         """Sampled parameters as they were when the gradients were unscaled, small ones with their values."""
         self.by_scaler = False
@@ -159,8 +165,9 @@ class OptimizerWatch:
                 return False
         return True
 
-    def keep_copy(self) -> None:
+    def keep_copy(self, divided: float = 1.0) -> None:
         """Copy one small gradient, to tell later by what somebody has divided it."""
+        self.divided = divided
         with_grad = [p for p in self.sample if p.grad is not None and not p.grad.is_sparse and p.numel() <= SMALL]
         if with_grad:
             smallest = min(with_grad, key=lambda p: p.numel())
@@ -169,7 +176,7 @@ class OptimizerWatch:
                 self.copy = (smallest, smallest.grad.detach().clone())
 
     def divided_by(self) -> float | None:
-        """By what the copied gradient was divided since; None where that is not one number. Waits for the device."""
+        """By what the gradient was divided by hand; None where that is not one number. Waits for the device."""
         if self.copy is None:
             return None
         parameter, old = self.copy
@@ -182,7 +189,7 @@ class OptimizerWatch:
             if not dot or not bool(a.isfinite().all()):
                 return None
             ratio = float(a @ b) / dot
-            return ratio if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
+            return ratio * self.divided if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
 
     def keep_weights(self) -> None:
         """Note the sampled parameters, to tell later whether the script has moved them itself."""

@@ -206,7 +206,8 @@ class Moves:
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """Somebody may have divided the gradients already, by hand."""
         watch = self._claimed(optimizer)
-        if watch.copy is None or self.machine.stage(watch) is not Stage.SCALED or watch.is_untouched():
+        is_as_it_was = watch.is_untouched() and watch.divided == 1.0
+        if watch.copy is None or self.machine.stage(watch) is not Stage.SCALED or is_as_it_was:
             watch.copy = None
             return
         by, of = watch.divided_by(), self.watches.scaler(scaler)
@@ -214,7 +215,7 @@ class Moves:
         scale = float(of.current_scale())
         if by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2:
             first = self.machine.ledger(watch).parts[-1].where
-            facts = {"by_hand": True, "scale": scale, "backward": first}
+            facts = {"by_hand": True, "scale": scale, "backward": first, "divided_at": watch.divided_at}
             breach = Breach("double-unscale", watch, of, first, script_line(frame), 1.0 / scale, facts)
             self.tell([breach], self.recorder.steps.count)
 
@@ -366,12 +367,22 @@ class Moves:
         ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
         return [w for w in self.mine() if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
 
+    def before_clipping(self) -> None:
+        """Somebody may have divided them by hand: what clipping does to them then is not to hide it."""
+        for watch in self.mine():
+            if watch.copy is not None and not watch.is_untouched():
+                by = watch.divided_by()
+                watch.copy = None
+                if by is not None:
+                    watch.keep_copy(by)
+
     def after_clipping(self) -> None:
         """Clipping writes to gradients, which is known."""
         for watch in self.mine():
             if watch.at_rest is not None:
                 watch.rest()
-            watch.copy = None
+            if watch.copy is not None:
+                watch.keep_copy(watch.divided)
 
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:

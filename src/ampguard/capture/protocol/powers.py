@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.record import Line
@@ -92,6 +93,8 @@ class Powers:
 
     scale: float
     gradients: dict[int, Held] = field(default_factory=dict)
+    weights: dict[int, Held] = field(default_factory=dict)
+    """The parameters themselves, which carry no scale."""
     known: dict[int, Quantity] = field(default_factory=dict)
 
     def hold(self, watches: Iterable[OptimizerWatch]) -> None:
@@ -101,12 +104,18 @@ class Powers:
                 grad = p.grad
                 if grad is not None and type(grad) is Tensor and not grad.is_sparse:
                     self.gradients[grad.data_ptr()] = Held(grad.numel(), watch)
+                    if type(p) in (Tensor, Parameter):
+                        self.weights[p.data_ptr()] = Held(p.numel(), watch, 0.0)
 
     def gradient(self, tensor: Any) -> Held | None:
         """The gradient of which the tensor is all (itself, `.data`, `.detach()`, a flat view)."""
         if not isinstance(tensor, Tensor):
             return None
         held = self.gradients.get(tensor.data_ptr())
+        return held if held is not None and held.numel == tensor.numel() else None
+
+    def _weight(self, tensor: Any) -> Held | None:
+        held = self.weights.get(tensor.data_ptr()) if isinstance(tensor, Tensor) else None
         return held if held is not None and held.numel == tensor.numel() else None
 
     def quantity(self, value: Any) -> Quantity | None:
@@ -121,7 +130,7 @@ class Powers:
         known = self.quantity(value)
         if known is not None:
             return known.power, known.watch
-        held = self.gradient(value)
+        held = self.gradient(value) or self._weight(value)
         return (held.power, held.watch) if held is not None else None
 
     def of_number(self, value: Any) -> float:
@@ -157,6 +166,8 @@ class Powers:
         left = first[0] if first is not None else self.of_number(args[0])
         right = second[0] if second is not None else self.of_number(args[1]) if len(args) > 1 else 0.0
         if name in KEEPS:
+            if first is not None and second is not None and left != right:
+                return None  # a sum of what is scaled and what is not
             return (left or right), watch
         if name in FACTORS:
             return left * FACTORS[name], watch

@@ -256,6 +256,8 @@ class ReadWindow:
         by_scale = found.of_number(clip.factor) if clip.power is None else 0.0
         for each in held:
             each.power += -by_scale if clip.is_division else by_scale
+            if by_scale:
+                each.watch.divided_at = where
         if not by_scale:
             found.mark_used(clip.factor)
             self._seen.clips.append(clip)

@@ -1,0 +1,1 @@
+"""What ranks should have in common, and how to tell cheaply whether they have."""
