@@ -42,4 +42,5 @@ clean:
 .venv/.for-test: .venv/.torch pyproject.toml
 	@echo "installing what the tests need into .venv (once) ..."
 	@$(INSTALL) --no-build-isolation -e '.[examples,dev,frameworks]'
+	@$(INSTALL) --no-deps timm
 	@touch $@ .venv/.for-demo

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from bench.faults.tools import ROOT, copy_case
@@ -25,6 +26,9 @@ PRECISION_FIXES = {"force-fp32", "use-bf16", "disable-amp"}
 GOAL = 0.02
 """How far from the float32 run's final loss a healed run may end, as a share of it."""
 
+OTHER_SEEDS = (1, 2)
+"""What is added to the script's seeds in further runs in float32."""
+
 BAD_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:nan|inf)(?![\w.])", re.IGNORECASE)
 TIMED_OUT = 124
 MIN_STEPS = 3
@@ -35,7 +39,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """What became of one case. `loss`: means over the last tenth of the steps; times are seconds a step.
 
     `apart`: the mean loss of the last quarter from float32's, and `noise`: how much float32's own moves there from step
-    to step, both as shares of it, measured as `ampguard compare` does. `bad_printed`: how often the script itself printed
+    to step, both as shares of it, measured as `ampguard compare` does. `seeds`: as `apart`, the furthest of float32's own
+    runs from other seeds. `bad_printed`: how often the script itself printed
     nan or inf, as it is and healed.
     """
 
@@ -50,6 +55,7 @@ class Outcome(msgspec.Struct, frozen=True):
     loss_in_fp32: float | None
     apart: float | None
     noise: float
+    seeds: float | None
     bad_printed: tuple[int, int]
     seconds_before: float | None
     seconds_after: float | None
@@ -68,6 +74,11 @@ class Outcome(msgspec.Struct, frozen=True):
     def trains_as_well(self) -> bool:
         """What `ampguard compare` asks: not above float32's loss by more than the goal, or than that loss's own noise."""
         return self._is_healed and self.apart is not None and self.apart <= max(GOAL, self.noise)
+
+    @property
+    def is_within_seeds(self) -> bool:
+        """Whether it ends no further from float32's run than that does from itself when it begins at another seed."""
+        return self._is_healed and self.apart is not None and self.seeds is not None and abs(self.apart) <= self.seeds
 
     @property
     def _is_healed(self) -> bool:
@@ -92,11 +103,14 @@ def is_healable(case: Case) -> bool:
 
 
 def run_case(case: Case, room: Path, timeout: float) -> None:
-    """Run the script as it is, in float32 and healed, one after the other, in folders of their own under `room`."""
+    """Run the script as it is, in float32, healed, and in float32 from other seeds, in folders of their own under `room`."""
     guarded = ["-m", "ampguard", "run", "--out", "../run"]
     _run(case, room / "plain", [], timeout)
     _run(case, room / "fp32", [*guarded, "--precision", "fp32"], timeout)
     _run(case, room / "heal", [*guarded, "--on-nonfinite", "heal"], timeout)
+    for other in OTHER_SEEDS:
+        reseeded = ["-m", "bench.heal.reseeded", str(other), "run", "--out", "../run"]
+        _run(case, room / f"seed{other}", [*reseeded, "--precision", "fp32"], timeout)
 
 
 def outcome_of(case: Case, room: Path) -> Outcome:
@@ -115,16 +129,27 @@ def outcome_of(case: Case, room: Path) -> Outcome:
         healed.steps,
         in_fp32.steps,
         fixes_of(folder),
-        is_explained(case, healed.errors),
+        is_explained(case, healed.errors, steps_at_lower_scale(folder)),
         healed.final_loss,
         in_fp32.final_loss,
         shift(healed, in_fp32),
         noise(in_fp32),
+        seeds_apart(room, in_fp32),
         (bad_numbers(room / "plain"), bad_numbers(room / "heal")),
         before,
         after,
         "; ".join(filter(None, [healed.trouble, in_fp32.trouble, *in_fp32.could_not, *healed.could_not])),
     )
+
+
+def seeds_apart(room: Path, in_fp32: Course) -> float | None:
+    """How far float32's loss is from itself when the script starts from other random numbers: the furthest of them."""
+    found = []
+    for other in OTHER_SEEDS:
+        folder = room / f"seed{other}" / "run"
+        if (folder / "report.json").is_file():
+            found.append(shift(course_of(folder, "fp32", _status(room / f"seed{other}")), in_fp32))
+    return max((abs(apart) for apart in found if apart is not None), default=None)
 
 
 def bad_numbers(room: Path) -> int:
@@ -138,11 +163,17 @@ def without_steps(course: Course, steps: Sequence[int]) -> Course:
     return msgspec.structs.replace(course, losses=losses)
 
 
-def is_explained(case: Case, incidents: Sequence[Incident]) -> bool:
-    """Whether the failing step has a report with an accepted cause."""
+def is_explained(case: Case, incidents: Sequence[Incident], earlier: Sequence[int]) -> bool:
+    """Whether the failing step has a report with an accepted cause.
+
+    `earlier`: steps that were made at a lower loss scale, and that the script as it is skips: behind one of them the failure
+    may come in another step.
+    """
     truth = case.truth
     assert truth is not None
-    return any(i.step in truth.steps and i.cause in truth.cause for i in incidents)
+    return any(
+        i.cause in truth.cause and (i.step in truth.steps or any(step < i.step for step in earlier)) for i in incidents
+    )
 
 
 def healed_steps(folder: Path) -> list[int]:
@@ -155,11 +186,21 @@ def fixes_of(folder: Path) -> tuple[str, ...]:
     return tuple(f"{entry['action']} {entry['target'] or ''}".strip() for entry in _healed(folder))
 
 
-def _healed(folder: Path) -> list[dict[str, object]]:
+def steps_at_lower_scale(folder: Path) -> list[int]:
+    """The steps in which the loss scale was too high, and that were made again at a lower one."""
+    return list(_run_of(folder).get("steps_at_lower_loss_scale", []))
+
+
+def _healed(folder: Path) -> list[dict[str, Any]]:
+    return list(_run_of(folder).get("healed", []))
+
+
+def _run_of(folder: Path) -> dict[str, Any]:
+    """What the report says of overrides."""
     if not (folder / "report.json").is_file():
-        return []
+        return {}
     run = read_report(folder).run
-    return list(run["healed"]) if isinstance(run, dict) else []
+    return run if isinstance(run, dict) else {}
 
 
 def step_seconds(folder: Path, healed: Sequence[int]) -> tuple[float | None, float | None]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ampguard.engine.amp import Amp
     from ampguard.engine.force_fp32.front import force_fp32
     from ampguard.engine.own_loop import precision
-    from ampguard.run.watch import watch
+    from ampguard.run.watch import guarding, watch
 
 __all__ = [
     "Amp",
@@ -30,6 +30,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "force_fp32",
+    "guarding",
     "precision",
     "watch",
 ]
@@ -37,6 +38,7 @@ __all__ = [
 _NEED_TORCH = {
     "Amp": "ampguard.engine.amp",
     "force_fp32": "ampguard.engine.force_fp32.front",
+    "guarding": "ampguard.run.watch",
     "precision": "ampguard.engine.own_loop",
     "watch": "ampguard.run.watch",
 }

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +93,7 @@ def _none_active() -> int:
 
 dispatch_modes_on: Callable[[], int] = _dispatch_depth or _none_active
 """How many dispatch modes are active on this thread. PyTorch's own function, as it is asked at every edge of a step."""
+
 
 def _no_task() -> int:
     return -1
@@ -644,3 +645,62 @@ def forget_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is not None:
         states.pop(id(optimizer), None)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank of a tensor that is spread over several (a DTensor); any other tensor as it is.
+
+    To ask such a tensor itself for a number would make all ranks talk to each other, and wait for those that do not.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
+def needs_other_ranks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module gathers parameters from other ranks: FSDP of either kind, tensor parallelism."""
+    if "torch.distributed.tensor" not in sys.modules and "torch.distributed.fsdp" not in sys.modules:
+        return False
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(
+        k for name in ("FSDPModule", "FullyShardedDataParallel") if (k := getattr(fsdp, name, None)) is not None
+    )
+    sharded = any(isinstance(inner, kinds) for inner in module.modules()) if kinds else False
+    return sharded or any(hasattr(p, "_local_tensor") for p in module.parameters())
+
+
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def collective_timeout() -> float | None:
+    """Seconds after which the default process group gives a collective up; None where that is not known."""
+    if not several_ranks():
+        return None
+    try:
+        group = torch.distributed.group.WORLD
+        backend = group._get_backend(torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu"))  # type: ignore[union-attr]
+        return float(backend.options._timeout.total_seconds())
+    except Exception:  # another backend, another release
+        return None
+
+
+def replicated_by(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]] | None:
+    """The parameters that DDP keeps the same on every rank; None where it does not promise to.
+
+    It does not under `join` (ranks that have run out of data fall behind) and with post-local SGD, where ranks go their
+    own ways between averages.
+    """
+    join = getattr(ddp, "_join_config", None)
+    hooks = getattr(ddp, "_comm_hooks", ())
+    if getattr(join, "enable", False) or any(type(state).__name__ == "PostLocalSGDState" for _, state in hooks):
+        return None
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    named: Iterator[tuple[str, torch.nn.Parameter]] = ddp.module.named_parameters()
+    return [(n, p) for n, p in named if p.requires_grad and n not in ignored and not hasattr(p, "_local_tensor")]
+
+
+def averaged_last_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP's last call was followed by an all-reduce: not so under `no_sync()`."""
+    return bool(getattr(ddp, "require_forward_param_sync", True))

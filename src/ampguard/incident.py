@@ -155,6 +155,8 @@ class Report(msgspec.Struct, frozen=True):
     schema: str = SCHEMA
     run: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """What the run was made to do otherwise than the script says (docs/overrides.md); absent where nothing was."""
+    ranks: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """With several ranks: how many `reported`, and which did not (`missing`, at most 64 of them, and `missing_count`)."""
 
 
 def status_of(incidents: tuple[Incident, ...]) -> Literal["clean", "incidents"]:

@@ -50,11 +50,12 @@ def fits(value: float, dtype: torch.dtype) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. Waits for the device; one pass over the memory in the common case.
+    """Whether every element (of a shard: every element here) is finite. Waits for the device; one pass over the memory.
 
     >>> is_finite(torch.ones(3)), is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.tensor([1, 2]))
     (True, False, True)
     """
+    tensor = compat.local_part(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()) or not compat.has_values(tensor):
         return True
     if tensor.layout != torch.strided:

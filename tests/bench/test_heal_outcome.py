@@ -12,9 +12,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.faults.truth import CASES, load_case, load_cases  # noqa: E402
-from bench.heal.outcome import BAD_NUMBER, Outcome, is_healable, outcome_of, run_case, step_seconds, without_steps  # noqa: E402
+from bench.heal.outcome import (  # noqa: E402
+    BAD_NUMBER,
+    Outcome,
+    is_explained,
+    is_healable,
+    outcome_of,
+    run_case,
+    step_seconds,
+    without_steps,
+)
+from bench.heal.reseeded import shifted  # noqa: E402
 
 from ampguard.compare.course import Course  # noqa: E402
+from ampguard.incident import Incident  # noqa: E402
 from ampguard.report.history import HistoryWriter, StepRow  # noqa: E402
 
 CARRIED = Outcome(
@@ -29,6 +40,7 @@ CARRIED = Outcome(
     loss_in_fp32=1.0,
     apart=0.01,
     noise=0.1,
+    seeds=0.03,
     bad_printed=(3, 0),
     seconds_before=0.010,
     seconds_after=0.012,
@@ -60,6 +72,28 @@ def test_carried(changed: dict[str, object], carried: bool, as_well: bool) -> No
     outcome = msgspec.structs.replace(CARRIED, **changed)
     assert (outcome.is_carried, outcome.trains_as_well) == (carried, as_well)
     assert outcome.slower == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(("apart", "within"), [(0.02, True), (-0.03, True), (0.04, False), (None, False)])
+def test_no_further_than_other_seeds(apart: float | None, within: bool) -> None:
+    assert msgspec.structs.replace(CARRIED, apart=apart).is_within_seeds is within
+    assert not msgspec.structs.replace(CARRIED, apart=apart, seeds=None).is_within_seeds
+
+
+def test_a_failure_may_come_later_behind_a_step_that_was_not_skipped() -> None:
+    case = load_case(CASES / "p-where-scalar-pointer")
+    assert case.truth is not None
+    (step, *_), cause = case.truth.steps, next(iter(case.truth.cause))
+    found = [Incident(step + 2, 0, "train", "forward", "error", cause, None, None, None, None, "")]
+    assert not is_explained(case, found, [])
+    assert is_explained(case, found, [step])
+    assert not is_explained(case, found, [step + 2])
+    assert not is_explained(case, [msgspec.structs.replace(found[0], cause="overflow")], [step])
+
+
+def test_seeds_are_shifted() -> None:
+    seed = shifted(lambda value=None: value, 2)
+    assert (seed(5), seed(), seed(None)) == (7, None, None)
 
 
 def test_bad_numbers_that_a_script_prints() -> None:

@@ -317,3 +317,59 @@ def test_adaptive_clip_that_compares_with_the_weights(knows_scale: bool, guard: 
         assert run.causes == []
     else:
         assert (only(run).cause, only(run).severity) == ("clip-before-unscale", "error")
+
+
+@pytest.mark.parametrize("where", ["scaled", "scaled by hand", "unscaled"])
+def test_adaptive_clip_in_place_by_a_ratio_of_norms(where: str, guard: Guard) -> None:
+    """The limit is a share of the weights' norm, which carries no scale: on scaled gradients it is far too tight."""
+
+    def adaptive(loop: Loop) -> None:
+        if where == "unscaled":
+            loop.scaler.unscale_(loop.opt)
+        scale = SCALE if where == "scaled by hand" else 1.0
+        with torch.no_grad():
+            for p in loop.model.parameters():
+                assert p.grad is not None
+                limit, norm = p.norm().clamp(min=1e-3) * 0.01 * scale, p.grad.norm()
+                if norm > limit:
+                    p.grad.mul_(limit / norm)  # <- here
+
+    run = guard(lambda: Loop().run(adaptive))
+    assert run.faults == 0
+    if where != "scaled":
+        assert run.causes == []
+        return
+    incident = only(run)
+    assert (incident.cause, incident.severity, incident.step) == ("clip-before-unscale", "error", 0)
+    assert incident.location is not None
+    assert incident.location.code == "p.grad.mul_(limit / norm)  # <- here"
+    assert 1.0 < incident.evidence["update_too_small_by"] <= SCALE
+    assert "p.grad.mul_" not in incident.fixes[0].how  # in a loop over the parameters: no place for unscale_
+
+
+@pytest.mark.parametrize("multiplies_back", [False, True])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_division_by_hand_is_seen_behind_a_clip(by_value: bool, multiplies_back: bool, guard: Guard) -> None:
+    """Divided by the script, clipped, and divided by the scaler again; right only if multiplied back before that."""
+
+    def between(loop: Loop) -> None:
+        for grad in loop.grads():
+            grad.div_(loop.scaler.get_scale())  # <- by hand
+        if by_value:
+            nn.utils.clip_grad_value_(loop.model.parameters(), 0.05)
+        else:
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
+        if multiplies_back:
+            for grad in loop.grads():
+                grad.mul_(loop.scaler.get_scale())
+
+    run = guard(lambda: Loop().run(between))
+    assert run.faults == 0
+    if multiplies_back:
+        assert run.causes == []
+        return
+    incident = only(run)
+    assert (incident.cause, incident.severity, incident.step) == ("double-unscale", "error", 0)
+    assert incident.evidence["factor"] == pytest.approx(1 / SCALE)
+    assert incident.location is not None
+    assert incident.location.code == "grad.div_(loop.scaler.get_scale())  # <- by hand"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +174,134 @@ def test_exit_status(policy: str, status: int, at: int, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [i["cause"] for i in report["incidents"]] == ["domain-error"]
     assert report["status"] == "incidents"
+
+
+class TwoLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.layer(x)
+        return {"loss_cls": h.exp().mean(), "loss_size": h.abs().log().mean()}
+
+
+@pytest.mark.parametrize("reads", ["before", "after", "instead"])
+def test_terms_that_the_script_reads_are_the_failure_of_their_sum(reads: str, guard: Guard) -> None:
+    """A trainer that writes each loss of a dict to its log: two bad batches are two occurrences, not six."""
+
+    def body() -> None:
+        seed_everything()
+        model = TwoLosses()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(8):
+            losses = model(torch.full((2, 4), float("nan")) if step in (4, 6) else torch.randn(2, 4))
+            total = losses["loss_cls"] + losses["loss_size"]
+            is_bad = reads != "after" and any(math.isnan(v.item()) for v in losses.values())
+            if is_bad and reads == "instead":
+                continue
+            optimizer.zero_grad()
+            total.backward()
+            if reads == "after":
+                [v.item() for v in losses.values()]
+            if step not in (4, 6):
+                optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert [(i.cause, i.step, i.occurrences) for i in run.report.incidents] == [("nonfinite-input", 4, 2)]
+
+
+def test_output_and_loss_of_an_evaluation_are_one_failure(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(4, 3).eval()
+        with torch.no_grad():
+            for step in range(6):
+                out = model(torch.full((2, 4), float("nan")) if step in (2, 4) else torch.randn(2, 4))
+                (out - 1).pow(2).mean().item()
+
+    run = guard(body)
+    assert [(i.cause, i.occurrences) for i in run.report.incidents] == [("nonfinite-input", 2)]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_float16_losses_times_the_scale_are_the_scaler_settling(reduction: str, guard: Guard) -> None:
+    """Several losses stay float16 when they are scaled, and become one only then: their product with 65536 is Inf."""
+
+    def body() -> float:
+        seed_everything()
+        model, scaler = nn.Linear(6, 1), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(torch.randn(8, 6))
+            losses = (out - 4).pow(2).mean(1)
+            getattr(scaler.scale(losses), reduction)().backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    run = guard(body)
+    assert run.result < 65536
+    assert run.report.status == "clean"
+    assert {(i.cause, i.severity) for i in run.report.incidents} == {("loss-scale-overflow", "info")}
+    assert "compute the criterion in float32" in run.first.explanation
+
+
+def test_steps_that_are_skipped_unseen_are_those_of_the_last_that_was_seen(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A square root at 0 from step 10 on, in a run whose scaler has settled before: not the scale's doing."""
+    monkeypatch.setattr("ampguard.diagnose.skipped.FREE_LOOKS", 3)
+    monkeypatch.setattr("ampguard.diagnose.skipped.TIME_SHARE", 0.0)
+
+    def body() -> None:
+        seed_everything()
+        model, scaler = nn.Linear(6, 1), torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(40):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(torch.randn(8, 6))
+            distance = out.float() - (0 if step < 10 else out.detach().float())
+            scaler.scale(distance.square().sum().sqrt()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    run = guard(body, max_incidents=5)
+    assert run.first.cause == "singular-gradient"
+    assert run.first.occurrences == 30
+    assert "scale-collapse" not in run.causes
+
+
+class Undefined(torch.optim.Optimizer):
+    """Divides by the root of the second moment, without an epsilon: 0/0 where a feature is always 0."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(1e-3 * p.grad / p.grad.square().sqrt())
+
+
+def test_update_that_is_not_finite_although_its_gradients_are(guard: Guard) -> None:
+    """Nothing was wrong with the initial values: no advice to initialise them anew."""
+
+    def body() -> None:
+        seed_everything()
+        weight = nn.Parameter(torch.randn(3))
+        optimizer = Undefined([weight])
+        for _ in range(3):
+            optimizer.zero_grad()
+            (torch.tensor([1.0, 0.0, 2.0]) * weight).pow(2).sum().backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.step) == ("nonfinite-parameter", 1)
+    assert "The parameter `weight` was not finite" in incident.explanation
+    assert "the gradients of that update were finite" in incident.explanation
+    assert [fix.action for fix in incident.fixes] == ["load-weights"]

@@ -261,6 +261,27 @@ def test_resumed_without_the_scaler(guard: Guard) -> None:
     assert incident.evidence["resumed"] is True
 
 
+@pytest.mark.parametrize("travels", [True, False])
+def test_state_of_the_scaler_inside_that_of_the_optimizer(travels: bool, guard: Guard, tmp_path: Path) -> None:
+    """FastReID's checkpoints hold no trainer: a hook puts the scaler's state beside "state" and "param_groups"."""
+
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.AdamW(model.parameters())
+        states = {"scale": 256.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        if travels:
+            opt.register_state_dict_post_hook(lambda _, state: state.update(grad_scaler=states))
+        for _ in range(3):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(opt)
+            scaler.update()
+            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, tmp_path / "last.pth")
+
+    run = guard(body)
+    assert run.causes == ([] if travels else ["scaler-not-saved"])
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedule_that_loses_its_first_move_is_a_note(guard: Guard) -> None:
     def body() -> None:
@@ -320,3 +341,45 @@ def test_stop_at_the_first_error(guard: Guard) -> None:
 def test_pages_are_found_without_importing_the_rules() -> None:
     assert explain("clip-before-unscale").startswith("clip-before-unscale: gradients are clipped")
     assert "Not this" in explain("missing-update")
+
+
+def test_broken_window_is_told_where_it_was_broken(guard: Guard) -> None:
+    """At the `unscale_` or the `update` inside the window, not at the step that uses what came of it."""
+
+    def body(breaks: Callable[[Any, Any], object]) -> Callable[[], None]:
+        def script() -> None:
+            model, scaler = Net(), new_scaler()
+            opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for i in range(12):
+                scaler.scale(loss_of(model) / 2).backward()
+                if i % 2 == 0:
+                    breaks(scaler, opt)
+                else:
+                    scaler.step(opt)
+                    scaler.update()
+                    opt.zero_grad()
+
+        return script
+
+    def unscales(scaler: Any, opt: Any) -> None:
+        scaler.unscale_(opt)
+
+    incident = guard(body(unscales)).first
+    assert (incident.cause, incident.location.code) == ("accumulation-broken", "scaler.unscale_(opt)")
+
+
+def test_update_inside_a_window_is_the_place(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for i in range(12):
+            scaler.scale(loss_of(model) / 2).backward()
+            if i % 2 == 0 and i > 4:
+                scaler.update(scaler.get_scale() / 2)
+            elif i % 2:
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.location.code) == ("accumulation-broken", "scaler.update(scaler.get_scale() / 2)")

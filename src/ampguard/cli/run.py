@@ -73,6 +73,7 @@ class _RunCommand(click.Command):
     metavar="PATTERN",
     help="Run the modules whose path matches in float32 (`blocks.*.attn`). May be repeated.",
 )
+@click.option("--compare-eval", default="", hidden=True, help="Precisions to make evaluation calls again in.")
 @click.option("--seed", type=int, metavar="N", help="Seed Python's, numpy's and torch's random numbers first.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def command(
@@ -85,6 +86,7 @@ def command(
     amp_opt_level: str | None,
     disable_amp: bool,
     force_fp32: tuple[str, ...],
+    compare_eval: str,
     seed: int | None,
     words: tuple[str, ...],
 ) -> Callable[[], int]:
@@ -93,7 +95,9 @@ def command(
     Options after SCRIPT (or after -m MODULE) belong to the script. The exit status is the script's own.
     """
     target = _target(module, words)
-    overrides = overrides_of(precision, amp_opt_level, disable_amp, force_fp32)
+    overrides = overrides_of(
+        precision, amp_opt_level, disable_amp, force_fp32, tuple(filter(None, compare_eval.split(",")))
+    )
 
     if seed is not None:
         seed_everything(seed)

@@ -18,11 +18,11 @@ OUTPUT = "output.txt"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared: the script's (or module's) words, and how far it is to run."""
+    """What is compared: the script's (or module's) words, and how far it is to run; None: to its end."""
 
     words: tuple[str, ...]
     is_module: bool = False
-    steps: int = 200
+    steps: int | None = 200
     seed: int = 0
 
 
@@ -52,10 +52,21 @@ def make_folder(out: Path | None, stem: str) -> Path:
 
 def _run(subject: Subject, precision: str, folder: Path) -> Course:
     target = folder / precision
-    command = [sys.executable, "-m", "ampguard", "run", "--precision", precision, "--steps", str(subject.steps)]
-    command += ["--seed", str(subject.seed), "--out", str(target)]
-    command += ["-m", *subject.words] if subject.is_module else ["--", *subject.words]
-    environment = {**os.environ, "PYTHONHASHSEED": str(subject.seed)}
+    command = run_command(subject, precision, target)
     with (folder / f"{precision}-{OUTPUT}").open("wb") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command, env=run_environment(subject), stdout=output, stderr=subprocess.STDOUT, check=False
+        )
     return course_of(target, precision, done.returncode)
+
+
+def run_command(subject: Subject, precision: str, target: Path, *options: str) -> list[str]:
+    """The guarded run of the subject under one precision."""
+    command = [sys.executable, "-m", "ampguard", "run", "--precision", precision, *options]
+    command += ["--steps", str(subject.steps)] if subject.steps is not None else []
+    command += ["--seed", str(subject.seed), "--out", str(target)]
+    return [*command, *(["-m", *subject.words] if subject.is_module else ["--", *subject.words])]
+
+
+def run_environment(subject: Subject) -> dict[str, str]:
+    return {**os.environ, "PYTHONHASHSEED": str(subject.seed)}

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
+from ampguard.diagnose.recurrence import calls_behind
+from ampguard.diagnose.sharded import bad_input
 from ampguard.diagnose.skipped import SkippedSteps
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
@@ -47,6 +51,8 @@ class Case:
     last_step: int = 0
     is_investigated: bool = True
     """False for what needed no replay: it takes none of the investigations that are allowed."""
+    calls: frozenset[int] = frozenset()
+    """The calls of the model that its last bad result was made from: another result of theirs is no new occurrence."""
     part_of: Case | None = None
     """The case of the longer story that this failure belongs to: it is told there."""
 
@@ -79,6 +85,8 @@ class Casebook:
         self._on_fault = on_fault
         self._looks = 0
         self._skipped = SkippedSteps()
+        self._skipped_for: Case | None = None
+        """What the last skipped step that was looked at was skipped for."""
         self._proofs = 0
         self._changed_gradients: list[BadResult] = []
         """Bad gradients of steps that have finite ones when they are run again."""
@@ -157,7 +165,7 @@ class Casebook:
         except DoesNotRepeatError:
             if not bad.is_held_off and bad.error is None:  # anomaly detection also raises for what reaches no parameter
                 self._changed_gradients.append(bad)
-                if not is_one_of_several_ranks():  # else another rank's gradients are to blame, and it says so
+                if not compat.several_ranks():  # else another rank's gradients are to blame, and it says so
                     self._unreplayable.append((bad, NOT_REPEATED))
             return
         except ReplayError as why:
@@ -209,10 +217,13 @@ class Casebook:
             try:
                 if not is_only_the_scale(bad, Replayer(bad, self._recorder)):
                     return False
+                self._skipped_for = case
             except Exception:  # it cannot be run again: take it for one of the many
                 pass
             finally:
                 self._skipped.looked(time.perf_counter() - started)
+        case = self._skipped_for or case  # what is not looked at is most likely what the last one was
+        case = case.part_of or case
         case.occurrences += 1
         case.last_step = bad.step
         return True
@@ -256,11 +267,14 @@ class Casebook:
 
     def _counted(self, bad: BadResult, evidence: Evidence) -> bool:
         """Whether this failure began where an earlier one did."""
-        place = place_of(evidence)
+        place, calls = place_of(evidence), calls_behind(bad)
         for case in self.cases:
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
+                is_same = bad.kind == "buffer" or bool(case.calls & calls)
+                case.calls = calls or case.calls
+                self._skipped_for = case if bad.is_held_off else self._skipped_for
                 case = case.part_of or case
-                case.occurrences += bad.kind != "buffer"
+                case.occurrences += not is_same
                 case.last_step = bad.step
                 self._note_poison(bad, case)
                 return True
@@ -270,18 +284,22 @@ class Casebook:
         opinion = self.second_opinion(self._with_history(incident))
         if isinstance(opinion, Case):
             part = Case(opinion.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
+            part.calls = calls_behind(bad)
             self.cases.append(part)
             self.merge(part, opinion)
             opinion.last_step = bad.step
             self._note_poison(bad, opinion)
             return
         incident = opinion
-        case = Case(incident, place_of(evidence), self._recorder.attempts, last_step=bad.step)
+        case = Case(incident, place_of(evidence), self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         self.cases.append(case)
+        self._skipped_for = case if bad.is_held_off else self._skipped_for
         if incident.severity == "info":  # normal operation takes none of the investigations
             case.is_investigated = False
             self._looks -= 1
-        poisons = bad.kind == "loss" or (bad.kind == "gradient" and not bad.is_held_off)
+        poisons = (bad.kind == "loss" and incident.severity != "info") or (
+            bad.kind == "gradient" and not bad.is_held_off
+        )
         if bad.kind == "gradient":  # the update that poisons follows at once, whoever makes it
             case.updates -= 1
         if bad.mode == "train" and poisons and self._poisoned_by is None:
@@ -305,8 +323,11 @@ class Casebook:
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
         elif self._recorder.judge.last_good_step is not None:
             facts["since_step"] = self._recorder.judge.last_good_step
-            how = "the update after it poisoned it" if facts.get("is_trained", True) else "it was written to since"
-            text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: {how}."
+            if changed is not None or self._unreplayable:
+                facts["gradients_were_looked_at"] = False
+            text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: {_since(facts)}."
+            kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
+            incident = msgspec.structs.replace(incident, fixes=kept)
         else:
             facts["since_step"] = None
             text += " It was so before the first step: initialisation or a checkpoint."
@@ -359,6 +380,10 @@ class Casebook:
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""
+        incident = bad_input(bad, reason, self._rank)
+        if incident is not None:
+            self._open_unreplayed(incident, bad)
+            return
         if bad.mode == "train" and self._unknown_since is None:
             self._unknown_since = self._recorder.attempts
         caught_live = [c for c in self.cases if c.incident.evidence.get("rung") == "live-trace"]
@@ -373,9 +398,36 @@ class Casebook:
             reason, [e.module for e in bad.record.events if isinstance(e, RootCall)], self._recorder.barrier
         )
 
+    def _open_unreplayed(self, incident: Incident, bad: BadResult) -> None:
+        """A failure that explains itself without a replay."""
+        place = (incident.cause, incident.module, None, None)
+        known = next((case for case in self.cases if case.place == place), None)
+        if known is not None:
+            known.occurrences += 1
+            known.last_step = bad.step
+            return
+        case = Case(incident, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
+        self.cases.append(case)
+        if bad.mode == "train" and not bad.is_held_off and self._poisoned_by is None:
+            self._poisoned_by = case
+        self._on_new(incident)
+
     def _disarm(self) -> None:
         self._armed_until = None
         self._recorder.live = None
+
+
+def _since(facts: dict[str, Any]) -> str:
+    """What has made a parameter or buffer bad that was not when training began."""
+    if not facts.get("is_trained", True):
+        return "it was written to since"
+    if not facts.get("gradients_were_looked_at"):
+        return "the update after it poisoned it"
+    return (
+        "the update after it poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
+        "(a division by 0 in its state, a step far too large, a learning rate that is not a number), or a write of the "
+        "script's to the parameter"
+    )
 
 
 def place_of(evidence: Evidence) -> Place:
@@ -389,12 +441,6 @@ def place_of(evidence: Evidence) -> Place:
 
 def roots_indices(bad: BadResult) -> list[int]:
     return [e.index for e in bad.record.events if isinstance(e, RootCall)] or [-1]
-
-
-def is_one_of_several_ranks() -> bool:
-    """Whether gradients are summed over ranks."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def has_bad_parameters(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat, numerics
-from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, RootCall
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, RootCall, held_in, refs_in
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.slicing import Chain, Given, Link
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
@@ -201,6 +201,30 @@ class Evidence:
         values = result.reshape(-1)[flat]
         values = values[torch.isfinite(values)].abs()
         return float(values.max()) if values.numel() else None
+
+    # --- the loss scale -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def loss_scale_given(self) -> tuple[int | Ref, Tensor] | None:
+        """GradScaler's scale among what the step was made from, by which it is replaced in a replay, and its value."""
+        scale = self.replayer.loss_scale if self.replayer is not None else None
+        for event in self.events() if scale is not None else ():
+            if not isinstance(event, GlueOp):
+                continue
+            for held in held_in(event.args):
+                if held.tensor is scale:
+                    return id(scale), held.value
+            for ref in refs_in(event.args):  # the scaler's first use makes it
+                if self.made(ref) is scale:
+                    return ref, scale
+        return None
+
+    def with_loss_scale(self, scale: float) -> Variant:
+        """The step with another loss scale, where the loss itself is what is not finite."""
+        if self.loss_scale_given is None:
+            return Variant()
+        key, value = self.loss_scale_given
+        return Variant(tensors={key: torch.full_like(value, scale)})
 
     # --- the step in float32 ------------------------------------------------------------------------------------------
 

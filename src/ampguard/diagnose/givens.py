@@ -11,6 +11,7 @@ from ampguard import compat
 from ampguard.capture.record import Event, Held, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence, named_leaves
+from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.diagnose.rows import is_masks_doing
 from ampguard.numerics import is_finite
 
@@ -48,7 +49,8 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
     element = evidence.given_tensor
     if element is not None and element.is_leaf and (element.requires_grad or isinstance(element, nn.Parameter)):
         named = _state_by_identity(evidence, element)
-        return named or NamedTensor(f"a parameter read in: {_code(evidence)}", "parameter", element, element, [])
+        name = variable_name(element) or f"a parameter read in: {_code(evidence)}"
+        return named or NamedTensor(name, "parameter", element, element, [])
     for root in evidence.events():
         if not isinstance(root, RootCall):
             continue

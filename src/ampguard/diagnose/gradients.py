@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -57,12 +58,10 @@ class GradientEvidence(Evidence):
         """The largest power of two below the loss scale at which the gradients are finite."""
         if self.replayer is None or not self.is_only_the_scale or self.bad.loss_scale is None:
             return None
-        low, high = 0, max(1, math.ceil(math.log2(self.bad.loss_scale)))  # 2**low is finite, 2**high is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            outcome = self.replayer.run(Variant(loss_scale_factor=2.0**middle / self.bad.loss_scale), traced=False)
-            low, high = (low, middle) if outcome.is_bad else (middle, high)
-        return 2.0**low
+        replayer, used = self.replayer, self.bad.loss_scale
+        return largest_finite_scale(
+            used, lambda scale: not replayer.run(Variant(loss_scale_factor=scale / used), traced=False).is_bad
+        )
 
     @cached_property
     def largest_gradient(self) -> float | None:
@@ -186,6 +185,15 @@ def is_only_the_scale(bad: BadResult, replayer: Replayer) -> bool:
     """Whether the step's gradients are finite at a loss scale of 1. One replay."""
     assert bad.loss_scale is not None
     return not replayer.run(Variant(loss_scale_factor=1.0 / bad.loss_scale), traced=False).is_bad
+
+
+def largest_finite_scale(used: float, is_finite: Callable[[float], bool]) -> float:
+    """The largest power of two below the loss scale at which the step is finite, by bisection; it is at 1."""
+    low, high = 0, max(1, math.ceil(math.log2(used)))  # 2**low is finite, 2**high is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_finite(2.0**middle) else (low, middle)
+    return 2.0**low
 
 
 def earliest_chain(outcome: Outcome) -> Chain | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
@@ -38,8 +39,13 @@ class Budget:
 
     @staticmethod
     def for_step(step_seconds: float, started: float) -> Budget:
-        """The budget of an investigation that began at `started` (`time.perf_counter()`)."""
-        return Budget(started + max(2.5, 22 * step_seconds))
+        """The budget of an investigation that began at `started` (`time.perf_counter()`).
+
+        Other ranks wait meanwhile, in a collective that gives up: at most a fifth of that time is used.
+        """
+        seconds = max(2.5, 22 * step_seconds)
+        patience = compat.collective_timeout()
+        return Budget(started + (seconds if patience is None else min(seconds, patience / 5)))
 
     @property
     def is_spent(self) -> bool:

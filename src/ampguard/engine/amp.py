@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard.engine import arguments, closures
-from ampguard.engine.checkpoint import files
+from ampguard.engine.checkpoint import files, sharded
 from ampguard.engine.checkpoint.state import Checkpoint
 from ampguard.engine.followers import Followers
 from ampguard.engine.holding import Holding
@@ -86,6 +86,7 @@ class Amp:
         self.accumulate = accumulate
         self._names = parameter_names(self.models)
         self._name_nonfinite = name_nonfinite or self.policy.waits
+        self.policy.prepare(self)
 
         forced = arguments.force_patterns(self.models, force_fp32)  # from here on, models and optimizers are changed
         self.mode.convert(roots, list(self.optimizers.values()), forced)
@@ -242,6 +243,17 @@ class Amp:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that `save` wrote."""
         self.load_state_dict(files.load(path))
+
+    def save_sharded(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint through torch.distributed.checkpoint; every rank has to call this, and writes its part.
+
+        It can be loaded with another number of ranks. The random streams are not in it.
+        """
+        sharded.save_sharded(self, folder)
+
+    def load_sharded(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from `save_sharded`; every rank has to call this."""
+        sharded.load_sharded(self, folder)
 
     def name_of(self, parameter: Tensor) -> str:
         """What the model calls a parameter that an optimizer holds."""

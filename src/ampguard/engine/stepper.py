@@ -109,17 +109,17 @@ class Stepper:
 
     def _apply(self, holding: Holding, check: GradientCheck) -> None:
         optimizer = holding.optimizer
-        with self._stepping():
+        with self.stepping():
             apply = self._mode.apply
             self._announcer.step(optimizer, check.found_inf, lambda: apply(optimizer, check, self._max_norm))
 
     def evaluate(self, holding: Holding, closure: Callable[[], Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """A step of an optimizer that computes its losses itself: first norm, whether it was undone, losses."""
-        with self._stepping():
+        with self.stepping():
             return closures.step_with_closure(holding, closure, self._max_norm)
 
     @contextlib.contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def stepping(self) -> Iterator[None]:
         """An optimizer's own step inside is ours."""
         self._is_stepping = True
         try:

@@ -99,7 +99,8 @@ def nonfinite_names(
     if not flag.is_cpu and not even_if_slow:
         return None
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    values = [compat.stored_values(grad) if grad.layout != torch.strided else grad for _, grad in held]
+    here = [compat.local_part(grad) for _, grad in held]  # of shards, those of this rank: nobody else is asked
+    values = [compat.stored_values(grad) if grad.layout != torch.strided else grad for grad in here]
     norms = torch.stack([norm.to(flag.device, torch.float64) for norm in compat.norms_of(values)])
     names = tuple(name_of(p) for p, _ in held)
     return lambda: tuple(name for name, bad in zip(names, (~norms.isfinite()).tolist(), strict=True) if bad)

@@ -101,6 +101,11 @@ class Replayer:
                 self.names |= {k: v for k, v in names.items() if k not in self.names}
         self.check()
 
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The scale of the scaler that the script uses, where it lies."""
+        return compat.loss_scale(self._recorder.scaler) if self._recorder.scaler is not None else None
+
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
         if not self.events:
@@ -114,6 +119,10 @@ class Replayer:
                 if self.is_exact and not held.is_intact:
                     raise ChangedSinceError("a tensor that the step started from was changed in place since")
             if isinstance(event, RootCall):
+                if compat.needs_other_ranks(event.module):
+                    raise ReplayError(
+                        "the parameters are spread over ranks, and the other ranks would have to take part"
+                    )
                 self._check_parameters(event)
                 if any(not is_replayable(value) for value in leaves((event.args, event.kwargs))):
                     raise ReplayError("an argument of the module is used up by the call (a generator or an open file)")

@@ -146,7 +146,8 @@ class Trace:
 
 
 def bad_elements(tensor: Tensor) -> BadElements | None:
-    """Where `tensor` is not finite, or None. Waits for the device."""
+    """Where `tensor` (what lies here of one that is spread over ranks) is not finite, or None. Waits for the device."""
+    tensor = compat.local_part(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.layout != torch.strided:
         return None
     if numerics.is_finite(tensor):

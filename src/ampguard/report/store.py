@@ -1,28 +1,40 @@
 """Reports on disk: written whole or not at all, and merged where several ranks wrote one each.
 
-A run folder holds `report.json`. With several ranks each writes `rank-<N>.json` of the same schema, and every rank
-that finishes merges all those present into `report.json`, so that the last one leaves the complete report.
+A run folder holds `report.json`. With several ranks each writes `rank-<N>.json` of the same schema and then sees to it
+that `report.json` holds all of them: it merges those present, or leaves that to a rank that is at it already and will
+look again before it goes. Nobody waits longer than `MERGE_WITHIN_S` for another rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
+import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
 from ampguard.errors import RunFolderError
-from ampguard.incident import Incident, Report, from_json, status_of, to_json
+from ampguard.incident import Report, from_json, to_json
+from ampguard.report.merging import merge
 
 REPORT_NAME = "report.json"
 _RANK_FILE = re.compile(r"rank-(?P<rank>\d+)(\.restart-(?P<restart>\d+))?\.json")
-_SEVERITIES = ("error", "warning", "info")
+_MERGED = ".merged"
+"""Which ranks' files `report.json` holds: their names and when they were written."""
+
+MERGE_WITHIN_S = 10.0
+"""Longest wait for a rank that is merging."""
+
+LOCK_WITHIN_S = 120.0
+"""Longest wait for the others at the start of a run, when each puts its name down."""
 
 
 def write_report(folder: Path, report: Report) -> str | None:
@@ -33,20 +45,41 @@ def write_report(folder: Path, report: Report) -> str | None:
     return _write(folder / REPORT_NAME, report)
 
 
-def write_rank_report(folder: Path, report: Report, rank: int, restart: int = 0) -> str | None:
+def write_rank_report(
+    folder: Path, report: Report, rank: int, restart: int = 0, within_s: float = MERGE_WITHIN_S
+) -> str | None:
     """Write this rank's report and merge it with those that other ranks have written so far.
 
-    `restart` counts the launcher's attempts: those of an earlier attempt are kept. Returns None or what went wrong.
+    `restart` counts the launcher's attempts: those of an earlier attempt are kept. `within_s`: how long to wait for a
+    rank that is merging. Returns None or what went wrong.
     """
     attempt = f".restart-{restart}" if restart else ""
     problem = _write(folder / f"rank-{rank}{attempt}.json", report)
     if problem is not None:
         return problem
     try:
-        with locked(folder / ".merge.lock"):
-            return write_report(folder, merge(_rank_reports(folder)))
+        return _merge_all(folder, within_s)
     except OSError as error:
         return _why(folder / REPORT_NAME, error)
+
+
+def _merge_all(folder: Path, within_s: float) -> str | None:
+    """Merge until nothing is left that `report.json` does not hold; at most one rank does it at a time."""
+    deadline = time.monotonic() + within_s
+    pause = 0.02
+    while (present := _rank_files(folder)) != _merged_files(folder):
+        with (folder / ".merge.lock").open("a+") as file:
+            if _lock(file):
+                problem = write_report(folder, _merged(folder, present))
+                if problem is not None:
+                    return problem
+                (folder / _MERGED).write_text(json.dumps(present))
+                continue
+        if time.monotonic() > deadline:  # whoever holds the lock is stopped or very slow; the ranks' files are there
+            return None
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(1.0, 2 * pause)
+    return None
 
 
 def read_report(path: Path) -> Report:
@@ -60,73 +93,58 @@ def read_report(path: Path) -> Report:
         raise RunFolderError(f"{file} is not a report of ampguard's: {error}") from error
 
 
-def merge(reports: Sequence[Report]) -> Report:
-    """One report from those of all ranks: what several ranks saw in the same step is one incident.
-
-    `evidence["ranks"]` names the ranks that saw it. Ordered by severity, step and rank.
-    """
-    first = reports[0]
-    incidents = tuple(_merge_incidents(incident for report in reports for incident in report.incidents))
-    world_size = max(report.environment.world_size for report in reports)
-    return Report(
-        status=status_of(incidents),
-        environment=msgspec.structs.replace(first.environment, world_size=world_size),
-        steps=max(report.steps for report in reports),
-        incidents=incidents,
-        schema=first.schema,
-        run=first.run,
-    )
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[TextIO]:
-    """Hold an exclusive lock on the file `path`, which is created; where the system has no such lock, hold none."""
-    with path.open("a+") as file:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl  # not on Windows
+    """Hold an exclusive lock on the file `path`, which is created; where the system has no such lock, hold none.
 
-            fcntl.flock(file, fcntl.LOCK_EX)
+    Raises TimeoutError where another process does not let go of it.
+    """
+    deadline = time.monotonic() + LOCK_WITHIN_S
+    with path.open("a+") as file:
+        while not _lock(file):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held {path.name} for {LOCK_WITHIN_S:.0f} s")
+            time.sleep(random.uniform(0.005, 0.05))
         yield file
 
 
-def _merge_incidents(incidents: Iterable[Incident]) -> list[Incident]:
-    same: dict[Any, list[Incident]] = {}
-    for incident in incidents:
-        key = (
-            *(incident.cause, incident.module, incident.op, incident.dtype),
-            *(incident.step, incident.mode, incident.phase),
-            incident.location and (incident.location.file, incident.location.line),
-        )
-        same.setdefault(key, []).append(incident)
-    merged = [_of_all_ranks(sorted(group, key=lambda i: (_importance(i), i.rank))) for group in same.values()]
-    return sorted(merged, key=_importance)
+def _lock(file: TextIO) -> bool:
+    """Lock a file until it is closed. False where another process has it; True where the system knows no locks."""
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return True
+    return True
 
 
-def _of_all_ranks(group: list[Incident]) -> Incident:
-    ranks = sorted({rank for incident in group for rank in incident.evidence.get("ranks", [incident.rank])})
-    if len(ranks) == 1:
-        return group[0]
-    return msgspec.structs.replace(
-        group[0],
-        rank=ranks[0],
-        evidence={**group[0].evidence, "ranks": ranks},
-        occurrences=max(incident.occurrences for incident in group),
-    )
+def _rank_files(folder: Path) -> dict[str, int]:
+    """The files of all ranks, and when each was written (ns)."""
+    files = sorted(file for file in folder.glob("rank-*.json") if _RANK_FILE.fullmatch(file.name))
+    return {file.name: file.stat().st_mtime_ns for file in files}
 
 
-def _importance(incident: Incident) -> tuple[int, int, int]:
-    return _SEVERITIES.index(incident.severity), incident.step, incident.rank
+def _merged_files(folder: Path) -> dict[str, int] | None:
+    try:
+        found: dict[str, int] = json.loads((folder / _MERGED).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
-def _rank_reports(folder: Path) -> list[Report]:
-    """The reports of all ranks that left a readable one, by rank and attempt."""
+def _merged(folder: Path, names: Iterable[str]) -> Report:
+    """The reports of all ranks that left a readable one, by rank and attempt, as one."""
     found = []
-    for file in folder.glob("rank-*.json"):
-        name = _RANK_FILE.fullmatch(file.name)
+    for name in names:
+        match = _RANK_FILE.fullmatch(name)
         with contextlib.suppress(RunFolderError):
-            if name is not None:
-                found.append((int(name["rank"]), int(name["restart"] or 0), read_report(file)))
-    return [report for *_, report in sorted(found, key=lambda entry: entry[:2])]
+            if match is not None:
+                found.append((int(match["rank"]), int(match["restart"] or 0), read_report(folder / name)))
+    found.sort(key=lambda entry: entry[:2])
+    return merge([report for *_, report in found], [rank for rank, *_ in found])
 
 
 def _write(path: Path, report: Report) -> str | None:

@@ -77,6 +77,9 @@ class LearningDynamics:
         self._replays_left = MAX_STRETCH_REPLAYS
         self.keeper = StretchKeeper(recorder, Alarm)
         self._probes = DynamicsProbes(self._vitals, self.keeper, self._barrier, recorder, self._stepping)
+        self.on_vitals: Callable[[StepVitals], None] | None = None
+        """Who else wants to know of each step's vital signs; they come some at a time, unless `flush` is called."""
+        self.flush = self._vitals.flush
 
     def start(self, folder: Path, on_problem: Callable[[str], None], rank: int | None = None) -> None:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
@@ -129,6 +132,8 @@ class LearningDynamics:
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)
+        if self.on_vitals is not None:
+            self.on_vitals(vitals)
         if self.keeper.is_late:
             self.keeper.heard_later(vitals.loss)
         if self.history is not None:

@@ -10,12 +10,12 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ampguard.errors import RunFolderError, UsageError
 from ampguard.incident import Report
-from ampguard.report.store import locked, write_rank_report, write_report
+from ampguard.report.store import MERGE_WITHIN_S, locked, write_rank_report, write_report
 
 DEFAULT_ROOT = "ampguard-runs"
 _RANKS_ARRIVE_WITHIN_S = 900.0
@@ -57,11 +57,15 @@ class RunFolder:
     def report_path(self) -> Path:
         return self.path / "report.json"
 
-    def write(self, report: Report) -> str | None:
-        """Write the report; with several ranks, this rank's and the merged one. Returns None or what went wrong."""
+    def write(self, report: Report, is_last: bool = True) -> str | None:
+        """Write the report; with several ranks, this rank's and the merged one. Returns None or what went wrong.
+
+        `is_last`: whether to wait (a little) for another rank that is merging; else that is left to it.
+        """
         if self.launch.world_size == 1:
             return write_report(self.path, report)
-        return write_rank_report(self.path, report, self.launch.rank, self.launch.restart)
+        waits = MERGE_WITHIN_S if is_last else 0.0
+        return write_rank_report(self.path, report, self.launch.rank, self.launch.restart, waits)
 
 
 def make_run_folder(
@@ -144,27 +148,36 @@ def _shared_folder(make: Callable[[], Path], parent: Path, launch: Launch) -> Pa
     meeting = parent / f".launch-{launch.identity}"
     with locked(meeting) as file:
         file.seek(0)
-        folder = _folder_of_launch(file.read(), parent, launch)
-        if folder is None or not _sign_in(folder, launch):
-            folder = make()
-            _sign_in(folder, launch)
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps({"folder": folder.name, "made": time.time()}))
-        if launch.max_restarts == 0 and len(list(folder.glob(".rank-*"))) == launch.world_size:
+        note = _note_of_launch(file.read(), parent, launch)
+        if note is None or not _sign_in(parent / note.folder, launch):
+            note = _Note(make().name, time.time())
+            _sign_in(parent / note.folder, launch)
+        note.signed_in += 1
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(asdict(note)))
+        if launch.max_restarts == 0 and note.signed_in >= launch.world_size:
             with contextlib.suppress(OSError):
                 meeting.unlink()  # all are here
-    return folder
+    return parent / note.folder
 
 
-def _folder_of_launch(note: str, parent: Path, launch: Launch) -> Path | None:
+@dataclass
+class _Note:
+    """What the meeting file says: the folder that the first rank made, when, and how many have put their name down."""
+
+    folder: str
+    made: float
+    signed_in: int = 0
+
+
+def _note_of_launch(text: str, parent: Path, launch: Launch) -> _Note | None:
     try:
-        found = json.loads(note)
-        folder, made = parent / found["folder"], float(found["made"])
-    except (ValueError, KeyError, TypeError):
+        note = _Note(**json.loads(text))
+        is_current = launch.restart > 0 or time.time() - note.made < _RANKS_ARRIVE_WITHIN_S
+        return note if is_current and (parent / note.folder).is_dir() else None
+    except (ValueError, TypeError):
         return None
-    is_current = launch.restart > 0 or time.time() - made < _RANKS_ARRIVE_WITHIN_S
-    return folder if is_current and folder.is_dir() else None
 
 
 def _sign_in(folder: Path, launch: Launch) -> bool:

@@ -7,11 +7,13 @@ import platform
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.calls import CallProbes
@@ -28,6 +30,8 @@ from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.folder import RunFolder, make_run_folder
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
 from ampguard.run.overrides.guard import overrides_under
+from ampguard.run.ranks import RankWatch, watch_ranks
+from ampguard.run.ranks_ending import say_what_others_saw
 
 ISSUES = "https://github.com/ampguard/ampguard/issues"
 
@@ -46,6 +50,11 @@ class RunOptions:
 
 _guarding: Session | None = None
 """The guard that is on: PyTorch is patched once."""
+
+
+def guarding() -> Session | None:
+    """The guard that is on in this process: that of `ampguard run`, of `watch()`, or of an `Amp` that heals."""
+    return _guarding
 
 
 class Session:
@@ -68,6 +77,7 @@ class Session:
         self._overrides = overrides_under(
             options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook
         )
+        self._ranks: RankWatch | None = None
         self._stop_at_next_forward: str | None = None
         self._finished = False
         self._told_fault = False
@@ -86,10 +96,28 @@ class Session:
         _guarding = self
         rank = self._rank if self._folder.launch.world_size > 1 else None
         self._dynamics.start(self._folder.path, lambda problem: print(f"ampguard: {problem}", file=sys.stderr), rank)
+        if rank is not None:
+            self._ranks = watch_ranks(
+                self._recorder, self._dynamics, self._casebook, self._folder.path, rank, self._on_ranks_fault
+            )
         self._probes.install()
         self._calls.install()
         if self._overrides is not None:
             self._overrides.install()  # over the probes: what is recorded is what really runs
+
+    def heal_from_now_on(self, optimizers: Sequence[Optimizer]) -> None:
+        """Apply verified fixes to the running models. Whoever asks for this holds off bad steps, if nobody does yet.
+
+        `optimizers`: those that will step, perhaps from before the guard.
+        """
+        for optimizer in optimizers:
+            self._recorder.steps.created(optimizer)
+        if self._overrides is not None:
+            self._overrides.begin_healing()
+            return
+        self._overrides = overrides_under(None, "heal", self._recorder, self._dynamics, self._casebook, holds_off=False)
+        if self._overrides is not None and _guarding is self:
+            self._overrides.install()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Judge what is left, take the probes out, write the report. Only the first call counts."""
@@ -106,6 +134,8 @@ class Session:
                 self._calls.forward_begins()
                 self._barrier.call(self._recorder.flush, error)
                 self._barrier.call(self._casebook.close)
+                if self._ranks is not None:
+                    self._ranks.close()
                 self._barrier.call(self._protocol.close)
         except StopRun:
             pass  # it is ending already
@@ -116,18 +146,21 @@ class Session:
             self._probes.undo()
             self._dynamics.finish()
         try:
-            self._conclude()
+            self._conclude(error)
         except Exception as fault:
             self._tell(fault, "the report could not be finished")
 
-    def _conclude(self) -> None:
+    def _conclude(self, error: BaseException | None) -> None:
         """Write the report and say where it is."""
         self.report = self._make_report()
         problem = self._folder.write(self.report) if self._folder is not None else None
         path = self._folder.report_path if self._folder is not None and problem is None else None
         if problem is not None:
             print(f"ampguard: {problem}", file=sys.stderr)
-        print_summary(self.report, path)
+        if self._ranks is None or self._rank == 0 or self.report.incidents:  # of many ranks not all say "no incident"
+            print_summary(self.report, path)
+        if self._ranks is not None and self._folder is not None:
+            say_what_others_saw(self._folder.path, self._rank, error)
 
     @property
     def path(self) -> Path | None:
@@ -157,6 +190,8 @@ class Session:
 
     def on_step(self, step: int) -> None:
         self._dynamics.iteration_ended(step - 1)
+        if self._ranks is not None:
+            self._ranks.iteration_ended(step - 1)
         self._casebook.tick(step)
         if self._options.steps is not None and step >= self._options.steps:
             self._stop_at_next_forward = f"{step} steps, as asked for"
@@ -172,6 +207,8 @@ class Session:
         from ampguard.report.terminal import print_incident  # with rich, which most runs need not load
 
         print_incident(incident)
+        if self._ranks is not None and self._folder is not None and incident.severity == "error":
+            self._folder.write(self._make_report(), is_last=False)  # this rank may be killed before it ends
         if self._overrides is not None:
             self._overrides.heal(incident)
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
@@ -179,6 +216,9 @@ class Session:
 
     def _note(self, incident: Incident) -> None:
         self._dynamics.note(EventRow(incident.step, incident.cause, incident.explanation))
+
+    def _on_ranks_fault(self, fault: Exception) -> None:
+        self._tell(fault, "ranks are no longer compared, the guard goes on otherwise")
 
     def _on_small_fault(self, fault: Exception) -> None:
         """One investigation went wrong: say it once, keep watching."""

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from ampguard.run.session import RunOptions, Session
+from ampguard.run.session import RunOptions, Session, guarding
+
+__all__ = ["guarding", "watch"]
 
 
 @contextlib.contextmanager
@@ -17,12 +19,12 @@ def watch(
     out: str | Path | None = None,
     steps: int | None = None,
     max_incidents: int = 5,
-    on_nonfinite: Literal["observe", "stop"] = "observe",
+    on_nonfinite: Literal["observe", "stop", "skip", "heal"] = "observe",
 ) -> Iterator[Session]:
     """Guard the training inside the block. The options are those of `ampguard run`; yields the session.
 
     After the block `session.report` holds the incidents. An exception of the block passes through unchanged; reaching
-    `steps`, or `on_nonfinite="stop"`, ends the block early without one.
+    `steps`, `on_nonfinite="stop"`, or too many steps held off in a row, ends the block early without one.
 
     Raises UsageError or RunFolderError, before the block runs, where the run folder cannot be made.
     """

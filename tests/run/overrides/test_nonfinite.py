@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from override_loops import batches, model, weights
 from torch import Tensor, nn
 
+import ampguard
 from ampguard.errors import StopRun
 from ampguard.run.overrides.patience import IN_A_ROW, WHILE_SCALE_FALLS
 
@@ -46,8 +48,9 @@ def test_bad_steps_are_as_if_they_had_not_been(
     assert session.report.run["steps_held_off"] == len(bad)
     assert session.report.steps == 6
     said = capsys.readouterr().err
-    for step in bad:
-        assert f"step {step}: held off" in said
+    assert said.count("held off, ") == 1
+    assert f"step {min(bad)}: held off" in said
+    assert ("2 steps were held off in all: 2 for" in said) == (len(bad) == 2)
 
 
 def test_never_for_ever(overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +96,9 @@ def test_one_bad_loss_of_two_holds_off_one_optimizer(overridden: Callable[..., A
 
 
 @pytest.mark.parametrize("precision", ["fp16", None])
-def test_a_scale_that_falls_for_ever(overridden: Callable[..., Any], precision: str | None) -> None:
+def test_a_scale_that_falls_for_ever(
+    overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str], precision: str | None
+) -> None:
     """Gained or the script's own: 16 steps down to a scale of 1, and then no more than the usual patience."""
     with overridden(precision, on_nonfinite="skip") as session:
         net = model()
@@ -111,6 +116,23 @@ def test_a_scale_that_falls_for_ever(overridden: Callable[..., Any], precision: 
                 optimizer.step()
     assert isinstance(session.ended_by, StopRun)
     assert 16 < session.report.run["steps_held_off"] <= WHILE_SCALE_FALLS
+    said = capsys.readouterr().err
+    assert said.count("held off, ") == 2
+    assert f"{session.report.run['steps_held_off']} steps were held off in all: 1" in said
+    assert " for gradients while the loss scale fell, " in said
+
+
+def test_an_optimizer_from_before_the_guard(tmp_path: Path) -> None:
+    """In a notebook the model and the optimizer are there before `watch()`."""
+    net, ((x, _), *_) = model(), batches(1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step, before = torch.optim.SGD.step, weights(net)
+    with ampguard.watch(out=tmp_path / "run", on_nonfinite="skip") as session:
+        (net(x).square().mean() * float("inf")).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
+    assert session.report.run["steps_held_off"] == 1
+    assert torch.optim.SGD.step is step
 
 
 # --- heal -------------------------------------------------------------------------------------------------------------
@@ -242,7 +264,7 @@ def test_infinite_logits_are_nobodys_business(overridden: Callable[..., Any]) ->
 
 
 def test_a_line_is_healed(overridden: Callable[..., Any]) -> None:
-    healthy = train_attention(steps=39, line=True, dtype=torch.float16, factor=1)
+    healthy = train_attention(line=True, dtype=torch.float16, factor=1)
 
     with overridden(on_nonfinite="heal") as session:
         healed = train_attention(line=True, dtype=torch.float16)

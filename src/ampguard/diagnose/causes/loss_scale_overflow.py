@@ -13,14 +13,54 @@ from __future__ import annotations
 
 from ampguard import numerics
 from ampguard.diagnose import words
+from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.diagnose.gradients import GradientEvidence, largest_finite_scale
 from ampguard.diagnose.proposals import spelled
 from ampguard.replay.variants import Variant
 
 
-@cause("loss-scale-overflow", phases=("backward",))
-def loss_scale_overflow(evidence: GradientEvidence) -> Finding | None:
+@cause("loss-scale-overflow", phases=("forward", "backward"))
+def loss_scale_overflow(evidence: Evidence) -> Finding | None:
+    return of_gradients(evidence) if isinstance(evidence, GradientEvidence) else of_the_loss(evidence)
+
+
+def of_the_loss(evidence: Evidence) -> Finding | None:
+    """Losses that are not 0-d tensors stay float16 when they are scaled: their product with the scale, or its sum."""
+    given = evidence.loss_scale_given if evidence.bad.kind == "loss" else None
+    scale = float(given[1]) if given is not None else 1.0
+    if not scale > 1.0 or evidence.precision is None or not is_finite_at(evidence, 1.0):
+        return None
+    fits = largest_finite_scale(scale, lambda lower: is_finite_at(evidence, lower))
+    limit = numerics.largest(evidence.precision)
+    text = (
+        f"The loss is finite; multiplied by {scale:g}, {words.operator(evidence)} {words.place(evidence)} gives "
+        f"{spelled(evidence.kind)}: {words.precision(evidence)} ends at {limit:g}. At a loss scale of {words.number(fits)} it "
+        f"fits. The loss itself is {words.precision(evidence)} and cannot hold {scale:g}: compute the criterion in float32 "
+        f"(inside the autocast region, or on float() of its inputs). Where the gradients overflow as well, the scaler skips "
+        f"the step and lowers the scale: normal while it finds the scale that fits."
+    )
+    how = f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})"
+    lower = Proposal("lower-loss-scale", None, how, trial=lambda e: e.with_loss_scale(fits))
+    wait = Proposal("wait", None, "nothing to do: the scaler goes on with a lower scale")
+    return Finding(
+        "loss-scale-overflow",
+        text,
+        weight=100,
+        evidence={"finite_at_scale": fits, "loss_scale": scale},
+        proposals=(wait, lower),
+        phase="backward",
+        severity="info",
+    )
+
+
+def is_finite_at(evidence: Evidence, scale: float) -> bool:
+    """Whether the loss, multiplied by this scale, is finite. One replay."""
+    replayer = evidence.replayer
+    return replayer is not None and not replayer.run(evidence.with_loss_scale(scale), traced=False).is_bad
+
+
+def of_gradients(evidence: GradientEvidence) -> Finding | None:
     scale = evidence.bad.loss_scale
     if scale is None or not evidence.is_only_the_scale:
         return None

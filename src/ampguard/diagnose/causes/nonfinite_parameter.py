@@ -33,6 +33,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "role": state.role,
             "values": facts.as_dict(),
             "is_trained": state.held.requires_grad,
+            "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
         },
         proposals=(
             Proposal(

@@ -16,7 +16,7 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 @breach("accumulation-broken")
 def accumulation_broken(scene: Scene) -> Telling:
     facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
-    head = "An accumulation window is broken: "
+    head, where = "An accumulation window is broken: ", scene.again
     if facts.get("refused"):
         n = facts.get("backwards", 1)
         text = (
@@ -25,11 +25,15 @@ def accumulation_broken(scene: Scene) -> Telling:
         )
     elif facts.get("scales") and len(facts["scales"]) > 1:
         scales = " and ".join(number(s) for s in facts["scales"])
+        updated = facts.get("updated_between")
+        inside = f" at {at(updated)}" if updated is not None else ""
+        where = updated if updated is not None else where
         text = (
-            f"its micro-batches carry the loss scales {scales}, because update() was called inside it, and all are divided by "
-            f"{number(facts['divided_by'])} at {at(scene.again)}. Some of the gradients of `{name}` are {scene.factor}."
+            f"its micro-batches carry the loss scales {scales}, because update() was called inside it{inside}, and all "
+            f"are divided by {number(facts['divided_by'])} at {at(scene.again)}. Some gradients of `{name}` are {scene.factor}."
         )
     else:
+        where = scene.first if scene.first is not None else where
         text = (
             f"the gradients of `{name}` were unscaled at {at(scene.first)} before it was complete; scaled ones were added after "
             f"that. At {at(scene.again)} a part of them is {scene.factor}."
@@ -40,4 +44,4 @@ def accumulation_broken(scene: Scene) -> Telling:
     )
     keys = ("scale", "scales", "divided_by", "refused", "backwards")
     evidence = {key: facts[key] for key in keys if facts.get(key) is not None}
-    return Telling(head + text, scene.again, (order(scene, how),), evidence=evidence)
+    return Telling(head + text, where, (order(scene, how),), evidence=evidence)

@@ -28,16 +28,13 @@ def clip_before_unscale(scene: Scene) -> Telling:
         text = _by_hand(scene)
     elif clips:
         text += f" Once unscaled, the clipped gradients are up to {scale} times smaller than the limit asks for."
-    code = scene.again.location().code if scene.again is not None else ""
-    own = any(word in code for word in ("clip", "norm(", "norm_(", "mul_("))
-    code = code if own else ""  # else a framework clips, and the line only calls it
+    code, then = _own_statement(scene), "clip as here" if clips else "measure"
     if scene.facts.get("by_hand"):
         how = (
-            f"unscale right after backward, before the norm is computed: {scaler}.unscale_({name}); "
-            f"then {code or 'clip as here'}"
+            f"unscale right after backward, before the norm is computed: {scaler}.unscale_({name}); then {code or then}"
         )
     else:
-        how = f"unscale first: {scaler}.unscale_({name}); {code or 'then clip'}"
+        how = f"unscale first: {scaler}.unscale_({name}); {code or f'then {then}'}"
     return Telling(
         text,
         scene.again,
@@ -45,6 +42,20 @@ def clip_before_unscale(scene: Scene) -> Telling:
         severity="error" if clips else "warning",
         evidence={key: scene.facts.get(key) for key in _EVIDENCE},
     )
+
+
+def _own_statement(scene: Scene) -> str:
+    """The statement that clips or measures, where the corrected order can be written around it.
+
+    Not where a framework clips and the line only calls it, nor the inside of a function or a loop of the script's own:
+    there `unscale_` would be called for each parameter.
+    """
+    if scene.again is None or scene.first is None or scene.again.code is not scene.first.code:
+        return ""
+    code = scene.again.location().code
+    is_statement = not code.startswith(("for ", "if ", "with ", "while ", "return", "def "))
+    is_call = any(word in code for word in ("clip_grad", "total_norm"))
+    return code if is_statement and is_call else ""
 
 
 _EVIDENCE = ("scale", "clips", "by_hand", "multiplied_by", "should_be", "update_too_small_by")

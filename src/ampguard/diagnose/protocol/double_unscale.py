@@ -19,9 +19,12 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 @breach("double-unscale")
 def double_unscale(scene: Scene) -> Telling:
     name, scaler = scene.optimizer, scene.scaler
-    head = f"The gradients of `{name}` are unscaled twice: "
+    head, where = f"The gradients of `{name}` are unscaled twice: ", scene.again
     if scene.facts.get("by_hand"):
-        text = f"by the script itself after {at(scene.first)}, and by the scaler at {at(scene.again)}. They are {scene.factor}."
+        divided = scene.facts.get("divided_at")
+        where = divided if divided is not None else where
+        by = f"at {at(divided)}" if divided is not None else f"after {at(scene.first)}"
+        text = f"by the script itself {by}, and by the scaler at {at(scene.again)}. They are {scene.factor}."
         how = f"let the scaler divide, once: {scaler}.unscale_({name}) in place of the division by hand"
     elif scene.facts.get("second_pass"):
         text, how = _second_pass(scene)
@@ -33,7 +36,7 @@ def double_unscale(scene: Scene) -> Telling:
         text = f"first at {at(scene.first)}, again at {at(scene.again)}, with no backward pass between.{refused}"
         how = f"delete the second call, {at(scene.again)}: {scaler}.step({name}) sees that they are unscaled already"
     evidence = {"refused": scene.facts.get("refused"), "second_pass": scene.facts.get("second_pass")}
-    return Telling(head + text, scene.again, (order(scene, how),), evidence=evidence)
+    return Telling(head + text, where, (order(scene, how),), evidence=evidence)
 
 
 def _second_pass(scene: Scene) -> tuple[str, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ampguard.engine.policies.base import BadStep, Policy
+from ampguard.engine.policies.heal import Heal
 from ampguard.engine.policies.raising import Raise
 from ampguard.engine.policies.rollback import Rollback
 from ampguard.engine.policies.skip import Skip
 from ampguard.errors import SetupError
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Skip, Raise, Rollback)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Skip, Raise, Rollback, Heal)}
 
 
 def policy_named(given: str | Policy) -> Policy:
@@ -20,4 +21,4 @@ def policy_named(given: str | Policy) -> Policy:
     return POLICIES[given]()
 
 
-__all__ = ["POLICIES", "BadStep", "Policy", "Raise", "Rollback", "Skip", "policy_named"]
+__all__ = ["POLICIES", "BadStep", "Heal", "Policy", "Raise", "Rollback", "Skip", "policy_named"]

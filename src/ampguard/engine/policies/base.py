@@ -48,6 +48,9 @@ class Policy:
     waits = False
     """Whether it must know of a bad step before the next one begins: then every step waits for the device."""
 
+    def prepare(self, amp: Amp) -> None:
+        """An engine is being made: get what is needed, or raise before models and optimizers are changed."""
+
     def begin(self, amp: Amp) -> None:
         """The first forward pass is about to begin."""
 

@@ -117,7 +117,17 @@ def _on_device(gradients: list[Tensor], scale: Tensor | None) -> GradientCheck:
         return GradientCheck(nothing, nothing.clone(), inverse)
     norms = [_norm(group, wide).to(here, non_blocking=True) for wide, group in _alike(gradients)]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms]))
-    return GradientCheck((norm * inverse).float(), norm.isfinite().logical_not().float(), inverse)
+    found_inf = norm.isfinite().logical_not().float()
+    return GradientCheck((norm * inverse).float(), _agreed(found_inf, gradients), inverse)
+
+
+def _agreed(found_inf: Tensor, gradients: list[Tensor]) -> Tensor:
+    """One verdict for all ranks where some gradients are shards, whose norm they share, and others are not."""
+    shards = [g for g in gradients if _is_shard(g)]
+    if shards and len(shards) < len(gradients):
+        for group in shards[0].device_mesh.get_all_groups():  # type: ignore[attr-defined]
+            torch.distributed.all_reduce(found_inf, op=torch.distributed.ReduceOp.MAX, group=group)
+    return found_inf
 
 
 def _norm(tensors: list[Tensor], wide: torch.dtype) -> Tensor:

@@ -34,7 +34,9 @@ class Moment:
 class Again:
     """Decides whether a call is to be made again, and puts back what the first one changed."""
 
-    def __init__(self, ledger: Ledger, investigate: Callable[[Tensor], None]) -> None:
+    def __init__(self, ledger: Ledger, investigate: Callable[[Tensor], None], is_replaying: Callable[[], bool]) -> None:
+        """`is_replaying`: whether it is the guard that runs the model, in an investigation."""
+        self.is_replaying = is_replaying
         self._ledger = ledger
         self._investigate = investigate
 
@@ -52,10 +54,18 @@ class Again:
         """Whether a fix was applied meanwhile: the call raised, and the guard has explained it."""
         return len(self._ledger.healed) > moment.healed
 
+    def is_made(self) -> None:
+        """A call is made again: its step is not lost."""
+        if self._ledger.healed:
+            self._ledger.made_again.add(self._ledger.healed[-1]["step"])
+
     def look(self, output: Any, moment: Moment) -> bool:
         """Have an output that will spoil the loss investigated now. Returns whether it was healed."""
+        is_evaluation = not torch.is_grad_enabled()
         for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.is_floating_point() and compat.has_values(tensor) and is_bad(tensor):
+            if not tensor.is_floating_point() or not (tensor.requires_grad or is_evaluation):
+                continue
+            if compat.has_values(tensor) and is_bad(tensor):
                 self._investigate(tensor)
                 break
         return self.is_healed_since(moment)

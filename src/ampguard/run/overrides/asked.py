@@ -24,10 +24,16 @@ class Overrides:
 
     precision: str | None = None
     force_fp32: tuple[str, ...] = ()
+    compare_eval: tuple[str, ...] = ()
+    """Precisions in which evaluation calls are made again, to be compared."""
 
 
 def overrides_of(
-    precision: str | None, level: str | None, disable_amp: bool, force_fp32: tuple[str, ...]
+    precision: str | None,
+    level: str | None,
+    disable_amp: bool,
+    force_fp32: tuple[str, ...],
+    compare_eval: tuple[str, ...] = (),
 ) -> Overrides | None:
     """The overrides that some options ask for; None where none is asked for.
 
@@ -50,4 +56,6 @@ def overrides_of(
     name = next(iter(given.values()), None)
     if "" in force_fp32:
         raise UsageError("--force-fp32 '': an empty pattern; for the whole model, --precision fp32")
-    return Overrides(name, force_fp32) if name is not None or force_fp32 else None
+    if not (name is not None or force_fp32 or compare_eval):
+        return None
+    return Overrides(name, force_fp32, compare_eval)

@@ -26,6 +26,7 @@ class GainedScale:
     def __init__(self) -> None:
         self._state: LossScale | None = None
         self._attempted = self._found_inf = False
+        self._halvings = 0
 
     @property
     def _scale(self) -> Tensor | None:
@@ -37,6 +38,10 @@ class GainedScale:
 
     def get_scale(self) -> float:
         return float(self._state.value) if self._state is not None else 1.0
+
+    def lower(self, halvings: int) -> None:
+        """Let the scale fall before the next loss is multiplied."""
+        self._halvings = max(self._halvings, halvings)
 
     def attempted(self, was_finite: bool) -> None:
         """An optimizer was to step."""
@@ -50,6 +55,9 @@ class GainedScale:
         if self._attempted:
             self._state.update([torch.tensor(float(self._found_inf))])
             self._attempted = self._found_inf = False
+        if self._halvings:
+            self._state.value.mul_(2.0**-self._halvings)
+            self._halvings = 0
         if any(loss.dtype == torch.float16 for loss in losses) and self.get_scale() > HALF_LOSS_SCALE:
             self._state.value.fill_(HALF_LOSS_SCALE)
         return tuple(self._state.scale(loss) for loss in losses)

@@ -28,8 +28,10 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
         with torch.no_grad():
             total = torch.stack([norm.float() for norm in compat.norms_of(together)]).sum()
         # The squares of finite gradients beyond 1e19 are not finite: then each is looked at.
-        if not bool(torch.isfinite(total)) and not all(is_finite(g) for g in together):
-            return False
+        if bool(torch.isfinite(total)):
+            continue
+        if any(compat.local_part(g) is not g for g in together) or not all(is_finite(g) for g in together):
+            return False  # of shards the sum is over all ranks, and no rank may think otherwise
     return True
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.casebook import Casebook
 from ampguard.run.dynamics import LearningDynamics
@@ -22,14 +26,24 @@ class Guard:
     """Hands on what happens over the guard's probes, through its fault barrier."""
 
     def __init__(self, recorder: FlightRecorder, dynamics: LearningDynamics) -> None:
-        self._recorder = recorder
+        self.recorder = self._recorder = recorder
         self._dynamics = dynamics
 
     def loss_scaled(self, loss: torch.Tensor, scaled: torch.Tensor, scale: GainedScale) -> None:
         """A loss was multiplied; what anybody measures of its gradients is unscaled already."""
         if self._recorder.active:
-            self._recorder.barrier.call(self._recorder.note_scaled, loss, scaled, scale)
+            self._recorder.barrier.call(self._note_scaled, loss, scaled, scale, sys._getframe(2))
             self._recorder.is_unscaled = True
+
+    def _note_scaled(self, loss: torch.Tensor, scaled: torch.Tensor, scale: GainedScale, frame: FrameType) -> None:
+        log, value = self._recorder.log, compat.loss_scale(scale)
+        self._recorder.note_scaled(loss, scaled, scale)
+        if self._recorder.counting or value is None or log.lookup(scaled) is not None:
+            return
+        # Inside `backward` the tape does not run, and what is differentiated has to be known.
+        multiplied = log.add_operator(torch.ops.aten.mul.Tensor, (loss, value), {}, None, frame)
+        if multiplied is not None:
+            log.add_results(multiplied, scaled, writes=False)
 
     def output_is_bad(self, output: torch.Tensor) -> None:
         """A model in training returned what will spoil the loss: investigate now, not when that is differentiated."""
@@ -37,6 +51,13 @@ class Guard:
         if recorder.active:
             recorder.barrier.call(recorder.judge.read, output, float("nan"))
             recorder.barrier.call(recorder.judge.settle_all)
+
+    def keep_taping(self) -> None:
+        """Be on the tape although a function mode of ours is on, which the barrier takes for one of the script's."""
+        recorder = self._recorder
+        if recorder.active and not recorder.tape.is_on_stack and not recorder.counting:
+            with contextlib.suppress(Exception):  # where it cannot be, what follows is not recorded
+                recorder.resume_tape()
 
     def events(self) -> int:
         """How many events the recorder has numbered so far."""
@@ -62,15 +83,19 @@ def overrides_under(
     recorder: FlightRecorder,
     dynamics: LearningDynamics,
     casebook: Casebook,
+    holds_off: bool = True,
 ) -> RunningOverrides | None:
-    """The overrides of a guarded run; None where nothing is to be changed."""
+    """The overrides of a guarded run; None where nothing is to be changed.
+
+    `holds_off`: whether steps that are not finite are kept from the weights here, and not by an engine.
+    """
     if asked is None and on_nonfinite not in ("skip", "heal"):
         return None
-    from ampguard.run.overrides.running import RunningOverrides  # here: a run that changes nothing needs none of it
+    from ampguard.run.overrides.patience import Patience  # here: a run that changes nothing needs none of it
+    from ampguard.run.overrides.running import RunningOverrides
 
-    return RunningOverrides(
-        asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), lambda: recorder.steps.count, _first_of(casebook)
-    )
+    patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
+    return RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
 
 
 def _first_of(casebook: Casebook) -> Callable[[], str | None]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -15,6 +18,9 @@ from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.roots import RootCalls
 
 SMALLEST_FIRST = ("force-fp32", "use-bf16", "disable-amp")
+AS_IN_FLOAT32 = 0.02
+"""How far a replayed loss may be from that in float32, as a share of the larger: what the healed run is to keep within."""
+
 PRECISION_OF = {"use-bf16": "bf16", "disable-amp": "fp32"}
 
 
@@ -28,22 +34,35 @@ class Healer:
         self._lines = lines
         self._ledger = ledger
         self._applied: set[tuple[str, str | None]] = set()
+        self._larger: tuple[Incident, list[Fix]] | None = None
+        """The incident that was healed last, and its verified fixes beyond the one applied."""
 
     def heal(self, incident: Incident) -> None:
         """Apply the smallest verified fix of the incident, and say what was done, or that nothing can be."""
         if incident.severity != "error" or incident.phase == "protocol":  # no step is lost by it
             return
         verified = [fix for fix in incident.fixes if fix.verified and (fix.action, fix.target) not in self._applied]
-        applicable = sorted(
-            (fix for fix in verified if fix.action in SMALLEST_FIRST), key=lambda fix: SMALLEST_FIRST.index(fix.action)
-        )
-        for fix in applicable:
-            if self._apply(fix, incident.location):
-                self._applied.add((fix.action, fix.target))
-                self._tell(incident, fix)
-                return
+        if self._apply_first(incident, in_order([fix for fix in verified if fix.action in SMALLEST_FIRST])):
+            return
         others = ", ".join(dict.fromkeys(fix.action for fix in incident.fixes)) or "none"
         say(f"{incident.cause} in step {incident.step}: cannot be healed from outside (its fixes: {others})")
+
+    def heal_more(self, step: int) -> bool:
+        """The fix applied in this step is not enough for its gradients: apply the next larger verified one."""
+        if self._larger is None or self._larger[0].step != step:
+            return False
+        return self._apply_first(*self._larger)
+
+    def _apply_first(self, incident: Incident, fixes: list[Fix]) -> bool:
+        """Apply the first of the fixes that can be."""
+        self._larger = None
+        for position, fix in enumerate(fixes):
+            if self._apply(fix, incident.location):
+                self._applied.add((fix.action, fix.target))
+                self._larger = (incident, fixes[position + 1 :])
+                self._tell(incident, fix)
+                return True
+        return False
 
     def _apply(self, fix: Fix, location: Location | None) -> bool:
         if fix.action in PRECISION_OF:
@@ -77,6 +96,29 @@ class Healer:
             {"step": incident.step, "cause": incident.cause, "action": fix.action, "target": fix.target}
         )
         say(f"{incident.cause} in step {incident.step}: healed, {where} from now on")
+
+
+def in_order(fixes: Sequence[Fix]) -> list[Fix]:
+    """The smallest first, of those that give the step the loss that it has in float32; then the others.
+
+    A step that is finite and has another loss is not cured: what overflowed is gone, and what was rounded away is not back.
+    """
+    exact = next(
+        (loss for fix in fixes if fix.action == "disable-amp" and (loss := replayed_loss(fix)) is not None), None
+    )
+
+    def rank(fix: Fix) -> tuple[bool, int]:
+        loss = replayed_loss(fix)
+        is_off = exact is not None and loss is not None and not math.isclose(loss, exact, rel_tol=AS_IN_FLOAT32)
+        return is_off, SMALLEST_FIRST.index(fix.action)
+
+    return sorted(fixes, key=rank)
+
+
+def replayed_loss(fix: Fix) -> float | None:
+    """The loss of the step that was replayed with the fix, as its outcome tells it (docs/diagnosis.md)."""
+    told = re.search(r"the loss is (\S+)$", fix.outcome or "")
+    return float(told[1]) if told is not None else None
 
 
 def running_line(roots: list[nn.Module], location: Location | None) -> list[nn.Module]:

@@ -15,6 +15,10 @@ class Ledger:
         self.could_not: list[str] = []
         self.held_off = 0
         self.healed: list[dict[str, Any]] = []
+        self.made_again: set[int] = set()
+        """Steps that were made again with a fix."""
+        self.at_lower_scale: set[int] = set()
+        """Steps whose gradients overflowed because of the loss scale alone, and that were made again at a lower one."""
 
     def done(self, what: str) -> None:
         """Something was overridden that the user should know of: kept, and not said."""
@@ -33,6 +37,8 @@ class Ledger:
             "could_not": list(self.could_not),
             "steps_held_off": self.held_off,
             "healed": list(self.healed),
+            "steps_made_again": sorted(self.made_again),
+            "steps_at_lower_loss_scale": sorted(self.at_lower_scale),
         }
 
 

@@ -28,6 +28,15 @@ class LinesInFloat32:
             self._mode = _Mode(self._lines)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
+    @property
+    def are_forced(self) -> bool:
+        """Whether there are any."""
+        return self._mode is not None
+
+    def holds(self, file: str, number: int) -> bool:
+        """Whether a line runs in float32."""
+        return (file, number) in self._lines
+
     def undo(self) -> None:
         if self._mode is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

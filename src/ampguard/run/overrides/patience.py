@@ -13,7 +13,9 @@ IN_A_ROW = 10
 WHILE_SCALE_FALLS = 32
 """The same, while a loss scale above 1 is still falling: from 65536 it takes 16 steps to 1."""
 
-SAID_IN_FULL = 5
+SETTLING = "gradients while the loss scale fell"
+LOSS = "the loss"
+GRADIENTS = "gradients"
 
 
 class Patience:
@@ -24,8 +26,9 @@ class Patience:
         self._diagnosis = diagnosis
         self._in_a_row = 0
         self._futile = 0
-        self._said = 0
         self._number = 0
+        self._counts: dict[str, int] = {}
+        """Steps held off, by why."""
 
     def attempting(self) -> None:
         """An optimizer is to step: the step that is spoken of from now on."""
@@ -38,19 +41,27 @@ class Patience:
     def held_off(self, what: str, loss_scale: float | None) -> None:
         """A step was not made because `what` is not finite. Raises StopRun after too many in a row."""
         self._in_a_row += 1
-        if loss_scale is None or loss_scale <= 1.0:
+        is_settling = loss_scale is not None and loss_scale > 1.0
+        if not is_settling:
             self._futile += 1
-        self._say(what, loss_scale)
+        self._tell(LOSS if what == LOSS else SETTLING if is_settling else GRADIENTS, what, loss_scale)
         if self._futile >= IN_A_ROW or self._in_a_row >= WHILE_SCALE_FALLS:
             reason = f"{self._in_a_row} steps in a row were not finite"
             known = self._diagnosis()
             say(f"{reason}; the run ends here. " + (known or "Nothing was found that explains them."))
             raise StopRun(reason, 3)
 
-    def _say(self, what: str, loss_scale: float | None) -> None:
-        self._said += 1
-        if self._said <= SAID_IN_FULL or self._said & (self._said - 1) == 0:
+    def _tell(self, why: str, what: str, loss_scale: float | None) -> None:
+        """Say the first of each kind; count all."""
+        self._counts[why] = self._counts.get(why, 0) + 1
+        if self._counts[why] == 1:
             scale = f", loss scale {loss_scale:g}" if loss_scale is not None else ""
-            row = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
-            verb = "is" if what == "the loss" else "are"
-            say(f"step {self._number}: held off, {what} {verb} not finite{scale}{row}")
+            verb = "is" if why == LOSS else "are"
+            say(f"step {self._number}: held off, {what} {verb} not finite{scale} (more of these are counted, not said)")
+
+    def close(self) -> None:
+        """The run is over: how many steps were held off, where that was not said already."""
+        total = sum(self._counts.values())
+        if total > len(self._counts):
+            parts = ", ".join(f"{count} for {why}" for why, count in self._counts.items())
+            say(f"{total} steps were held off in all: {parts}")

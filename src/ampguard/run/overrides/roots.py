@@ -17,6 +17,7 @@ from ampguard.capture.surroundings import find_prefix
 from ampguard.engine.casting import cast_floats
 from ampguard.replay.names import module_names, parameters_under
 from ampguard.run.overrides.again import Again
+from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.ledger import say
 from ampguard.run.overrides.regions import Regions
 
@@ -37,6 +38,9 @@ class RootCalls:
         self._on_root = on_root
         self._on_gain = on_gain
         self.again: Again | None = None
+        self.evaluations: Evaluations | None = None
+        self.on_return: Callable[[], None] | None = None
+        """Called when a root call has returned."""
         self._inside = False
         self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.inputs: list[weakref.ref[torch.Tensor]] = []
@@ -80,7 +84,13 @@ class RootCalls:
         if compat.in_backward() or compat.is_tracing():  # checkpointing computes again as it computed before
             return original(module, *args, **kwargs)
         needed = self._barrier.call(self._prepare, module, args, kwargs, sys._getframe(2))
-        if self.again is None or not torch.is_grad_enabled():
+        if self.evaluations is not None:
+            given = self._barrier.call(self.evaluations.before, module, args, kwargs)
+            if given is not None:
+                output = self._run(original, module, args, kwargs, needed)
+                self._barrier.call(self.evaluations.after, given)
+                return output
+        if self.again is None or self.again.is_replaying():
             return self._run(original, module, args, kwargs, needed)
         moment = self.again.before(module)
         try:
@@ -92,6 +102,7 @@ class RootCalls:
                 raise
         output = None  # let go of the bad one: to the guard it must not look like a loss that is thrown away
         self.again.restore(moment)
+        self.again.is_made()
         say("the call is made again with the fix")
         needed = self._barrier.call(self._regions.for_call, module, args, kwargs)
         return self._run(original, module, args, kwargs, needed)
@@ -106,6 +117,8 @@ class RootCalls:
                 output = original(module, *args, **kwargs)
         finally:
             self._inside = False
+            if self.on_return is not None:
+                self.on_return()
         if not is_gained:
             return output
         self._on_gain()

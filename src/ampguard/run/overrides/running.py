@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ampguard import numerics
@@ -17,7 +17,9 @@ from ampguard.capture.record import BadResult
 from ampguard.incident import Incident
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
+from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.forced import Forced
+from ampguard.run.overrides.gradients_again import GradientsAgain
 from ampguard.run.overrides.healing import Healer
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.lightning import LightningPlugins
@@ -25,9 +27,12 @@ from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.memory import peak_memory_mib
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.reads import Reads
 from ampguard.run.overrides.regions import Regions
+from ampguard.run.overrides.remaking import Remaking
 from ampguard.run.overrides.roots import RootCalls
 from ampguard.run.overrides.scalers import Scalers
+from ampguard.run.overrides.step_again import StepAgain
 from ampguard.run.overrides.updates import Listener, Updates
 
 
@@ -39,12 +44,15 @@ class RunningOverrides:
         asked: Overrides,
         on_nonfinite: OnNonfinite,
         listener: Listener,
-        step: Callable[[], int],
-        diagnosis: Callable[[], str | None],
+        patience: Patience | None,
     ) -> None:
+        """`patience`: None where an engine holds off its steps itself."""
         self._asked = asked
         self._listener = listener
+        self._patience = patience
         self._healed_until = 0
+        self._reads: Reads | None = None
+        self._is_installed = False
         self._on_nonfinite = on_nonfinite
         self.ledger = Ledger()
         self._patches = Patches()
@@ -54,19 +62,41 @@ class RunningOverrides:
         self._lines = LinesInFloat32()
         self._barrier = FaultBarrier(self._on_fault)
         self._roots = RootCalls(self._regions, self._barrier, self._on_root, self._on_gain)
-        if on_nonfinite == "heal":
-            self._roots.again = Again(self.ledger, listener.output_is_bad)
+        self._evaluations: Evaluations | None = None
+        if asked.compare_eval:
+            self._evaluations = Evaluations(asked.compare_eval, plan, self._regions, listener.recorder, self.ledger)
+            self._roots.evaluations = self._evaluations
         self._scalers = Scalers(plan, self.ledger)
         self._lightning = LightningPlugins(plan, self._regions, self.ledger)
         self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger)
-        patience = Patience(step, diagnosis) if on_nonfinite in ("skip", "heal") else None
+        holds_off = patience if on_nonfinite in ("skip", "heal") else None
         self._updates = Updates(
-            plan, self._scalers, self._roots, patience, self._barrier, self.ledger, listener, self._forced.first_step
+            plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
+        if on_nonfinite == "heal":
+            self.begin_healing()
+
+    def begin_healing(self) -> None:
+        """Apply the fixes of what is explained from here on."""
+        self._on_nonfinite = "heal"
+        if self._roots.again is None:
+            recorder = self._listener.recorder
+            self._roots.again = Again(self.ledger, self._listener.output_is_bad, lambda: recorder.paused)
+            remaking = Remaking(recorder, self._plan, self._lines, self.ledger, self._heal_more)
+            self._updates.again = again = StepAgain(remaking)
+            self._updates.gradients_again = gradients = GradientsAgain(remaking, self._updates.leaves)
+            self._scalers.lowered = gradients.scale.updated
+            self._roots.on_return = self._root_returned
+            self._reads = Reads(recorder.judge, self._barrier, again.read)
+            if self._is_installed:
+                self._reads.install(self._patches)
 
     def install(self) -> None:
         for part in (self._regions, self._roots, self._scalers, self._lightning, self._updates):
             part.install(self._patches)
+        if self._reads is not None:
+            self._reads.install(self._patches)
+        self._is_installed = True
 
     def undo(self) -> None:
         """Put back every patched attribute; whatever of the overrides named nothing is said."""
@@ -74,6 +104,10 @@ class RunningOverrides:
         self._patches.undo()
         self._lines.undo()
         self._forced.end()
+        if self._patience is not None:
+            self._patience.close()
+        if self._updates.gradients_again is not None:
+            self._updates.gradients_again.scale.close()
         self._say_what_never_came()
 
     def heal(self, incident: Incident) -> None:
@@ -83,6 +117,16 @@ class RunningOverrides:
             self._barrier.call(self._healer.heal, incident)
             if len(self.ledger.healed) > before:
                 self._healed_until = self._listener.events()
+
+    def _root_returned(self) -> None:
+        if self._lines.are_forced and torch.is_grad_enabled():
+            self._listener.keep_taping()
+
+    def _heal_more(self, step: int) -> bool:
+        is_done = self._healer.heal_more(step)
+        if is_done:
+            self._healed_until = self._listener.events()
+        return is_done
 
     def was_before_healing(self, bad: BadResult) -> bool:
         """Whether a bad result was computed before the last fix was applied: run again, it would be finite."""
@@ -97,6 +141,7 @@ class RunningOverrides:
             "on_nonfinite": self._on_nonfinite,
             **self.ledger.as_dict(),
             "peak_memory_mib": peak_memory_mib(),
+            **({"evaluation": self._evaluations.as_dict()} if self._evaluations is not None else {}),
         }
 
     def _on_root(self, module: nn.Module, parts: dict[str, nn.Module]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture.probes import Patches
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.plan import Plan
@@ -30,12 +31,17 @@ class Scalers:
         """Scalers that the script wanted on, and the state that they would have begun with."""
         self.on_attempt: Callable[[], None] | None = None
         self.on_skipped: Callable[[Any, float, bool], None] | None = None
+        self.lowered: Callable[[Any], float | None] | None = None
+        """What the scale of a scaler that was updated is to be instead."""
+        self._lower_next: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+        """The scale with which a scaler begins its next iteration."""
 
     def install(self, patches: Patches) -> None:
         kind = torch.amp.GradScaler
         patches.replace(kind, "__init__", self._watch_init)
         patches.replace(kind, "scale", self._watch_scale)
         patches.replace(kind, "step", self._watch_step)
+        patches.replace(kind, "update", self._watch_update)
         patches.replace(kind, "state_dict", self._watch_state)
         patches.replace(kind, "load_state_dict", self._watch_load)
 
@@ -56,6 +62,10 @@ class Scalers:
     def _watch_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
+            lower = self._lower_next.pop(scaler, None)
+            value = compat.loss_scale(scaler)
+            if lower is not None and value is not None:
+                value.fill_(lower)
             self.scales = self.scales or scaler.is_enabled()
             return original(scaler, outputs)
 
@@ -79,6 +89,16 @@ class Scalers:
             return result
 
         return step
+
+    def _watch_update(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            lower = self.lowered(scaler) if self.lowered is not None and scaler.is_enabled() else None
+            if lower is not None:  # not now: loops take a scale that has fallen for a step that was skipped
+                self._lower_next[scaler] = lower
+
+        return update
 
     def _watch_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A scaler that is off has no state. A script whose scaler is always on may read it, for its log say (Swin)."""

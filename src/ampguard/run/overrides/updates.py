@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -14,15 +15,19 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.probes import Patches
+from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
+from ampguard.run.overrides.all_ranks import carry_bad_losses
 from ampguard.run.overrides.closures import calls_closure_once, without_closure
 from ampguard.run.overrides.gained_scale import GainedScale
 from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
+from ampguard.run.overrides.gradients_again import GradientsAgain
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.roots import RootCalls
 from ampguard.run.overrides.scalers import Scalers
+from ampguard.run.overrides.step_again import StepAgain
 
 
 class Listener(Protocol):
@@ -32,6 +37,10 @@ class Listener(Protocol):
     def held_off(self, optimizer: Optimizer, scale: GainedScale | None) -> None: ...
     def output_is_bad(self, output: Tensor) -> None: ...
     def events(self) -> int: ...
+    def keep_taping(self) -> None: ...
+
+    @property
+    def recorder(self) -> FlightRecorder: ...
 
 
 class Updates:
@@ -64,6 +73,9 @@ class Updates:
         self._bad_loss = False
         self._stepped_since_backward = False
         self._stepping: set[int] = set()
+        self.again: StepAgain | None = None
+        self.gradients_again: GradientsAgain | None = None
+        """These make steps that failed again; None where nothing is healed."""
         self._patches: Patches | None = None
 
     def install(self, patches: Patches) -> None:
@@ -75,6 +87,8 @@ class Updates:
         if self._patience is not None:
             for owner in (Optimizer, nn.Module):
                 patches.replace(owner, "zero_grad", self._watch_clear)
+        for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
+            self._adopt(optimizer)  # from before the guard
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -86,20 +100,35 @@ class Updates:
             if torch.compiler.is_compiling() or compat.in_backward():
                 return original(tensors, *args, **kwargs)
             losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            guarded(self._see_losses, losses)
+            if self.again is not None:
+                losses = guarded(self.again.losses, losses) or losses
+            if self._patience is not None and compat.several_ranks():
+                args, kwargs = guarded(carry_bad_losses, losses, args, kwargs) or (args, kwargs)
+            else:
+                guarded(self._see_losses, losses)
             if not guarded(self._is_to_be_scaled, losses, args, kwargs):
-                original(tensors, *args, **kwargs)
+                owner = self._listener.recorder.scaler if self._scalers.scales else None
+                self._differentiate(lambda: original(losses, *args, **kwargs), losses, owner)
                 if self._patience is not None and not self._scalers.scales:
                     guarded(self._look_at_gradients)
                 return None
             scaled = self._gained.scaled(losses)
             for loss, product in zip(losses, scaled, strict=True):
                 self._listener.loss_scaled(loss, product, self._gained)
-            self._gained.backward(lambda: original(scaled, *args, **kwargs), self._leaves)
+            run = lambda: self._differentiate(lambda: original(scaled, *args, **kwargs), scaled, self._gained)  # noqa: E731
+            self._gained.backward(run, self.leaves)
             guarded(self._look_at_gradients)
             return None
 
         return backward
+
+    def _differentiate(self, run: Callable[[], None], losses: tuple[Tensor, ...], scale: object | None) -> None:
+        """Backward; where it leaves bad gradients that can be healed, those of the step made again."""
+        again = self.gradients_again
+        before = self._barrier.call(again.before, losses) if again is not None else None
+        run()
+        if again is not None and before is not None:
+            self._barrier.call(again.after, before, scale)
 
     def _look_at_gradients(self) -> None:
         """Backward has returned: look before the script clips its gradients, which can hide an infinite one."""
@@ -135,7 +164,7 @@ class Updates:
         self._ledger.done("gained a dynamic loss scale")
         return True
 
-    def _leaves(self) -> Iterator[Tensor]:
+    def leaves(self) -> Iterator[Tensor]:
         """Whatever may have a gradient: what optimizers hold, other parameters of models, inputs of models."""
         seen: set[int] = set()
         inputs = [t for ref in self._roots.inputs if (t := ref()) is not None]
@@ -164,12 +193,16 @@ class Updates:
         @functools.wraps(original)
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
-            kind = type(optimizer)
-            if self._patches is not None and not hasattr(kind.step, "_ampguard_holds"):
-                self._patches.replace(kind, "step", self._watch_step)
+            self._adopt(optimizer)
 
         return __init__
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """An optimizer exists: its steps are to be asked about."""
+        self._optimizers.add(optimizer)
+        kind = type(optimizer)
+        if self._patches is not None and not hasattr(kind.step, "_ampguard_holds"):
+            self._patches.replace(kind, "step", self._watch_step)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,0 +1,119 @@
+"""rank-divergence: ranks that should have the same weights, loss scale and skipped steps do not have them.
+
+What happens   one rank alone skips a step, changes its loss scale, loads another checkpoint, or writes to its weights.
+               DistributedDataParallel copies the weights once, when it is made, and averages gradients from then on: it
+               never looks whether the weights are still the same.
+Why it hurts   every rank adds the mean gradient to other weights. Nothing fails; the loss is that of no model, and the
+               checkpoint, which rank 0 writes, is not what the others trained.
+Instead        decide on all ranks alike: reduce the condition first, torch.distributed.all_reduce(found_inf, op=MAX), and
+               let every rank skip or none. Load checkpoints, and change weights, on all ranks.
+Not this       models that are another on each rank on purpose: without DistributedDataParallel nothing is compared. Nor
+               shards (FSDP), buffers, steps inside no_sync(), or training under join().
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ampguard.incident import Fix, Incident
+
+MAX_NAMES = 12
+
+SYNCHRONISE = (
+    "bring the weights together again: for p in model.parameters(): torch.distributed.broadcast(p.detach(), src=0), or load "
+    "the same checkpoint on every rank"
+)
+DECIDE_TOGETHER = (
+    "let all ranks decide alike: flag = torch.tensor(float(bad)); torch.distributed.all_reduce(flag, "
+    "op=torch.distributed.ReduceOp.MAX); then every rank skips, or none"
+)
+SAME_SCALE = (
+    "update the scaler on every rank alike, and load its state on each: scaler.load_state_dict(checkpoint['scaler'])"
+)
+WRITE_EVERYWHERE = (
+    "do on every rank what changes weights outside the optimizer (initialisation, loading, clamping, an average), from the "
+    "same numbers"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a rank differs from the first of those that hold the same model.
+
+    `parameters`: the weights that differ, of `of` in all. `course`: the first step in which the loss scale or skipping
+    differs, as (step, "scale" or "skipped", this rank's, the other's).
+    """
+
+    step: int
+    rank: int
+    other: int
+    last_equal: int | None
+    parameters: list[str]
+    of: int
+    course: tuple[int, str, Any, Any] | None
+
+
+def rank_divergence(difference: Difference, digest: str) -> Incident:
+    """The incident, told by the rank that differs from the first. `digest`: what stands for this rank's weights."""
+    course = difference.course
+    step = difference.step if course is None else min(course[0], difference.step)
+    fixes = [Fix("call-order", None, WRITE_EVERYWHERE)] if course is None else _fixes_of(course[1])
+    if difference.parameters:
+        fixes.append(Fix("load-weights", None, SYNCHRONISE))
+    evidence: dict[str, Any] = {
+        "compared_with_rank": difference.other,
+        "last_equal_step": difference.last_equal,
+        "seen_at_step": difference.step,
+        "parameters": difference.parameters[:MAX_NAMES],
+        "parameter_count": len(difference.parameters),
+        "of": difference.of,
+        "digest": digest,
+    }
+    if course is not None:
+        evidence |= {"differs": course[1], "here": course[2], "there": course[3]}
+    return Incident(
+        step=step,
+        rank=difference.rank,
+        mode="train",
+        phase="optimizer",
+        severity="error",
+        cause="rank-divergence",
+        module=None,
+        op=None,
+        dtype=None,
+        location=None,
+        explanation=" ".join(_sentences(difference)),
+        evidence=evidence,
+        fixes=tuple(fixes),
+    )
+
+
+def _fixes_of(which: str) -> list[Fix]:
+    return [Fix("call-order", None, SAME_SCALE if which == "scale" else DECIDE_TOGETHER)]
+
+
+def _sentences(d: Difference) -> list[str]:
+    found = []
+    if d.course is not None:
+        step, which, here, there = d.course
+        if which == "scale":
+            found.append(
+                f"In step {step} the loss scale of rank {d.rank} is {here:g} and that of rank {d.other} {there:g}."
+            )
+        else:
+            skips, steps = (d.rank, d.other) if here else (d.other, d.rank)
+            found.append(f"Rank {skips} skipped step {step}, and rank {steps} made it.")
+    if d.parameters:
+        shown = ", ".join(f"`{name}`" for name in d.parameters[:3])
+        more = f" and {len(d.parameters) - 3} more" if len(d.parameters) > 3 else ""
+        since = (
+            f"after step {d.last_equal} they were equal" if d.last_equal is not None else "they were never seen equal"
+        )
+        found.append(
+            f"After step {d.step} {len(d.parameters)} of {d.of} weights of rank {d.rank} are not those of rank {d.other} "
+            f"({shown}{more}); {since}. From here on the ranks train different models."
+        )
+    elif d.course is not None and d.course[1] == "scale":
+        found.append("Gradients that are multiplied by different numbers were averaged.")
+    return found

@@ -1,0 +1,70 @@
+"""What can be said of a step that cannot be run again because the other ranks would have to take part.
+
+With parameters spread over ranks (FSDP, tensor parallelism) a replay on one rank would wait for the others, which are
+elsewhere. A batch that holds NaN needs no replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall, leaves
+from ampguard.incident import Fix, Incident
+from ampguard.numerics import dtype_name, is_finite, stats
+
+
+def bad_input(bad: BadResult, reason: str, rank: int) -> Incident | None:
+    """The incident of a batch that holds NaN or Inf already; None where what the models were given is finite."""
+    for root in (event for event in bad.record.events if isinstance(event, RootCall)):
+        for position, given in enumerate(leaves((root.args, root.kwargs))):
+            value = _value(given, bad)
+            if value is not None and not is_finite(value):
+                return _incident(bad, root, position, value, reason, rank)
+    return None
+
+
+def _value(given: Any, bad: BadResult) -> Tensor | None:
+    """A tensor that the model was given and that no model made, where it is still there."""
+    if isinstance(given, Held):
+        return given.value if given.tensor.grad_fn is None else None
+    event = bad.record.event(given.event) if isinstance(given, Ref) else None
+    if not isinstance(event, GlueOp) or given.output >= len(event.outputs):
+        return None
+    tensor: Tensor | None = event.outputs[given.output]()
+    return tensor if tensor is not None and tensor.grad_fn is None else None
+
+
+def _incident(bad: BadResult, root: RootCall, position: int, value: Any, reason: str, rank: int) -> Incident:
+    values = stats(value)
+    rows = value.isfinite().flatten(1).all(1).logical_not().nonzero().flatten().tolist() if value.dim() > 1 else []
+    counts = f"{values.nan} NaN, {values.pos_inf} +Inf, {values.neg_inf} -Inf of {value.numel()} values"
+    which = f" (samples {', '.join(map(str, rows[:8]))} of the batch)" if rows else ""
+    name = f"input {position}"
+    return Incident(
+        step=bad.step,
+        rank=rank,
+        mode=bad.mode,
+        phase="data",
+        severity="error",
+        cause="nonfinite-input",
+        module=root.prefix,
+        op=None,
+        dtype=dtype_name(value.dtype),
+        location=root.line.location() if root.line is not None else None,
+        explanation=f"What the model was given as {name} holds non-finite values already: {counts}{which}. "
+        f"The step was not run again: {reason}.",
+        evidence={
+            "name": name,
+            "role": "input",
+            "samples": rows[:64],
+            "values": values.as_dict(),
+            "rung": "none",
+            "not_replayed_because": reason,
+        },
+        fixes=(
+            Fix("filter-sample", name, "drop the samples that are not finite before the model is called"),
+            Fix("fix-data", name, "clean the data: torch.nan_to_num, or repair it where it is made"),
+        ),
+    )

@@ -1,0 +1,47 @@
+"""What the guard has found out about the step that is just failing, for the message of an exception."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ampguard.incident import Incident
+
+WITHOUT_GUARD = "ampguard: run the same script with `ampguard run` to be told the operator, the line and a fix"
+
+
+def with_diagnosis(error: FloatingPointError) -> FloatingPointError:
+    """The same exception, its message followed by the guard's answer, or by how to get one."""
+    session = _session()
+    if session is None:
+        told = WITHOUT_GUARD
+    else:
+        incident = _latest(session, error)
+        told = _told(incident) if incident is not None else "ampguard: not explained yet; the report may say more"
+    error.args = (f"{error.args[0] if error.args else ''}\n{told}", *error.args[1:])
+    return error
+
+
+def _session() -> Any:
+    """The guard that is on; asks nothing of a process in which none was begun."""
+    guarding = getattr(sys.modules.get("ampguard.run.session"), "guarding", None)
+    return guarding() if guarding is not None else None
+
+
+def _latest(session: Any, error: FloatingPointError) -> Incident | None:
+    for attempt in range(2):
+        if attempt:  # nobody has read a number of this step from the device yet
+            session._barrier.call(session._recorder.flush, error)
+        errors: list[Incident] = [i for i in session._casebook.incidents() if i.severity == "error"]
+        if errors:
+            return max(errors, key=lambda incident: incident.step)
+    return None
+
+
+def _told(incident: Incident) -> str:
+    lines = [f"ampguard: {incident.cause} in step {incident.step}: {incident.explanation}"]
+    if incident.location is not None:
+        where = f"  at    {incident.location.file}:{incident.location.line}  {incident.location.code}"
+        lines.append(where + (f"  (module {incident.module})" if incident.module else ""))
+    lines += [f"  {'fix' if fix.verified else 'try'}   {fix.how}" for fix in incident.fixes[:1]]
+    return "\n".join([*lines, f"  more  ampguard explain {incident.cause}"])

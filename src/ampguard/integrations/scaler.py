@@ -1,0 +1,253 @@
+"""GradScaler's calls over the engine's step: one read of the gradients, and the factor inside the optimizer's own pass.
+
+What the drop-ins of this package are made of. A step whose gradients are not finite changes nothing in any precision,
+gradients that wait for their own step follow the scale when it changes, and a step without gradients says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampguard.engine import misuse
+from ampguard.engine.casting import map_tensors, tensors_in
+from ampguard.engine.own_loop import LoopPrecision
+from ampguard.engine.policies.base import ADVICE, BadStep
+from ampguard.engine.precision import mode_named
+from ampguard.engine.result import StepResult
+from ampguard.engine.setup import parameter_names
+from ampguard.engine.step import GradientCheck, LossScale, apply_update, check_for_update, check_gradients
+from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
+from ampguard.errors import NonfiniteError, PrecisionError
+from ampguard.integrations.announcing import ResumedAnnouncer, scalers_may_scale
+from ampguard.integrations.updating import (
+    Updating,
+    checked_again,
+    divide,
+    divided_twice,
+    held,
+    no_gradients,
+    stepped_twice,
+)
+
+logger = logging.getLogger("ampguard")
+
+PATIENCE = 25
+"""Skipped steps in a row after which the run ends: a scale of 2**16 needs 16 halvings to reach 1."""
+
+
+class EngineScaler:
+    """`scale`, `unscale_`, `step`, `update`, `get_scale`, `state_dict`, as `torch.amp.GradScaler` has them.
+
+    `precision` is one of `ampguard.precision`'s names, or what it returned (O2 and O3 need its `prepare`); without a
+    loss scale (fp32, bf16) the calls are the same. `model` lets messages name parameters. After `patience` skipped
+    steps in a row NonfiniteError is raised (None: never).
+    """
+
+    def __init__(
+        self,
+        precision: str | LoopPrecision = "fp16",
+        *,
+        model: nn.Module | None = None,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        patience: int | None = PATIENCE,
+    ) -> None:
+        self.precision = _known(precision)
+        self._mode = mode_named(self.precision.name)(self.precision.device_type)
+        self._is_enabled = self._mode.scales_loss and scalers_may_scale()
+        self._model = model
+        device = next((p.device for p in model.parameters()), None) if model is not None else None
+        self._loss_scale = LossScale(device or "cpu", init_scale=init_scale, growth_interval=growth_interval)
+        self._announcer = self._new_announcer()
+        self._updating: dict[int, Updating] = {}
+        self._found_infs: list[Tensor] = []
+        self._losses: list[Tensor] = []
+        self._verdicts = Verdicts(patience or sys.maxsize, lambda _: None, _on_bad_step)
+        self.result = StepResult()
+        """What the last `step` did: skipped or not, loss scale, bad parameters."""
+        self.norm: Tensor | None = None
+        """Of the last step's true gradients, where it was wanted: a 0-d tensor that nobody has waited for."""
+
+    # --- what GradScaler has ------------------------------------------------------------------------------------------
+
+    def is_enabled(self) -> bool:
+        """Whether there is a loss scale."""
+        return self._is_enabled
+
+    def scale(self, outputs: Any) -> Any:
+        """The loss (or tensors in lists, tuples, dicts) times the loss scale."""
+        losses = list(tensors_in(outputs))
+        self._losses += [loss.detach() for loss in losses]
+        if not self._is_enabled:
+            return outputs
+        if losses and losses[0].device != self._loss_scale.value.device:
+            self._move_to(losses[0].device)
+        wide = map_tensors(lambda t: t.float() if t.dtype.itemsize < 4 and t.is_floating_point() else t, outputs)
+        return self._announcer.scale(wide, self._loss_scale.scale)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None = None, *, create_graph: bool = False) -> None:
+        """`scale(loss).backward()`. The gradients of `optimizer` may wait for its step: they follow the scale."""
+        if optimizer is not None:
+            self._of(optimizer)
+        with self._mode.computing():
+            self.scale(loss).backward(create_graph=create_graph)
+
+    def unscale_(self, optimizer: Optimizer) -> Tensor:
+        """Divide its gradients by the loss scale now, to clip or read them. Returns their true norm, a 0-d tensor."""
+        own = self._of(optimizer)
+        if own.check is not None:
+            raise divided_twice(own)
+        check = self._checked(own, wants_norm=True)
+        self._announcer.unscaled(optimizer, check.found_inf)  # a listener would take an earlier division for another
+        divide(own.holding.parameters, check)
+        own.check, own.divided_at = check, misuse.calling_line()
+        assert check.norm is not None
+        return check.norm
+
+    def step(self, optimizer: Optimizer, *, max_norm: float | None = None, wants_norm: bool = False) -> StepResult:
+        """Update the parameters, or leave all as it is where a gradient is not finite.
+
+        `max_norm` clips by the global 2-norm of the optimizer's true gradients, unless `unscale_` was called.
+        Afterwards the gradients are divided and clipped, as GradScaler leaves them.
+        """
+        own = self._of(optimizer)
+        if own.stepped_at is not None:
+            raise stepped_twice(own)
+        self._verdicts.settle()
+        before = self._loss_scale.value.clone() if self._is_enabled else None
+        check = self._checked(own, max_norm is not None or wants_norm) if own.check is None else checked_again(own)
+        max_norm = max_norm if own.check is None else None
+        names = self._nonfinite(own, check)
+        self._announcer.step(
+            optimizer, check.found_inf, lambda: apply_update(optimizer, check, max_norm, write_back=True)
+        )
+        own.stepped_at, own.rest = misuse.calling_line(), own.holding.fingerprint()
+        self._found_infs.append(check.found_inf)
+        self.norm = check.norm
+        self.result = StepResult(check.norm, check.found_inf, before, names)
+        losses, self._losses = self._losses, []
+        self._verdicts.add(Verdict(self.result, (own.holding.name,), losses, check.found_inf), wait=False)
+        return self.result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """The loss scale for the next iteration; once, after the last optimizer's step."""
+        if not self._found_infs and new_scale is None:
+            raise misuse.error(
+                "missing-update",
+                "update() of the loss scale, but no optimizer was stepped since the last one",
+                "call scaler.step(optimizer) before it",
+                again=misuse.calling_line(),
+            )
+        found_infs, self._found_infs = self._found_infs, []
+        if self._is_enabled:
+            before = self._loss_scale.value.clone()
+            if new_scale is None:
+                self._loss_scale.update(found_infs)
+            else:
+                self._loss_scale.value.fill_(new_scale)
+            self._announcer.updated()
+            self._rescale(self._loss_scale.value / before)
+        for own in self._updating.values():
+            own.check = own.divided_at = own.stepped_at = None
+
+    def get_scale(self) -> float:
+        """The loss scale; 1 where there is none. Waits for the device."""
+        return float(self._loss_scale.value) if self._is_enabled else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's keys. Without a loss scale: the same with `scale` 1 and a mark, so that logs can read it."""
+        state = self._loss_scale.state_dict()
+        return state if self._is_enabled else {**state, "scale": 1.0, "enabled": False}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of this class or of GradScaler; one that was switched off leaves the scale as it is."""
+        if not self._is_enabled:
+            return
+        if not state or state.get("enabled", True) is False:
+            logger.info("the saved loss scale was switched off: training begins with %g", self.get_scale())
+            return
+        self._loss_scale.load_state_dict(state)
+        self._announcer = self._new_announcer(was_loaded=True)
+
+    # --- the steps in between -----------------------------------------------------------------------------------------
+
+    def _new_announcer(self, was_loaded: bool = False) -> ResumedAnnouncer:
+        return ResumedAnnouncer(self._loss_scale.value if self._is_enabled else None, was_loaded)
+
+    def _move_to(self, device: torch.device) -> None:
+        """The loss says where training happens."""
+        state = self._loss_scale.state_dict()
+        self._loss_scale = LossScale(device)
+        self._loss_scale.load_state_dict(state)
+        self._announcer = self._new_announcer(self._announcer.was_loaded)
+
+    def _of(self, optimizer: Optimizer) -> Updating:
+        own = self._updating.get(id(optimizer))  # its holding keeps the optimizer, and so the id
+        if own is None:
+            own = self._updating[id(optimizer)] = Updating(held(optimizer, self._model))
+            own.names = parameter_names({"model": self._model}) if self._model is not None else {}
+        if own.holding.has_new_parameters():
+            own.holding.refresh()
+        return own
+
+    def _checked(self, own: Updating, wants_norm: bool) -> GradientCheck:
+        """One look at gradients that carry the scale."""
+        holding = own.holding
+        if holding.flat and holding.flat_is_stale():
+            raise misuse.stale_flat(holding.name)
+        if not holding.has_gradients():
+            raise no_gradients(holding)
+        scale = self._loss_scale.value if self._is_enabled else None
+        if wants_norm:
+            return check_gradients(holding.parameters, scale)
+        may_write = not self._announcer.is_heard()
+        return check_for_update([holding.optimizer], holding.parameters, scale, may_write=may_write)
+
+    def _nonfinite(self, own: Updating, check: GradientCheck) -> Callable[[], tuple[str, ...]] | None:
+        if self._model is None:
+            return None
+        names = own.names
+        return nonfinite_names(
+            own.holding.parameters,
+            lambda p: names.get(id(p)) or f"a flat buffer of {p.numel()} elements",
+            check.found_inf,
+            False,
+        )
+
+    @torch.no_grad()
+    def _rescale(self, ratio: Tensor) -> None:
+        """Gradients inside a window of another optimizer's follow the scale: by powers of two, so nothing is rounded."""
+        for own in self._updating.values():
+            waits = own.stepped_at is None and own.check is None and own.holding.has_gradients()
+            if waits and own.rest != own.holding.fingerprint():
+                for p in own.holding.parameters:
+                    if p.grad is not None:
+                        p.grad.mul_(ratio.to(p.grad.device))
+
+
+def _known(precision: str | LoopPrecision) -> LoopPrecision:
+    if isinstance(precision, LoopPrecision):
+        return precision
+    kind = mode_named(precision)
+    if kind.weights_dtype != torch.float32:
+        raise PrecisionError(
+            f"precision {kind.name!r} changes the model and the optimizer, which the scaler cannot do by its name\n"
+            f"  do    p = ampguard.precision({kind.name!r}); p.prepare(model, optimizer); give the scaler precision=p"
+        )
+    return LoopPrecision(precision)
+
+
+def _on_bad_step(bad: BadStep) -> None:
+    if bad.in_a_row >= bad.patience:
+        raise NonfiniteError(f"{bad.in_a_row} steps in a row were skipped. {bad}\n{ADVICE}", bad.parameters or ())
+    if bad.is_settling:
+        logger.info("%s: skipped, the loss scale is halved", bad)
+    else:
+        logger.warning("%s: skipped (%d in a row)", bad, bad.in_a_row)

@@ -1,0 +1,159 @@
+"""The scaler that MAE, Swin, SimMIM and VMamba call once per batch, and timm's: the same calls, over the engine.
+
+    from ampguard.integrations.timm import NativeScalerWithGradNormCount as NativeScaler   # MAE, Swin, SimMIM, VMamba
+    from ampguard.integrations.timm import NativeScaler                                    # timm
+
+Nothing else in their scripts changes. docs/integrations/mae-swin-timm.md says what is gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.engine.own_loop import LoopPrecision
+from ampguard.engine.result import StepResult
+from ampguard.engine.setup import parameters_of
+from ampguard.engine.step import check_gradients
+from ampguard.errors import UsageError
+from ampguard.integrations.clipping import MODES, clip_
+from ampguard.integrations.scaler import PATIENCE, EngineScaler
+
+__all__ = ["NativeScaler", "NativeScalerWithGradNormCount"]
+
+Parameters = Tensor | Iterable[Tensor] | None
+
+
+class _OneCall:
+    """Scale, backward, unscale, clip, step and update in one call, or only scale and backward inside a window."""
+
+    state_dict_key = "amp_scaler"
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        precision: str | LoopPrecision = "fp16",
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        patience: int | None = PATIENCE,
+    ) -> None:
+        """`device` is timm's argument, and not needed: the loss says where it is."""
+        self._scaler = EngineScaler(
+            precision, init_scale=init_scale, growth_interval=growth_interval, patience=patience
+        )
+
+    @property
+    def result(self) -> StepResult:
+        """What the last step did: `result.skipped` tells a scheduler to wait."""
+        return self._scaler.result
+
+    def get_scale(self) -> float:
+        """The loss scale; 1 where there is none."""
+        return self._scaler.get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's keys, as these projects' checkpoints hold them."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Also what their own scalers have saved."""
+        self._scaler.load_state_dict(state_dict)
+
+    def _call(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        clip_grad: float | None,
+        clip_mode: str,
+        parameters: Parameters,
+        create_graph: bool,
+        ends_window: bool,
+    ) -> Tensor | None:
+        if clip_mode not in MODES:
+            raise UsageError(f"unknown clip_mode {clip_mode!r}: it is one of {', '.join(map(repr, MODES))}")
+        self._scaler.backward(loss, optimizer, create_graph=create_graph)
+        if not ends_window:
+            return None
+        norm = self._step(optimizer, clip_grad or None, clip_mode, parameters)
+        self._scaler.update()
+        return norm
+
+    def _step(self, optimizer: Optimizer, limit: float | None, mode: str, parameters: Parameters) -> Tensor:
+        chosen = _of_optimizer(optimizer, parameters, self._scaler.precision)
+        if chosen is None and (mode == "norm" or limit is None):
+            self._scaler.step(optimizer, max_norm=limit, wants_norm=True)
+            return _known(self._scaler.norm)
+        norm = self._scaler.unscale_(optimizer)
+        if chosen is not None:
+            norm = _known(check_gradients(chosen).norm)
+        if limit is not None:
+            clip_(parameters_of(optimizer) if chosen is None else chosen, limit, mode)
+        self._scaler.step(optimizer)
+        return norm
+
+
+class NativeScalerWithGradNormCount(_OneCall):
+    """MAE's, Swin's, SimMIM's and VMamba's; takes timm's words too."""
+
+    def __call__(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        clip_grad: float | None = None,
+        parameters: Parameters = None,
+        create_graph: bool = False,
+        update_grad: bool = True,
+        *,
+        clip_mode: str = "norm",
+        need_update: bool = True,
+    ) -> Tensor | None:
+        """The norm of the true gradients before clipping, a 0-d tensor; None inside an accumulation window.
+
+        `parameters` (default: the optimizer's) are clipped and measured, as far as the optimizer updates them. As the
+        original, it neither divides the loss by the length of the window nor clears gradients.
+        """
+        ends_window = update_grad and need_update
+        return self._call(loss, optimizer, clip_grad, clip_mode, parameters, create_graph, ends_window)
+
+
+class NativeScaler(_OneCall):
+    """timm's, which clips by `clip_mode`: "norm", "value" or "agc". Returns the norm, where timm's returns nothing."""
+
+    def __call__(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        parameters: Parameters = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+        *,
+        update_grad: bool = True,
+    ) -> Tensor | None:
+        """As `NativeScalerWithGradNormCount`, in the order of timm's arguments."""
+        ends_window = update_grad and need_update
+        return self._call(loss, optimizer, clip_grad, clip_mode, parameters, create_graph, ends_window)
+
+
+def _of_optimizer(optimizer: Optimizer, parameters: Parameters, precision: LoopPrecision) -> Sequence[Tensor] | None:
+    """Those that the optimizer updates; None where these are all that it has gradients for.
+
+    In O2, and with flat buffers, it updates other tensors than it is given here: then it is all of them.
+    """
+    if parameters is None or precision.name == "O2":
+        return None
+    given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+    updated = [p for p in parameters_of(optimizer) if p.grad is not None]
+    chosen = [p for p in updated if id(p) in given]
+    return chosen if 0 < len(chosen) < len(updated) else None
+
+
+def _known(norm: Tensor | None) -> Tensor:
+    assert norm is not None
+    return norm

@@ -1,0 +1,153 @@
+"""What it takes to make a step again: whether that may be done now, what made its losses, and the step itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.record import BadResult, Ref
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.errors import ReplayError
+from ampguard.replay.behind import events_behind
+from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.lines import LinesInFloat32
+from ampguard.run.overrides.live_step import LiveStep, has_low_weights
+from ampguard.run.overrides.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One loss that is differentiated: `ref` made it, or (`is_to_be_scaled`) what a loss scale was multiplied with.
+
+    `plain` made the loss before it was scaled, where it was.
+    """
+
+    loss: Tensor
+    ref: Ref
+    plain: Ref | None
+    is_to_be_scaled: bool
+
+
+class Remaking:
+    """Makes the running step again, with the fixes in force, as often as asked."""
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        plan: Plan,
+        lines: LinesInFloat32,
+        ledger: Ledger,
+        heal_more: Callable[[int], bool],
+    ) -> None:
+        """`heal_more`: apply a larger fix to what was healed in a step. Returns whether there was one."""
+        self.recorder = recorder
+        self.ledger = ledger
+        self._plan = plan
+        self._lines = lines
+        self._heal_more = heal_more
+
+    @property
+    def step(self) -> int:
+        return self.recorder.steps.count
+
+    def may_act(self) -> bool:
+        """Whether the step is recorded, by this process alone."""
+        recorder = self.recorder
+        return recorder.active and not recorder.paused and not recorder.counting and not _is_distributed()
+
+    # --- fixes --------------------------------------------------------------------------------------------------------
+
+    def is_healed_by(self, look: Callable[[], object]) -> bool:
+        """Whether a fix was applied while something was looked at."""
+        before = len(self.ledger.healed)
+        look()
+        return len(self.ledger.healed) > before
+
+    def is_healed_now(self) -> bool:
+        """Whether a fix was applied in this very step."""
+        healed = self.ledger.healed
+        return bool(healed) and healed[-1]["step"] == self.step
+
+    def heal_more(self) -> bool:
+        """Apply a larger fix than this step's, where there is one."""
+        return self._heal_more(self.step)
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def unscaled(self, loss: Tensor) -> Tensor:
+        """What a scaler was given, where the loss is what it returned."""
+        known = self.recorder.loss_of_scaled.get(id(loss))
+        return known[1] if known is not None and known[0]() is loss else loss
+
+    def parts(self, losses: Sequence[Tensor]) -> list[Part] | None:
+        """What made the losses; None where it is not known of one."""
+        lookup = self.recorder.log.lookup
+        parts = []
+        for loss in losses:
+            unscaled = self.unscaled(loss)
+            own, plain = lookup(loss), lookup(unscaled) if unscaled is not loss else None
+            ref = own or plain
+            if ref is None:
+                return None
+            parts.append(Part(loss, ref, plain, is_to_be_scaled=own is None))
+        return parts
+
+    def begins_before(self, parts: Sequence[Part], event: int) -> bool:
+        """Whether the losses were made from anything older than an event."""
+        refs = tuple(part.ref for part in parts)
+        behind = events_behind(BadResult("loss", "train", self.step, self.recorder.log.slice(), refs))
+        return bool(behind) and behind[0].index < event
+
+    def scaled_as(self, part: Part, made: Mapping[Ref, Tensor]) -> Tensor:
+        """The loss in place of which this one is differentiated: times the same scale, and known for it."""
+        loss = made[part.ref]
+        if part.plain is None:
+            return loss
+        scale = compat.loss_scale(self.recorder.scaler)
+        if part.is_to_be_scaled and scale is not None:
+            with torch.enable_grad():
+                loss = loss.float() * scale
+            part.loss.data = loss.detach()
+        plain = made.get(part.plain)
+        if plain is not None:
+            self.recorder.note_scaled(plain, loss, self.recorder.scaler)
+        return loss
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def compute(self, wanted: Sequence[Ref], needs_graph: bool = True) -> Mapping[Ref, Tensor] | None:
+        """The results by what made them; None where the step cannot be made again."""
+        try:
+            with self.unrecorded():
+                step = LiveStep(list(dict.fromkeys(wanted)), self.recorder, self._plan, self._lines)
+                made = step.compute()
+            if needs_graph and (has_low_weights(step) or not step.reaches_the_leaves):
+                raise ReplayError("its gradients would not be those of the step")
+        except Exception as why:  # the step's own code may raise anything: then it is held off
+            self.cannot(why)
+            return None
+        return made
+
+    def cannot(self, why: Exception) -> None:
+        """Say why a step is held off all the same."""
+        self.ledger.failed(f"a step could not be made again, and is held off: {str(why).splitlines()[0]}")
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """What runs inside is the guard's, and no event of the script."""
+        paused, self.recorder.paused = self.recorder.paused, True
+        try:
+            yield
+        finally:
+            self.recorder.paused = paused
+
+
+def _is_distributed() -> bool:
+    """Whether other ranks would have to make the step again too."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,0 +1,190 @@
+"""Watches that ranks which should have the same weights, loss scale and skipped steps have them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.later import NumbersLater
+from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
+from ampguard.capture.ranks.replicas import Replica, Replicas
+from ampguard.capture.record import RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.vitals import StepVitals
+from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.protocol.rank_divergence import Difference, rank_divergence
+from ampguard.incident import Incident
+from ampguard.run.dynamics import LearningDynamics
+from ampguard.run.ranks_exchange import KEPT, Check, Exchange, Sums, first_here
+
+COURSE = 128
+"""Steps of which loss scale and skipping are kept."""
+
+
+def is_due(step: int) -> bool:
+    """Whether weights are compared after this step: each of the first 8, then every 8th, from 64 on every 64th.
+
+    All ranks must come to the same answer, so it depends on nothing but the step.
+    """
+    return step < 8 or step % (8 if step < 64 else 64) == 0
+
+
+class RankWatch:
+    """One rank's share of the comparison."""
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        folder: Path,
+        rank: int,
+        tell: Callable[[Incident], object],
+        flush: Callable[[], None],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        """`flush`: have every step's vital signs handed on, up to the last one."""
+        self._recorder = recorder
+        self._flush = flush
+        self._folder = folder
+        self._rank = rank
+        self._tell = tell
+        self._barrier = FaultBarrier(on_fault)
+        self._replicas = Replicas()
+        self._later = NumbersLater()
+        self._course: deque[tuple[int, float | None, bool | None]] = deque(maxlen=COURSE)
+        self._pairs: dict[int, _Pair] = {}
+
+    def saw(self, vitals: StepVitals) -> None:
+        """The vital signs of a step."""
+        self._course.append((vitals.step, vitals.scale, vitals.skipped))
+
+    def iteration_ended(self, step: int) -> None:
+        """Iteration number `step` is over."""
+        if is_due(step):
+            self._barrier.call(self._check, step)
+
+    def close(self) -> None:
+        """The run ends: what is left is compared now."""
+        self._barrier.call(self._close)
+
+    def _check(self, step: int) -> None:
+        events = self._recorder.log.record.events
+        self._replicas.look(event.module for event in events if isinstance(event, RootCall))
+        if not self._replicas.known:
+            return
+        self._flush()
+        for replica in self._replicas.known:
+            pair = self._pairs.get(replica.number) or self._pair_up(replica)
+            found = replica.sums() if pair is not None else None
+            if found is not None and pair is not None:
+                names, sums = found
+                self._later.ask(as_parts(sums), pair.receiver(step, names))
+        self._later.poll()
+
+    def _pair_up(self, replica: Replica) -> _Pair | None:
+        first = first_here(self._folder, replica.ranks)
+        if first is None or len(replica.ranks) < 2:
+            return None
+        exchange = Exchange(self._folder, replica.number, first)
+        pair = self._pairs[replica.number] = _Pair(exchange, self._rank, first, self._course, self._tell)
+        return pair
+
+    def _close(self) -> None:
+        self._flush()
+        self._later.poll(wait=True)
+        for pair in self._pairs.values():
+            pair.compare(is_last=True)
+
+
+class _Pair:
+    """This rank and the first of those that hold the same model."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank: int,
+        first: int,
+        course: deque[tuple[int, float | None, bool | None]],
+        tell: Callable[[Incident], object],
+    ) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._first = first
+        self._course = course
+        self._tell = tell
+        self._waiting: deque[tuple[Check, Sums]] = deque(maxlen=KEPT)
+        self._last_equal: int | None = None
+        self._has_told = False
+
+    def receiver(self, step: int, names: list[str]) -> Callable[[list[float | None]], None]:
+        def came(parts: list[float | None]) -> None:
+            sums = from_parts(parts)
+            check = Check(step, digest_of(sums), list(self._course))
+            if self._rank == self._first:
+                self._exchange.write(check, Sums(names, sums))
+            elif not self._has_told:
+                self._waiting.append((check, Sums(names, sums)))
+                self.compare()
+
+        return came
+
+    def compare(self, is_last: bool = False) -> None:
+        """Compare those checks of ours that the first rank has made as well."""
+        while self._waiting and not self._has_told:
+            mine, sums = self._waiting[0]
+            theirs = self._exchange.check_of(mine.step)
+            if theirs is None:
+                if is_last or len(self._waiting) > 1:
+                    self._waiting.popleft()
+                    continue
+                return
+            self._waiting.popleft()
+            self._judge(mine, sums, theirs)
+
+    def _judge(self, mine: Check, sums: Sums, theirs: Check) -> None:
+        course = first_difference(mine.course, theirs.course)
+        if mine.digest == theirs.digest and course is None:
+            self._last_equal = mine.step
+            return
+        other = self._exchange.sums_of(mine.step) if mine.digest != theirs.digest else None
+        names = [] if other is None else differing(sums, other)
+        self._has_told = True
+        difference = Difference(mine.step, self._rank, self._first, self._last_equal, names, len(sums.names), course)
+        self._tell(rank_divergence(difference, mine.digest))
+
+
+def watch_ranks(
+    recorder: FlightRecorder,
+    dynamics: LearningDynamics,
+    casebook: Casebook,
+    folder: Path,
+    rank: int,
+    on_fault: Callable[[Exception], None],
+) -> RankWatch:
+    """A watch that hears of every step and tells the casebook."""
+    watch = RankWatch(recorder, folder, rank, casebook.add, dynamics.flush, on_fault)
+    dynamics.on_vitals = watch.saw
+    return watch
+
+
+Course = list[tuple[int, float | None, bool | None]]
+
+
+def first_difference(mine: Course, theirs: Course) -> tuple[int, str, object, object] | None:
+    """The first step, known to both, in which the loss scale or skipping differs: step, which, mine, theirs."""
+    known = {step: (scale, skipped) for step, scale, skipped in theirs}
+    for step, scale, skipped in mine:
+        other_scale, other_skipped = known.get(step, (scale, skipped))
+        if scale is not None and other_scale is not None and scale != other_scale:
+            return step, "scale", scale, other_scale
+        if skipped is not None and other_skipped is not None and skipped != other_skipped:
+            return step, "skipped", skipped, other_skipped
+    return None
+
+
+def differing(mine: Sums, theirs: Sums) -> list[str]:
+    """The weights that differ; all where the two do not even hold the same."""
+    if mine.names != theirs.names:
+        return sorted(set(mine.names) ^ set(theirs.names)) or mine.names
+    return [n for n, a, b in zip(mine.names, mine.sums, theirs.sums, strict=True) if a != b]

@@ -1,0 +1,192 @@
+"""`Amp(on_nonfinite="heal")`: the guard applies the fix, whoever has started it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampguard
+from ampguard.errors import RunFolderError
+from ampguard.report.store import read_report
+from ampguard.run.session import RunOptions, Session
+
+LOOP = """
+import sys, torch, ampguard
+from torch import nn
+
+precision = sys.argv[1]
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        scores = (300 * self.query(x)) @ (300 * self.key(x)).transpose(-2, -1)
+        return torch.softmax(scores / 90000, -1) @ x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Linear(8, 16), Scores(), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.attention(self.embed(x)).mean(1))
+
+
+torch.manual_seed(4)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+amp = ampguard.Amp(model, optimizer, precision, on_nonfinite="heal", max_grad_norm=10.0, init_scale=64.0)
+x, y = torch.randn(16, 6, 8), torch.randint(0, 4, (16,))
+for _ in range(30):
+    with amp.autocast():
+        loss = nn.functional.cross_entropy(model(x), y)
+    amp.backward(loss)
+    amp.step()
+print(amp.steps, loss.item())
+"""
+
+
+def ran(folder: Path, *command: str) -> tuple[int, float, str]:
+    """(steps made, last loss, stderr) of the loop."""
+    (folder / "train.py").write_text(LOOP)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=True)
+    made, loss = done.stdout.split()
+    return int(made), float(loss), done.stderr
+
+
+def test_it_simply_works(tmp_path: Path) -> None:
+    """No guard runs: the engine starts one, which reports when the process ends."""
+    _, exact, said = ran(tmp_path, "train.py", "fp32")
+    assert "healed" not in said
+    made, healed, said = ran(tmp_path, "train.py", "fp16")
+    assert made == 30  # the failing call was made again: no step was lost
+    assert healed == pytest.approx(exact, rel=0.02)
+    assert said.count("healed, attention in float32 from now on") == 1
+    (folder,) = [f for f in (tmp_path / "ampguard-runs").iterdir() if read_report(f).status != "clean"]
+    assert [h["target"] for h in read_report(folder).run["healed"]] == ["attention"]
+
+
+@pytest.mark.parametrize("asked", ["observe", "skip", "heal"])
+def test_under_ampguard_run_it_asks_that_guard(asked: str, tmp_path: Path) -> None:
+    command = ["-m", "ampguard", "run", "--out", "run", "--on-nonfinite", asked, "train.py", "fp16"]
+    made, healed, said = ran(tmp_path, *command)
+    assert made == 30
+    assert healed < 1.4
+    assert said.count("healed, attention in float32 from now on") == 1
+    assert not (tmp_path / "ampguard-runs").exists()
+    assert len(read_report(tmp_path / "run").run["healed"]) == 1
+
+
+class Wide(nn.Module):
+    """Its product fits no float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * 3000) @ torch.full((8, 1), 300.0) / 1e6
+
+
+def healing() -> tuple[ampguard.Amp, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Wide(), nn.Identity())
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), 0.01), on_nonfinite="heal", init_scale=8.0)
+    return amp, model
+
+
+def one_step(amp: ampguard.Amp, model: nn.Module) -> bool:
+    with amp.autocast():
+        loss = model(torch.randn(4, 8)).float().square().mean()
+    amp.backward(loss)
+    return amp.step().stepped
+
+
+def test_a_settling_loss_scale_is_no_failure(tmp_path: Path) -> None:
+    """The optimizer is older than the guard that the engine starts."""
+    session = Session(RunOptions(out=tmp_path / "run"))
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session.start()
+    try:
+        amp = ampguard.Amp(model, optimizer, on_nonfinite="heal", init_scale=2.0**22)
+        for _ in range(12):
+            with amp.autocast():
+                loss = model(torch.randn(16, 8)).square().mean()
+            amp.backward(loss)
+            amp.step()
+    finally:
+        session.finish()
+    assert 0 < amp.steps < 12
+    assert amp.get_scale() < 2.0**22
+    assert session.report.run["healed"] == []
+    assert {i.severity for i in session.report.incidents} <= {"info"}
+
+
+def test_a_guard_of_its_own_ends_with_the_last_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    original = nn.Module.__call__
+    first, model = healing()
+    guard = ampguard.guarding()
+    assert guard is not None
+    second, _ = healing()
+    assert ampguard.guarding() is guard
+    assert one_step(first, model)  # made again with the fix, not skipped
+    del first
+    gc.collect()
+    assert ampguard.guarding() is guard
+    del second
+    gc.collect()
+    assert ampguard.guarding() is None
+    assert nn.Module.__call__ is original
+    assert guard.report is not None
+    assert {i.cause for i in guard.report.incidents} == {"fp16-overflow"}
+
+
+def test_a_guard_of_others_outlives_it(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        assert ampguard.guarding() is session
+        amp, model = healing()
+        assert one_step(amp, model)  # made again with the fix, not skipped
+        del amp
+        gc.collect()
+        assert ampguard.guarding() is session
+    assert ampguard.guarding() is None
+    assert len(session.report.run["healed"]) == 1
+
+
+def test_what_cannot_be_healed_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = Session(RunOptions(out=tmp_path / "run"))
+    session.start()
+    try:
+        model = nn.Linear(8, 1)
+        amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", on_nonfinite="heal")
+        before = model.weight.clone()
+        amp.backward(model(torch.randn(4, 8)).mean() / torch.zeros(()))
+        assert amp.step().skipped
+        assert torch.equal(before, model.weight)
+        assert "skipped (1 in a row" in caplog.text
+    finally:
+        session.finish()
+
+
+def test_where_no_guard_can_start_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ampguard-runs").write_text("in the way")
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(8, 1)
+    with pytest.raises(RunFolderError):
+        ampguard.Amp(model, torch.optim.SGD(model.parameters(), 0.1), "O3", on_nonfinite="heal")
+    assert model.weight.dtype == torch.float32
+    assert ampguard.guarding() is None

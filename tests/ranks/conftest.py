@@ -1,0 +1,32 @@
+"""Two real ranks over gloo, with a hard limit: a hang is a failure within a minute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench" / "ranks"))
+
+from launch import Ended, launch  # noqa: E402
+
+WITHIN_S = 60.0
+
+TwoRanks = Callable[..., list[Ended]]
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> TwoRanks:
+    """`two_ranks(*command)`: run a command of Python's as two ranks; a rank that does not end in time fails the test."""
+
+    def run(*command: str) -> list[Ended]:
+        paths = [str(ROOT / "src"), str(ROOT / "bench" / "ranks"), str(Path(__file__).parent)]
+        ended = launch(2, command, tmp_path, WITHIN_S, PYTHONPATH=":".join(paths), AMPGUARD_DEBUG="1")
+        hung = [rank for rank, one in enumerate(ended) if one.status is None]
+        assert not hung, f"ranks {hung} hung:\n" + "\n".join(ended[rank].err for rank in hung)
+        return ended
+
+    return run

@@ -1,0 +1,80 @@
+"""Several short trainings in the same two processes, each under a guard of its own: starting ranks costs seconds.
+
+Prints one line of JSON: the name of each training, and what stands for the weights with which it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from train import parse, train
+
+import ampguard
+
+
+def joined() -> str:
+    """Rank 1 has more batches; after that another round, in which the step numbers of the ranks no longer agree."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with Join([model]):
+            for _ in range(6 + 3 * dist.get_rank()):
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+    return "joined"
+
+
+def independent() -> str:
+    """Each rank trains a model of its own."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return "independent"
+
+
+def buffers() -> str:
+    """Statistics that DDP is told to leave alone differ from rank to rank."""
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return "buffers"
+
+
+def by_name(name: str) -> str:
+    made = {"joined": joined, "independent": independent, "buffers": buffers}.get(name)
+    return made() if made is not None else train(parse(name.split()))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    ends = {}
+    for number, asked in enumerate(sys.argv[1:]):
+        policy, _, name = asked.rpartition(":")
+        guard = ampguard.watch(out=Path(f"out-{number}"), on_nonfinite=policy or "observe")  # type: ignore[arg-type]
+        with nullcontext() if policy == "plain" else guard:
+            ends[asked] = by_name(name)
+        dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The engine on two ranks: the true norm, one verdict for all, and checkpoints for another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, WITHIN_S, TwoRanks
+
+SCRIPT = str(Path(__file__).parent / "engine_of_two.py")
+
+
+def test_two_ranks_step_as_one_process_does(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    ended = two_ranks(SCRIPT, "several")
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    first, second = (json.loads(one.out.splitlines()[-1]) for one in ended)
+    assert first == second
+    paths = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SCRIPT, "one"]
+    alone = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=WITHIN_S)
+    assert alone.returncode == 0, alone.stderr
+    one = json.loads(alone.stdout.splitlines()[-1])
+    for precision in ("fp32", "fp16"):
+        truth = one[f"one {precision}"]
+        assert [step[0] for step in truth[:6]] == [False, False, False, True, False, False]
+        for kind, sent in (("ddp", 0), ("fsdp", 1)):
+            run = first[f"{kind} {precision}"]
+            same_steps(run[:9], truth[:9], sent)
+            assert run[9] == pytest.approx(truth[9], rel=2e-4)
+            resumed = first[f"{kind} {precision} resumed"]
+            assert resumed == run[6:]
+            on_one = one[f"{kind} {precision} on one rank"]
+            same_steps(on_one[:3], run[6:9], 0)
+            assert on_one[3] == pytest.approx(run[9], rel=2e-4)
+
+
+def same_steps(run: list[Any], truth: list[Any], sent: int) -> None:
+    """Skipped alike, at the same scale, with the same norm; `sent`: collectives in a step of the engine's."""
+    assert [(step[0], step[2]) for step in run] == [(step[0], step[2]) for step in truth]
+    assert {step[3] for step in run} == {sent}
+    for step, expected in zip(run, truth, strict=True):
+        assert step[1] == pytest.approx(expected[1], rel=2e-2)

@@ -1,0 +1,89 @@
+"""The guard under two real ranks: nothing changes, each failure is told once with its rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ampguard.report.store import read_report
+from conftest import ROOT, TwoRanks
+
+TRAIN = str(ROOT / "bench" / "ranks" / "train.py")
+SEVERAL = str(Path(__file__).parent / "one_after_another.py")
+GUARD = ("-m", "ampguard", "run", "--out", "out")
+
+
+def told(folder: Path) -> list[tuple[Any, ...]]:
+    """(cause, step, rank) of each incident of the merged report."""
+    return [(i.cause, i.step, i.rank) for i in read_report(folder).incidents if i.severity != "info"]
+
+
+def test_healthy_trainings_stay_bitwise_the_same_and_silent(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    names = [
+        "--steps 10",
+        "--steps 10 --accumulate 2 --amp",
+        "--engine fsdp --steps 10",
+        "joined",
+        "independent",
+        "buffers",
+    ]
+    plain = [f"plain:{name}" for name in names[:3]]
+    ended = two_ranks(SEVERAL, *plain, *names)
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    for one in ended:
+        ends = json.loads(one.out.splitlines()[-1])
+        assert [ends[name] for name in names[:3]] == [ends[f"plain:{name}"] for name in names[:3]]
+        assert "a fault of its own" not in one.err
+    for number in range(3, 9):
+        report = read_report(tmp_path / f"out-{number}")
+        assert [i.cause for i in report.incidents] == [], names[number - 3]
+        assert report.ranks == {"reported": 2, "missing": [], "missing_count": 0}
+
+
+def test_a_failure_of_one_rank_is_told_once_with_its_rank(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    faults = {
+        "--fault nan-batch": [("nonfinite-input", 5, 1)],
+        "--fault log": [("domain-error", 5, 1)],
+        "--fault overflow --amp --on 0": [("fp16-overflow", 5, 0)],
+        "--fault drift": [("rank-divergence", 5, 1)],
+        "--fault scale --amp": [("rank-divergence", 5, 1)],
+        "skip:--fault log": [("domain-error", 5, 1)],
+        "--engine fsdp --fault nan-batch": [("nonfinite-input", 5, 1)],
+        "skip:--engine fsdp --fault log": [("unexplained", 5, 1)],
+        "--engine fsdp --fault overflow --amp --times 2 --at 3": [("fp16-overflow", 4, 1)],
+    }
+    ended = two_ranks(SEVERAL, *(f"{name} --steps 9" for name in faults))
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "a fault of its own" not in ended[0].err + ended[1].err
+    for number, (name, expected) in enumerate(faults.items()):
+        assert told(tmp_path / f"out-{number}") == expected, name
+    first = read_report(tmp_path / "out-0").incidents[0]
+    assert first.evidence["samples"] == [3]
+    assert (first.evidence["ranks"], first.evidence["reached_ranks"]) == ([1], [0])
+    drift = read_report(tmp_path / "out-3").incidents[0]
+    assert drift.evidence["parameters"] == ["blocks.1.0.weight"]
+    assert drift.evidence["last_equal_step"] == 4
+    scale = read_report(tmp_path / "out-4").incidents[0]
+    assert (scale.evidence["differs"], scale.evidence["here"], scale.evidence["there"]) == ("scale", 512.0, 1024.0)
+    ends = [json.loads(one.out.splitlines()[-1]) for one in ended]
+    assert ends[0]["skip:--fault log --steps 9"] == ends[1]["skip:--fault log --steps 9"], (
+        "held off on all ranks or none"
+    )
+
+
+def test_a_rank_that_is_killed_while_it_investigates(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    survivor, killed = two_ranks(*GUARD, TRAIN, "--fault", "kill-late")
+    assert killed.status == -9
+    assert survivor.status == 1
+    assert "Connection closed by peer" in survivor.err or "Connection reset" in survivor.err
+    report = read_report(tmp_path / "out")
+    assert report.ranks == {"reported": 1, "missing": [1], "missing_count": 1}
+    assert report.steps == 5
+
+
+def test_a_rank_that_stops_says_why_to_the_others(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    survivor, stopped = two_ranks(*GUARD, "--on-nonfinite", "stop", TRAIN, "--fault", "log")
+    assert (survivor.status, stopped.status) == (1, 3)
+    assert "ampguard: rank 1 saw an error before this rank ended; domain-error in step 5" in survivor.err
+    assert told(tmp_path / "out") == [("domain-error", 5, 1)]
