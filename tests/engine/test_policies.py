@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_loops import MODES, made, model_of, same, train, weights
+from engine_loops import MODES, loss_of, made, model_of, same, train, weights
 
 import ampguard
 from ampguard.engine.policies import Rollback
@@ -28,6 +28,22 @@ def test_skip_leaves_the_weights_alone_and_says_so(mode: str, caplog: pytest.Log
     assert amp.get_scale() == (scale / 2 if amp.mode.scales_loss else 1.0)
     assert f"step {amp.verdicts.attempts - 1} of `AdamW`: the loss is not finite" in caplog.text
     assert "skipped (1 in a row" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["fp16", "O2"])
+def test_an_inf_that_a_clamp_hides_is_skipped_all_the_same(mode: str) -> None:
+    amp = made(mode)
+    train(amp, range(3))
+    parameters = [p.detach().clone() for p in model_of(amp).parameters()]
+    amp.backward(loss_of(amp, 3))
+    next(p for p in model_of(amp).parameters() if p.grad is not None).grad.view(-1)[0] = math.inf
+    amp.unscale_()
+    torch.nn.utils.clip_grad_value_(list(model_of(amp).parameters()), 0.5)
+    assert amp.step().skipped
+    assert same(parameters, list(model_of(amp).parameters()))
+    amp.backward(loss_of(amp, 4))  # and what was found then is not held against the next step
+    amp.unscale_()
+    assert not amp.step().skipped
 
 
 def test_a_settling_scale_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_loops import made, same, train, weights
+import torch
+from engine_loops import loss_of, made, model_of, same, train, weights
+from torch import nn
 
 import ampguard
 from ampguard.report.store import read_report
@@ -97,3 +99,47 @@ def test_watching_changes_nothing(mode: str, tmp_path: Path) -> None:
         assert train(watched, range(16)) == losses
     assert same(weights(alone), weights(watched))
     assert alone.get_scale() == watched.get_scale()
+
+
+def unscaled_by_hand(amp: ampguard.Amp, steps: range) -> None:
+    for step in steps:
+        amp.backward(loss_of(amp, step))
+        amp.unscale_()
+        nn.utils.clip_grad_value_(list(model_of(amp).parameters()), 0.5)
+        amp.step()
+
+
+def test_unscaling_by_hand_is_seen_once(tmp_path: Path) -> None:
+    alone = made("fp16")
+    unscaled_by_hand(alone, range(12))
+    with ampguard.watch(out=tmp_path / "run") as session:
+        watched = made("fp16")
+        unscaled_by_hand(watched, range(12))
+    assert session.report.incidents == ()
+    assert same(weights(alone), weights(watched))
+
+
+def test_a_resumed_scale_is_seen_as_it_is(tmp_path: Path) -> None:
+    """Saved at another scale than a new engine begins with: neither the steps nor the report are wrong afterwards."""
+    before = made("fp16", init_scale=64.0)
+    train(before, range(4))
+    torch.save(before.state_dict(), tmp_path / "state.pt")
+    train(before, range(4, 12))
+    with ampguard.watch(out=tmp_path / "run") as session:
+        after = made("fp16", init_scale=4096.0)
+        train(after, range(2))
+        after.load_state_dict(torch.load(tmp_path / "state.pt"))
+        train(after, range(4, 12))
+    assert session.report.incidents == ()
+    assert same(weights(before), weights(after))
+    assert after.get_scale() == before.get_scale()
+
+
+@pytest.mark.parametrize("override", [["--precision", "bf16"], ["--disable-amp"]])
+def test_an_override_that_switches_scalers_off_is_survived(override: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "ampguard", "run", *override, "--out", str(tmp_path / "run"), str(script)]
+    ran = subprocess.run([*command, "fp16", "-1"], capture_output=True, text=True, check=True)
+    assert ran.stdout == "made 20\n"
+    assert "Traceback" not in ran.stderr

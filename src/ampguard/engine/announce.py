@@ -17,8 +17,10 @@ class Announcer:
     a GradScaler of our own, so that they are seen for what they are.
     """
 
-    def __init__(self, value: Tensor | None) -> None:
+    def __init__(self, value: Tensor | None, was_loaded: bool = False) -> None:
         self._value = value
+        self.was_loaded = was_loaded
+        """Whether the scale came out of a checkpoint: who listens then sees its scaler take over a saved state."""
         self._scaler: compat.BorrowedScaler | None = None
 
     def is_heard(self) -> bool:
@@ -31,9 +33,20 @@ class Announcer:
             return None
         if self._scaler is None:
             self._scaler = compat.BorrowedScaler(self._value.device.type)
-            self._scaler.scale(self._value.new_ones(()))  # makes its tensors
-            self._scaler.update(self._value)
-        return self._scaler
+            if self._scaler.is_enabled():
+                self._begin(self._scaler, self._value)
+        return self._scaler if self._scaler.is_enabled() else None  # an override may switch every GradScaler off
+
+    def _begin(self, scaler: compat.BorrowedScaler, value: Tensor) -> None:
+        if self.was_loaded:
+            scaler.load_state_dict(scaler.state_dict())  # before it scales for the first time
+        scaler.scale(value.new_ones(()))  # makes its tensors
+        scaler.update(value)
+
+    def restored(self, was_loaded: bool) -> None:
+        """The scale was set: from a checkpoint, or back to what it was some steps ago."""
+        self.was_loaded = self.was_loaded or was_loaded
+        self._scaler = None
 
     def scale(self, loss: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
         """`loss` times the scale."""

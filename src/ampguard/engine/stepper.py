@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,6 +43,8 @@ class Stepper:
         self._announcer = Announcer(loss_scale.value if mode.scales_loss else None)
         self.found_infs: dict[str, Tensor] = {}
         """The answers of the optimizers that have been stepped since the last update of the scale."""
+        self._found_when_unscaled: dict[str, Tensor] = {}
+        """By optimizer: whether its gradients were not finite when the loop had them divided; a clamp may hide it since."""
         self._is_stepping = False
         for holding in holdings:
             earlier = _hooks.pop(holding.optimizer, None)
@@ -81,8 +84,9 @@ class Stepper:
             self.rules.unscale(holding)
             if self.scale is not None:
                 check = check_gradients(holding.parameters, self.scale)
-                _multiply(holding.parameters, check.inverse_scale)
                 self._announcer.unscaled(holding.optimizer, check.found_inf)
+                _multiply(holding.parameters, check.inverse_scale)
+                self._found_when_unscaled[holding.name] = check.found_inf
 
     def check(self, chosen: Sequence[Holding]) -> GradientCheck:
         """One look at all gradients, after the rules were asked; with their norm where it is needed for clipping."""
@@ -100,7 +104,11 @@ class Stepper:
         parameters = only or [p for holding in chosen for p in holding.parameters]
         optimizers = [holding.optimizer for holding in chosen]
         may_write = not self._announcer.is_heard()  # who listens divides what it reads by the scale
-        return check_for_update(optimizers, parameters, scale, self._max_norm, may_write=may_write)
+        check = check_for_update(optimizers, parameters, scale, self._max_norm, may_write=may_write)
+        for holding in unscaled:
+            found_inf = torch.maximum(check.found_inf, self._found_when_unscaled.pop(holding.name))
+            check = dataclasses.replace(check, found_inf=found_inf)
+        return check
 
     def apply(self, chosen: Sequence[Holding], check: GradientCheck) -> None:
         """Step or skip, all alike."""
@@ -152,7 +160,13 @@ class Stepper:
         """Forget gradients."""
         for holding in chosen:
             holding.clear()
+            self._found_when_unscaled.pop(holding.name, None)
             self.rules.cleared(holding)
+
+    def restored(self, was_loaded: bool) -> None:
+        """The loss scale was set from outside."""
+        self._found_when_unscaled.clear()
+        self._announcer.restored(was_loaded)
 
     def _watch_direct_step(self, holding: Holding) -> Callable[..., None]:
         def before_step(*_: Any) -> None:

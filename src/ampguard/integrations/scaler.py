@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard.engine import misuse
+from ampguard.engine.announce import Announcer
 from ampguard.engine.casting import map_tensors, tensors_in
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
@@ -25,7 +26,7 @@ from ampguard.engine.setup import parameter_names
 from ampguard.engine.step import GradientCheck, LossScale, apply_update, check_for_update, check_gradients
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
 from ampguard.errors import NonfiniteError, PrecisionError
-from ampguard.integrations.announcing import ResumedAnnouncer, scalers_may_scale
+from ampguard.integrations.announcing import scalers_may_scale
 from ampguard.integrations.updating import (
     Updating,
     checked_again,
@@ -178,8 +179,8 @@ class EngineScaler:
 
     # --- the steps in between -----------------------------------------------------------------------------------------
 
-    def _new_announcer(self, was_loaded: bool = False) -> ResumedAnnouncer:
-        return ResumedAnnouncer(self._loss_scale.value if self._is_enabled else None, was_loaded)
+    def _new_announcer(self, was_loaded: bool = False) -> Announcer:
+        return Announcer(self._loss_scale.value if self._is_enabled else None, was_loaded)
 
     def _move_to(self, device: torch.device) -> None:
         """The loss says where training happens."""

@@ -105,6 +105,7 @@ def _load_rest(amp: Amp, rest: dict[str, Any]) -> None:
     amp.followers.load_state_dict({"schedulers": rest["schedulers"], "averages": []})
     if rest["scale"] is not None:
         amp.loss_scale.load_state_dict(rest["scale"])
+    amp.stepper.restored(was_loaded=True)
     progress = rest["progress"]
     amp.verdicts.steps, amp.verdicts.attempts = progress["steps"], progress["attempts"]
     amp.verdicts.in_a_row = progress["in_a_row"]

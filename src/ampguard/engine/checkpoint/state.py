@@ -50,6 +50,7 @@ class Checkpoint:
         amp.followers.load_state_dict(state["followers"])
         if state["scale"] is not None:
             amp.loss_scale.load_state_dict(state["scale"])
+        amp.stepper.restored(was_loaded=rng)
         self._load_progress(state, skips)
         if rng:
             set_rng_state(state["rng"])
