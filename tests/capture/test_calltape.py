@@ -55,6 +55,7 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one hot": lambda out, y: (out - functional.one_hot(y, 4)).abs().mean(),
     "constants": lambda out, y: (out * torch.arange(4.0) - torch.tensor([1.0, 2.0, 3.0, 4.0])).square().mean(),
     "spread": spread,
+    "mapped": lambda out, y: torch.vmap(lambda row: (row.float() * 2).square().sum())(out).mean(),
 }
 MORE_THAN_COMPUTE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "random": lambda out, y: functional.cross_entropy(functional.dropout(out, 0.5), y),
@@ -63,6 +64,7 @@ MORE_THAN_COMPUTE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "in place later": lambda out, y: _doubled_after(out),
     "hooked": lambda out, y: _hooked(functional.cross_entropy(out, y)),
     "read": lambda out, y: _read(functional.cross_entropy(out, y)),
+    "derived": lambda out, y: torch.func.grad(lambda x: x.float().pow(3).sum())(out).float().square().mean(),
 }
 
 

@@ -373,3 +373,47 @@ def test_division_by_hand_is_seen_behind_a_clip(by_value: bool, multiplies_back:
     assert incident.evidence["factor"] == pytest.approx(1 / SCALE)
     assert incident.location is not None
     assert incident.location.code == "grad.div_(loop.scaler.get_scale())  # <- by hand"
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_told"),
+    [
+        (lambda g: g.clamp(-0.05, 0.05), True),  # <- the recipe for clipping by value
+        (lambda g: g.clamp(-0.05 * SCALE, 0.05 * SCALE), False),
+        (lambda g: g * 0.1, False),
+        (lambda g: -g, False),
+        (lambda g: g.nan_to_num(0.0), False),
+        (lambda g: g.clamp(min=0), False),
+        (lambda g: None, False),
+    ],
+)
+def test_hooks_on_parameters_that_clip(hook: Callable[[Tensor], Tensor | None], is_told: bool, guard: Guard) -> None:
+    """They run inside the backward pass, before anybody can unscale. The hooks themselves stay as they were."""
+    order: list[int] = []
+
+    def body() -> dict[str, object]:
+        loop = Loop()
+        order.clear()
+        for p in loop.model.parameters():
+            p.register_hook(lambda g: order.append(1))
+            p.register_hook(hook)
+        result = loop.run(lambda _: None)
+        for p in loop.model.parameters():
+            hooks = list(p._backward_hooks.values())
+            assert len(hooks) == 2
+            assert hooks[1] is hook
+        return result
+
+    run = guard(body)
+    assert run.faults == 0
+    assert len(order) == STEPS * 4
+    assert body() == run.result, "watching has changed something"
+    if not is_told:
+        assert run.causes == []
+        return
+    incident = only(run)
+    assert (incident.cause, incident.severity, incident.step) == ("clip-before-unscale", "error", 0)
+    assert incident.evidence["limit_in_hook"] == pytest.approx(0.05)
+    assert incident.location is not None
+    assert incident.location.code.endswith("# <- the recipe for clipping by value")
+    assert "clip_grad_value_(parameters, 0.05)" in incident.fixes[0].how

@@ -20,7 +20,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
 from ampguard.capture.originals import is_pytorchs, original_of
-from ampguard.compat import function_modes_on, pop_function_mode, push_function_mode
+from ampguard.compat import function_modes_on, interpreter, pop_function_mode, push_function_mode
 
 LESSONS = 3
 """Calls of a function that must have done nothing but compute before it is kept as one call."""
@@ -109,7 +109,7 @@ class CallTape(compat.FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operators = self._operators
-        if func in self._plain and not operators.is_passing:
+        if func in self._plain and not operators.is_passing and interpreter() is None:
             return self.call(func, args, kwargs, sys._getframe(1))
         if func not in self._known:
             func = self._meet(func, sys._getframe(1))
@@ -133,7 +133,7 @@ class CallTape(compat.FunctionMode):
             for value in relevant_args:
                 if value is not None and type(value) not in PLAIN_KINDS:
                     return original(public_api, relevant_args, *args, **kwargs)
-            if operators.is_passing:
+            if operators.is_passing or interpreter() is not None:
                 return original(public_api, relevant_args, *args, **kwargs)
             pop_function_mode()
             try:
@@ -205,7 +205,7 @@ class CallTape(compat.FunctionMode):
             output = func(*args, **kwargs)
         finally:
             operators.untape_one()
-        if self._lessons.get(func, 0) >= 0:
+        if self._lessons.get(func, 0) >= 0 and interpreter() is None:  # under `vmap` tensors are not what they seem
             operators.barrier.call(self._learn, func, args, kwargs, output, began, operators.reads > reads)
         return output
 

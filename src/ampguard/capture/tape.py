@@ -177,7 +177,7 @@ class GlueTape(compat.DispatchMode):
 
     def tape_one(self) -> bool:
         """Tape the operators of what is called next, though calls are being kept; False where that cannot be."""
-        if compat.dispatch_modes_on() or compat.in_functorch():
+        if compat.dispatch_modes_on():
             self._has_met_modes = True
             self._taped.log.record.complete = False
             return False

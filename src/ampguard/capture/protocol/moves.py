@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, LeafHooks
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
@@ -53,6 +54,7 @@ class Moves:
         self.is_lost = False
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.losses = ScaledLosses()
+        self._leaf_hooks = LeafHooks()
         self.attempt = 0
         """The iteration of the last attempted step."""
         self.scale_was_read = False
@@ -160,6 +162,8 @@ class Moves:
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
                 machine.feed(Clear(watch))
         self._next = self._scale_of(losses, gradients)
+        if self.looks_closely and self._next[0] is not None:
+            self._leaf_hooks.begin(self.mine())
 
     def _scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
         if losses is self.fresh and self.fresh_from is not None:
@@ -199,7 +203,18 @@ class Moves:
         if closely and scale is not None:
             for watch in reached:
                 watch.keep_copy()
+            self._tell_hooks(float(scale))
         return reached
+
+    def _tell_hooks(self, scale: float) -> None:
+        """Hooks on parameters that have clipped gradients which carry this scale."""
+        for watch, where, limit in self._leaf_hooks.end():
+            if limit >= SMALLEST_LIMIT * scale or self.machine.stage(watch) is not Stage.SCALED:
+                continue
+            breaches = self.machine.feed(Read(watch, where, clips=True))
+            for breach in breaches:
+                breach.facts |= {"by_hand": True, "limit_in_hook": limit}
+            self.tell(breaches, self.recorder.steps.count)
 
     # --- the scaler ---------------------------------------------------------------------------------------------------
 

@@ -27,14 +27,15 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def as_parts(sums: Sequence[Tensor]) -> list[Tensor]:
-    """Each sum as two numbers below 2**24, which float32 holds exactly: 48 of its bits."""
-    return [part for s in sums for part in (s & (PART - 1), (s >> 24) & (PART - 1))]
+    """Each sum as three numbers below 2**24, which float32 holds exactly."""
+    return [part for s in sums for part in (s & (PART - 1), (s >> 24) & (PART - 1), (s >> 48) & 0xFFFF)]
 
 
 def from_parts(parts: Sequence[float | None]) -> list[int]:
     """What `as_parts` took apart."""
     numbers = [int(part or 0) for part in parts]
-    return [low + (high << 24) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
+    each = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    return [low + (middle << 24) + (high << 48) for low, middle, high in each]
 
 
 def digest_of(sums: Sequence[int]) -> str:
