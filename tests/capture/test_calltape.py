@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import ampguard
 from ampguard.capture import recorder
+from ampguard.capture.calltape import CallTape
 from ampguard.capture.record import Held, Ref, StepRecord, TapedCall, refs_in
 
 STEPS = 12
@@ -418,3 +419,46 @@ def test_a_function_that_the_script_has_replaced_is_applied_once(
         return losses
 
     assert trained(tmp_path / "run") == trained(None)
+
+
+def test_an_ordinary_loop_is_asked_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing, clipping and metrics ask every parameter for its gradient: that is nobody's glue."""
+    asked: list[Any] = []
+    original = CallTape.__torch_function__
+
+    def noted(self: Any, func: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(func)
+        return original(self, func, *rest, **more)
+
+    monkeypatch.setattr(CallTape, "__torch_function__", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ampguard.watch(out=tmp_path / "run") as session:
+        for _ in range(STEPS):
+            asked.clear()
+            out = model(torch.randn(6, 8))
+            y = torch.randint(8, (6,))
+            loss = functional.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            assert loss.item() + (out.argmax(1) == y).float().mean().item() > 0
+        assert not session._recorder.log.goes_on_after_backward
+    assert 0 < len(asked) <= 8
+
+
+def test_a_second_loss_of_the_same_graph_is_followed(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(STEPS):
+            out = model(torch.randn(6, 8))
+            optimizer.zero_grad()
+            out.square().mean().backward(retain_graph=True)
+            (torch.log(out.mean() * 0 - 1) if step == STEPS - 1 else out.abs().mean()).backward()
+            optimizer.step()
+        assert session._recorder.log.goes_on_after_backward
+    incident = session.report.incidents[0]
+    assert (incident.step, incident.op) == (STEPS - 1, "aten.log.default")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import MethodWrapperType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -117,9 +118,9 @@ class CallTape(compat.FunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in self._silent:
             output = func(*args, **kwargs) if kwargs else func(*args)
-            if _is_nothing_new(output, args):
+            if type(func) is MethodWrapperType or _is_nothing_new(output, args):
                 return output
-            self._silent.discard(func)  # `contiguous` of what is not, `grad` where there is one
+            self._silent.discard(func)  # `contiguous` of what is not
             self._lessons[func] = 0
         return self._tape(func, types, args, kwargs or {})
 
@@ -211,8 +212,9 @@ class CallTape(compat.FunctionMode):
 
     def _learn(self, func: Any, args: Any, kwargs: Any, output: Any, began: int, has_read: bool) -> None:
         log = self._operators.log
-        if log.next_index == began and _is_nothing_new(output, args) and not has_read:
-            self._silent.add(func)
+        has_run_nothing = log.next_index == began and not has_read
+        if has_run_nothing and (type(func) is MethodWrapperType or _is_nothing_new(output, args)):
+            self._silent.add(func)  # also `grad`, whose tensor was there before
             return
         is_small_enough = is_small(args) and is_small(kwargs)
         is_plain = is_small_enough and log.is_one_computation(began, output) and not _may_draw(func)

@@ -167,8 +167,7 @@ class EventLog:
             tensor = ref()
             if tensor is not None:
                 self._producers[id(tensor)] = (ref, Ref(call.index, position), call.made[position])
-        if call.index >= self.closed_until:
-            self._note_reuse(call)
+        self._note_reuse(call, any((tensor := ref()) is not None and tensor.requires_grad for ref in call.outputs))
 
     def _named_then(self, values: Iterable[Any], versions: Sequence[int]) -> list[Any]:
         """Operands as the record keeps them, each as it was at the given version."""
@@ -207,6 +206,8 @@ class EventLog:
             op.floating.append(output.dtype.is_floating_point)
         else:
             self.add_results(op, output, writes=False)
+        if not self.goes_on_after_backward and self._record.events[0].index < self.closed_until:
+            self._note_reuse(op, any(isinstance(value, Tensor) and value.requires_grad for value in args))
 
     def add_operator(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngStates | None, frame: Any
@@ -243,14 +244,15 @@ class EventLog:
             [],
         )
         self.next_index = index + 1
-        self._note_reuse(op)
         events.append(op)
         return op
 
-    def _note_reuse(self, op: GlueOp) -> None:
-        """Does an operator that is about to be kept use what was computed before the last backward pass?"""
-        events, closed = self.record.events, self.closed_until
-        if not self.goes_on_after_backward and events and events[0].index < closed:
+    def _note_reuse(self, op: GlueOp, has_gradient: bool) -> None:
+        """Was more made of a graph that was differentiated before? A detached loss or a count of hits is nothing more."""
+        events, closed = self._record.events, self.closed_until
+        if self.goes_on_after_backward or not has_gradient or not events or not events[0].index < closed <= op.index:
+            return
+        if op.grad and any(op.floating) and op.func is not torch.ops.aten.detach.default:
             self.goes_on_after_backward = any(r.event < closed for r in refs_in((op.args, op.kwargs)))
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
@@ -412,10 +414,7 @@ class EventLog:
                 if events[0].index >= closed_until:
                     return False
             self.record.complete = True
-            if events[-1].index < closed_until and not any_live(events):
-                events.clear()
-                self._writers.clear()
-                self._producers.clear()
+            if events[-1].index < closed_until <= self.iteration_start and self._keep_roots(events):
                 return True
             closed = [e for e in events if e.index < closed_until]
             self._keep(self._still_used(closed, events[len(closed) :]))
@@ -426,6 +425,22 @@ class EventLog:
             self._keep(self._still_used(events, []))
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
+
+    def _keep_roots(self, events: list[Event]) -> bool:
+        """Of a finished iteration keep the calls of modules whose results are in use. False where they need others."""
+        live = [event for event in events if type(event) is RootCall and has_live_result(event)]
+        if len(live) > KEPT_ROOTS or any(refs_in((root.args, root.kwargs)) for root in live):
+            return False
+        known = self._producers
+        self._producers = {
+            id(tensor): known[id(tensor)]
+            for root in live
+            for ref in root.outputs
+            if (tensor := ref()) is not None and id(tensor) in known
+        }
+        events[:] = live
+        self._writers.clear()
+        return True
 
     def _is_window_too_large(self, events: list[Event]) -> bool:
         """Whether the micro-steps of an accumulation window hold on to too much."""
@@ -465,15 +480,6 @@ def versions_in(values: Iterable[Any]) -> Sequence[int]:
         return [value._version if isinstance(value, Tensor) else -1 for value in values]
     except RuntimeError:  # inference tensors have none
         return [version_of(value) if isinstance(value, Tensor) else -1 for value in values]
-
-
-def any_live(events: list[Event]) -> bool:
-    """Whether any result of the events still exists, in whoever's hands."""
-    for event in events:
-        for ref in event.outputs:
-            if ref() is not None:
-                return True
-    return False
 
 
 def has_live_result(event: Event) -> bool:

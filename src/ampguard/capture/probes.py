@@ -379,6 +379,8 @@ class Probes:
                 if not recorder.between_steps or not recorder.active or recorder.paused:
                     if is_last and recorder.active and not recorder.paused:
                         guarded(recorder.gradients_cleared, id(self))
+                    if recorder.tape.is_of_calls:
+                        return recorder.tape.pass_over(original, self, *args, **kwargs)
                     return original(self, *args, **kwargs)
                 if recorder.has_no_prefix and not recorder.tape.is_on_stack:
                     return original(self, *args, **kwargs)
@@ -399,6 +401,8 @@ class Probes:
             def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if recorder.active and not recorder.paused:
                     recorder.barrier.call(recorder.gradients_cleared, None)
+                if recorder.tape.is_of_calls and not recorder.paused:
+                    return recorder.tape.pass_over(original, self, *args, **kwargs)
                 return original(self, *args, **kwargs)
 
             return zero_grad

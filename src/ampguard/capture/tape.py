@@ -142,6 +142,15 @@ class GlueTape(compat.DispatchMode):
             self.is_on_stack = False
             self._taped.barrier.own_modes = 0
 
+    def pass_over(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what asks every parameter for its gradient, without being asked each time."""
+        if not self.calls.step_aside():
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.calls.come_back()
+
     def scale(self, original: Callable[..., Any], scaler: Any, loss: Any, note: Callable[[Any], None]) -> Any:
         """`GradScaler.scale`, which is one multiplication by the scale, without a look at every call that it makes."""
         if not self.is_of_calls or compat.function_modes_on() != 1 or self.is_passing or type(loss) is not Tensor:
