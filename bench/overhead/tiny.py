@@ -45,7 +45,7 @@ def make(device: str = "cpu") -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, step
 
 
-def main() -> None:
+def main(make: Callable[[str], tuple[nn.Module, Callable[[], Tensor]]] = make) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
     parser.add_argument("--block", type=int, default=40, help="steps in a block")

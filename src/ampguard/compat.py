@@ -704,3 +704,9 @@ def replicated_by(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[
 def averaged_last_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Whether DDP's last call was followed by an all-reduce: not so under `no_sync()`."""
     return bool(getattr(ddp, "require_forward_param_sync", True))
+
+
+def hooks_of_leaf(leaf: torch.Tensor) -> Any:
+    """The hooks on a leaf's gradient, by the number of their handle; None where there are none."""
+    hooks = getattr(leaf, "_backward_hooks", None)
+    return hooks if hooks and isinstance(hooks, dict) else None

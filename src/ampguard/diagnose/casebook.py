@@ -110,13 +110,18 @@ class Casebook:
         self.cases.append(case)
         if poisons and self._poisoned_by is None:
             self._poisoned_by = case
-        self._on_new(incident)
+        self._tell(incident)
         return case
+
+    def _tell(self, incident: Incident) -> None:
+        """Tell of a new incident. What prints the first card imports libraries, and one of them draws from `random`."""
+        with neutral_thread():
+            self._on_new(incident)
 
     def retell(self, case: Case, incident: Incident) -> None:
         """The same failure, better understood: the case goes on under another cause."""
         case.incident = incident
-        self._on_new(incident)
+        self._tell(incident)
 
     def merge(self, case: Case, story: Case) -> None:
         """This case is a part of a longer story: it is no incident of its own any more."""
@@ -244,7 +249,7 @@ class Casebook:
         for bad, reason in self._unreplayable:
             incident = unexplained_incident(bad, reason, self._rank)
             self.cases.append(Case(incident, ("", None, None, None), last_step=bad.step))
-            self._on_new(incident)
+            self._tell(incident)
         self._unreplayable.clear()
 
     def tick(self, step: int) -> None:
@@ -305,7 +310,7 @@ class Casebook:
         if bad.mode == "train" and poisons and self._poisoned_by is None:
             self._poisoned_by = case
         self._note_poison(bad, case)
-        self._on_new(incident)
+        self._tell(incident)
 
     def _with_history(self, incident: Incident) -> Incident:
         """A parameter or buffer that was bad before the step: since when, and what poisoned it."""
@@ -410,7 +415,7 @@ class Casebook:
         self.cases.append(case)
         if bad.mode == "train" and not bad.is_held_off and self._poisoned_by is None:
             self._poisoned_by = case
-        self._on_new(incident)
+        self._tell(incident)
 
     def _disarm(self) -> None:
         self._armed_until = None

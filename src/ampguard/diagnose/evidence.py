@@ -215,7 +215,7 @@ class Evidence:
                 if held.tensor is scale:
                     return id(scale), held.value
             for ref in refs_in(event.args):  # the scaler's first use makes it
-                if self.made(ref) is scale:
+                if scale is not None and self.made(ref) is scale:
                     return ref, scale
         return None
 

@@ -10,18 +10,25 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall, leaves
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_finite, stats
 
 
 def bad_input(bad: BadResult, reason: str, rank: int) -> Incident | None:
-    """The incident of a batch that holds NaN or Inf already; None where what the models were given is finite."""
-    for root in (event for event in bad.record.events if isinstance(event, RootCall)):
-        for position, given in enumerate(leaves((root.args, root.kwargs))):
-            value = _value(given, bad)
+    """The incident of a batch that holds NaN or Inf already; None where what sharded models were given is finite.
+
+    Where the loss is finite, a NaN of the batch did no harm to it.
+    """
+    roots = [event for event in bad.record.events if isinstance(event, RootCall)]
+    if bad.is_of_gradients:
+        return None
+    for root in (root for root in roots if compat.needs_other_ranks(root.module)):
+        named = [*((f"input {i}", given) for i, given in enumerate(root.args)), *root.kwargs.items()]
+        for name, value in ((name, _value(leaf, bad)) for name, given in named for leaf in leaves(given)):
             if value is not None and not is_finite(value):
-                return _incident(bad, root, position, value, reason, rank)
+                return _incident(bad, root, name, value, reason, rank)
     return None
 
 
@@ -36,12 +43,11 @@ def _value(given: Any, bad: BadResult) -> Tensor | None:
     return tensor if tensor is not None and tensor.grad_fn is None else None
 
 
-def _incident(bad: BadResult, root: RootCall, position: int, value: Any, reason: str, rank: int) -> Incident:
+def _incident(bad: BadResult, root: RootCall, name: str, value: Tensor, reason: str, rank: int) -> Incident:
     values = stats(value)
     rows = value.isfinite().flatten(1).all(1).logical_not().nonzero().flatten().tolist() if value.dim() > 1 else []
     counts = f"{values.nan} NaN, {values.pos_inf} +Inf, {values.neg_inf} -Inf of {value.numel()} values"
     which = f" (samples {', '.join(map(str, rows[:8]))} of the batch)" if rows else ""
-    name = f"input {position}"
     return Incident(
         step=bad.step,
         rank=rank,

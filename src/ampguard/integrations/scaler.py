@@ -27,6 +27,7 @@ from ampguard.engine.step import GradientCheck, LossScale, apply_update, check_f
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
 from ampguard.errors import NonfiniteError, PrecisionError
 from ampguard.integrations.announcing import scalers_may_scale
+from ampguard.integrations.left_over import are_as_marked, marks_of
 from ampguard.integrations.updating import (
     Updating,
     checked_again,
@@ -129,7 +130,7 @@ class EngineScaler:
         self._announcer.step(
             optimizer, check.found_inf, lambda: apply_update(optimizer, check, max_norm, write_back=True)
         )
-        own.stepped_at, own.rest = misuse.calling_line(), own.holding.fingerprint()
+        own.stepped_at, own.rest = misuse.calling_line(), marks_of(own)
         self._found_infs.append(check.found_inf)
         self.norm = check.norm
         self.result = StepResult(check.norm, check.found_inf, before, names)
@@ -227,7 +228,7 @@ class EngineScaler:
         """Gradients inside a window of another optimizer's follow the scale: by powers of two, so nothing is rounded."""
         for own in self._updating.values():
             waits = own.stepped_at is None and own.check is None and own.holding.has_gradients()
-            if waits and own.rest != own.holding.fingerprint():
+            if waits and not are_as_marked(own, own.rest):
                 for p in own.holding.parameters:
                     if p.grad is not None:
                         p.grad.mul_(ratio.to(p.grad.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.engine import misuse
-from ampguard.engine.holding import Fingerprint, Holding
+from ampguard.engine.holding import Holding
 from ampguard.engine.setup import parameters_of
 from ampguard.engine.step import GradientCheck, check_gradients
 from ampguard.errors import ProtocolError
@@ -26,7 +27,7 @@ class Updating:
     """What was found when its gradients were divided; None while they carry the scale."""
     divided_at: misuse.Line | None = None
     stepped_at: misuse.Line | None = None
-    rest: Fingerprint | None = None
+    rest: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     """Its gradients as its last step left them."""
     names: dict[int, str] = field(default_factory=dict)
 

@@ -66,6 +66,8 @@ class Values:
         def value(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 made = self._result(leaf)
+                if leaf in self.replaced and not made.requires_grad:
+                    return self.replaced[leaf].clone()
                 return made if self.keeps_graph else made.detach()
             if isinstance(leaf, Held):
                 if self.keeps_graph and leaf.tensor.requires_grad:

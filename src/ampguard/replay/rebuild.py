@@ -38,6 +38,7 @@ from ampguard.replay.casts import WeightCasts
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import module_names, parameter_names
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
+from ampguard.replay.sharded import after_sharded_calls
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import AS_IT_RAN, Captured, CodePlace, Variant
@@ -75,7 +76,7 @@ class Replayer:
         """`as_it_is_now`: replay although a given was changed since, with its present value."""
         self.bad = bad
         self.is_exact = not as_it_is_now
-        self.events = events_behind(bad)
+        self.events, self._given = after_sharded_calls(events_behind(bad), recorder.log)
         self._sandboxes = contextlib.ExitStack()
         self._casts = WeightCasts()
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
@@ -165,6 +166,7 @@ class Replayer:
         if traced and variant is AS_IT_RAN:
             mode.sought = self._sought
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
+        values.made |= {ref: tensor.clone() for ref, tensor in self._given.items()}
         gradients = Gradients(self.bad.parameters)
         exact = self.is_exact and not self._recorder.gradients.hooks.are_lost_since(self.events[0].index)
         ran: list[tuple[Event, list[Tensor]]] = []

@@ -29,7 +29,13 @@ def clip_before_unscale(scene: Scene) -> Telling:
     elif clips:
         text += f" Once unscaled, the clipped gradients are up to {scale} times smaller than the limit asks for."
     code, then = _own_statement(scene), "clip as here" if clips else "measure"
-    if scene.facts.get("by_hand"):
+    limit = scene.facts.get("limit_in_hook")
+    if limit is not None:
+        how = (
+            f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); "
+            f"torch.nn.utils.clip_grad_value_(parameters, {limit:g})"
+        )
+    elif scene.facts.get("by_hand"):
         how = (
             f"unscale right after backward, before the norm is computed: {scaler}.unscale_({name}); then {code or then}"
         )
@@ -58,7 +64,7 @@ def _own_statement(scene: Scene) -> str:
     return code if is_statement and is_call else ""
 
 
-_EVIDENCE = ("scale", "clips", "by_hand", "multiplied_by", "should_be", "update_too_small_by")
+_EVIDENCE = ("scale", "clips", "by_hand", "limit_in_hook", "multiplied_by", "should_be", "update_too_small_by")
 
 
 def _by_hand(scene: Scene) -> str:
@@ -66,8 +72,9 @@ def _by_hand(scene: Scene) -> str:
     head = f"The gradients of `{scene.optimizer}` were clipped by hand while still scaled, at {at(scene.again)}: "
     carried = f" They carry the loss scale {scale} from {at(scene.first)}."
     if facts.get("multiplied_by") is None:
+        hook = "a hook runs inside the backward pass; " if facts.get("limit_in_hook") is not None else ""
         return (
-            f"{head}the limit on each value is meant for true gradients, and is {scale} times tighter on scaled "
+            f"{head}{hook}the limit on each value is meant for true gradients, and is {scale} times tighter on scaled "
             f"ones.{carried}"
         )
     return (
