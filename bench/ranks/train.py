@@ -8,6 +8,7 @@ log         one rank's loss takes the logarithm of a negative number
 overflow    the activations of one rank leave float16 (needs `--amp`)
 raise       one rank raises
 kill        one rank is killed
+log-kill    as log, and three steps later the rank is killed
 slow        one rank sleeps for two seconds
 die-late    one rank raises, or (kill-late) is killed, when its failing step is run again to be investigated
 drift       one rank's weights are written to
@@ -100,6 +101,8 @@ def wrapped(net: Net, engine: str) -> nn.Module:
 
 
 def misfortune(asked: argparse.Namespace, rank: int, step: int, net: Net, scaler: torch.amp.GradScaler) -> None:
+    if asked.fault == "log-kill" and (rank, step) == (asked.on, asked.at + 3):
+        die("kill")
     if not is_now(asked, rank, step):
         return
     if asked.fault in ("raise", "kill"):
@@ -143,7 +146,7 @@ def train(asked: argparse.Namespace) -> str:
             waits = model.no_sync() if asked.engine == "ddp" and not is_last else contextlib.nullcontext()
             with waits:
                 with torch.autocast("cpu", dtype=torch.float16, enabled=asked.amp):
-                    loss = loss_of(model, x, y, asked.fault == "log" and is_now(asked, rank, step))
+                    loss = loss_of(model, x, y, asked.fault in ("log", "log-kill") and is_now(asked, rank, step))
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench" / "ranks"))
-
-from launch import Ended, launch  # noqa: E402
-
-WITHIN_S = 60.0
-
-TwoRanks = Callable[..., list[Ended]]
+from launching import ROOT, WITHIN_S, TwoRanks, launch
 
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> TwoRanks:
     """`two_ranks(*command)`: run a command of Python's as two ranks; a rank that does not end in time fails the test."""
 
-    def run(*command: str) -> list[Ended]:
+    def run(*command: str) -> list[Any]:
         paths = [str(ROOT / "src"), str(ROOT / "bench" / "ranks"), str(Path(__file__).parent)]
         ended = launch(2, command, tmp_path, WITHIN_S, PYTHONPATH=":".join(paths), AMPGUARD_DEBUG="1")
         hung = [rank for rank, one in enumerate(ended) if one.status is None]

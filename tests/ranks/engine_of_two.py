@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import ampguard
+from ampguard import compat
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -51,6 +53,23 @@ def go_on(kind: str, model: nn.Module, amp: ampguard.Amp, steps: range, bad: int
     return seen
 
 
+def partly_sharded() -> list[bool]:
+    """Which steps are skipped where a layer is no shard, and its gradient is bad on rank 1 alone."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    fully_shard(model[0])
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.01), precision="fp16", init_scale=256.0)
+    skipped = []
+    for step in range(3):
+        x, y = batch(step, dist.get_rank())
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+        amp.backward(loss)
+        if step == 1 and dist.get_rank() == 1:
+            model[2].weight.grad[0, 0] = float("inf")
+        skipped.append(bool(amp.step().skipped))
+    return skipped
+
+
 def weights(model: nn.Module) -> float:
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
     return sum(float(p.double().abs().sum()) for p in whole)
@@ -59,8 +78,8 @@ def weights(model: nn.Module) -> float:
 def main() -> None:
     several = sys.argv[1] == "several"
     if several:
-        dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=50))
+    found: dict[str, Any] = {"timeout": compat.collective_timeout()}
     for kind in ("ddp", "fsdp") if several else ("one",):
         for precision in ("fp32", "fp16"):
             model, _, amp = made(kind, precision)
@@ -75,6 +94,8 @@ def main() -> None:
                     again, _, amp = made(kind, precision)
                     amp.load_sharded(f"{other}-{precision}")
                     found[f"{other} {precision} on one rank"] = [*go_on(kind, again, amp, range(6, 9)), weights(again)]
+    if several:
+        found["partly sharded"] = partly_sharded()
     print(json.dumps(found))
     if several:
         dist.destroy_process_group()

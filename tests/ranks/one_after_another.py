@@ -9,11 +9,13 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from train import parse, train
 
@@ -58,9 +60,29 @@ def buffers() -> str:
     return "buffers"
 
 
+def empty_shards() -> str:
+    """An optimizer whose only parameter has one element: rank 1 owns nothing of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    fully_shard(model)
+    body, last = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD([model[1].bias], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for _ in range(10):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        scaler.scale(loss).backward()
+        for optimizer in (body, last):
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    return "empty_shards"
+
+
 def by_name(name: str) -> str:
-    made = {"joined": joined, "independent": independent, "buffers": buffers}.get(name)
-    return made() if made is not None else train(parse(name.split()))
+    for made in (joined, independent, buffers, empty_shards):
+        if made.__name__ == name:
+            return made()
+    return train(parse(name.split()))
 
 
 def main() -> None:
@@ -68,8 +90,10 @@ def main() -> None:
     ends = {}
     for number, asked in enumerate(sys.argv[1:]):
         policy, _, name = asked.rpartition(":")
-        guard = ampguard.watch(out=Path(f"out-{number}"), on_nonfinite=policy or "observe")  # type: ignore[arg-type]
-        with nullcontext() if policy == "plain" else guard:
+        is_guarded = policy != "plain" and (policy != "first" or dist.get_rank() == 0)
+        action: Any = policy if policy in ("skip", "heal") else "observe"
+        guard = ampguard.watch(out=Path(f"out-{number}"), on_nonfinite=action)
+        with guard if is_guarded else nullcontext():
             ends[asked] = by_name(name)
         dist.barrier()
     dist.destroy_process_group()

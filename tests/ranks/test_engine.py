@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from conftest import ROOT, WITHIN_S, TwoRanks
+from launching import ROOT, WITHIN_S, TwoRanks
 
 SCRIPT = str(Path(__file__).parent / "engine_of_two.py")
 
@@ -21,6 +20,8 @@ def test_two_ranks_step_as_one_process_does(two_ranks: TwoRanks, tmp_path: Path)
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     first, second = (json.loads(one.out.splitlines()[-1]) for one in ended)
     assert first == second
+    assert first["timeout"] == 50.0
+    assert first["partly sharded"] == [False, True, False]
     paths = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, "one"]
     alone = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=WITHIN_S)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launching import ROOT, TwoRanks
+
 from ampguard.report.store import read_report
-from conftest import ROOT, TwoRanks
 
 TRAIN = str(ROOT / "bench" / "ranks" / "train.py")
 SEVERAL = str(Path(__file__).parent / "one_after_another.py")
@@ -27,6 +28,7 @@ def test_healthy_trainings_stay_bitwise_the_same_and_silent(two_ranks: TwoRanks,
         "joined",
         "independent",
         "buffers",
+        "empty_shards",
     ]
     plain = [f"plain:{name}" for name in names[:3]]
     ended = two_ranks(SEVERAL, *plain, *names)
@@ -35,7 +37,7 @@ def test_healthy_trainings_stay_bitwise_the_same_and_silent(two_ranks: TwoRanks,
         ends = json.loads(one.out.splitlines()[-1])
         assert [ends[name] for name in names[:3]] == [ends[f"plain:{name}"] for name in names[:3]]
         assert "a fault of its own" not in one.err
-    for number in range(3, 9):
+    for number in range(3, 3 + len(names)):
         report = read_report(tmp_path / f"out-{number}")
         assert [i.cause for i in report.incidents] == [], names[number - 3]
         assert report.ranks == {"reported": 2, "missing": [], "missing_count": 0}
@@ -49,8 +51,9 @@ def test_a_failure_of_one_rank_is_told_once_with_its_rank(two_ranks: TwoRanks, t
         "--fault drift": [("rank-divergence", 5, 1)],
         "--fault scale --amp": [("rank-divergence", 5, 1)],
         "skip:--fault log": [("domain-error", 5, 1)],
+        "heal:--fault log": [("domain-error", 5, 1)],
         "--engine fsdp --fault nan-batch": [("nonfinite-input", 5, 1)],
-        "skip:--engine fsdp --fault log": [("unexplained", 5, 1)],
+        "skip:--engine fsdp --fault log": [("domain-error", 5, 1)],
         "--engine fsdp --fault overflow --amp --times 2 --at 3": [("fp16-overflow", 4, 1)],
     }
     ended = two_ranks(SEVERAL, *(f"{name} --steps 9" for name in faults))
@@ -67,9 +70,23 @@ def test_a_failure_of_one_rank_is_told_once_with_its_rank(two_ranks: TwoRanks, t
     scale = read_report(tmp_path / "out-4").incidents[0]
     assert (scale.evidence["differs"], scale.evidence["here"], scale.evidence["there"]) == ("scale", 512.0, 1024.0)
     ends = [json.loads(one.out.splitlines()[-1]) for one in ended]
-    assert ends[0]["skip:--fault log --steps 9"] == ends[1]["skip:--fault log --steps 9"], (
-        "held off on all ranks or none"
-    )
+    for policy in ("skip", "heal"):  # held off on all ranks or none
+        name = f"{policy}:--fault log --steps 9"
+        assert ends[0][name] == ends[1][name]
+
+
+def test_a_guard_on_one_rank_alone_sends_nothing(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    names = [
+        "plain:--engine fsdp --amp",
+        "first:--engine fsdp --amp",
+        "first:--fault drift --on 0",
+        "first:--engine fsdp",
+    ]
+    ended = two_ranks(SEVERAL, *(f"{name} --steps 9 --timeout 10" for name in names))
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    ends = json.loads(ended[0].out.splitlines()[-1])
+    assert len({end for name, end in ends.items() if "--amp" in name}) == 1
+    assert [told(tmp_path / f"out-{number}") for number in (1, 2, 3)] == [[], [], []]
 
 
 def test_a_rank_that_is_killed_while_it_investigates(two_ranks: TwoRanks, tmp_path: Path) -> None:
@@ -80,6 +97,13 @@ def test_a_rank_that_is_killed_while_it_investigates(two_ranks: TwoRanks, tmp_pa
     report = read_report(tmp_path / "out")
     assert report.ranks == {"reported": 1, "missing": [1], "missing_count": 1}
     assert report.steps == 5
+
+
+def test_what_a_rank_saw_before_it_was_killed_is_told(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    survivor, killed = two_ranks(*GUARD, TRAIN, "--fault", "log-kill")
+    assert (survivor.status, killed.status) == (1, -9)
+    assert told(tmp_path / "out") == [("domain-error", 5, 1)]
+    assert "ampguard: rank 1 saw an error before this rank ended; domain-error in step 5" in survivor.err
 
 
 def test_a_rank_that_stops_says_why_to_the_others(two_ranks: TwoRanks, tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def _incident(bad: BadResult, root: RootCall, name: str, value: Tensor, reason: 
     values = stats(value)
     rows = value.isfinite().flatten(1).all(1).logical_not().nonzero().flatten().tolist() if value.dim() > 1 else []
     counts = f"{values.nan} NaN, {values.pos_inf} +Inf, {values.neg_inf} -Inf of {value.numel()} values"
-    which = f" (samples {', '.join(map(str, rows[:8]))} of the batch)" if rows else ""
+    plural = "samples" if len(rows) > 1 else "sample"
+    which = f" ({plural} {', '.join(map(str, rows[:8]))} of the batch)" if rows else ""
     return Incident(
         step=bad.step,
         rank=rank,

@@ -1,15 +1,14 @@
 """Reports on disk: written whole or not at all, and merged where several ranks wrote one each.
 
 A run folder holds `report.json`. With several ranks each writes `rank-<N>.json` of the same schema and then sees to it
-that `report.json` holds all of them: it merges those present, or leaves that to a rank that is at it already and will
-look again before it goes. Nobody waits longer than `MERGE_WITHIN_S` for another rank.
+that `report.json` holds it: it merges all that are there, or leaves that to a rank that is at it already and looks for
+new ones before it goes. Nobody waits longer than `MERGE_WITHIN_S` for another rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import random
@@ -28,12 +27,15 @@ from ampguard.report.merging import merge
 REPORT_NAME = "report.json"
 _RANK_FILE = re.compile(r"rank-(?P<rank>\d+)(\.restart-(?P<restart>\d+))?\.json")
 _MERGED = ".merged"
-"""Which ranks' files `report.json` holds: their names and when they were written."""
+"""A file that was written when the last merge began."""
+
+MERGE_ROUNDS = 8
+"""How often a rank that merges looks for what has come meanwhile."""
 
 MERGE_WITHIN_S = 10.0
 """Longest wait for a rank that is merging."""
 
-LOCK_WITHIN_S = 120.0
+LOCK_WITHIN_S = 300.0
 """Longest wait for the others at the start of a run, when each puts its name down."""
 
 
@@ -54,32 +56,59 @@ def write_rank_report(
     rank that is merging. Returns None or what went wrong.
     """
     attempt = f".restart-{restart}" if restart else ""
-    problem = _write(folder / f"rank-{rank}{attempt}.json", report)
+    own = folder / f"rank-{rank}{attempt}.json"
+    problem = _write(own, report)
     if problem is not None:
         return problem
     try:
-        return _merge_all(folder, within_s)
+        os.utime(own)  # it came to be there now, and not when the first byte was written
+        return _see_merged(folder, own, within_s)
     except OSError as error:
         return _why(folder / REPORT_NAME, error)
 
 
-def _merge_all(folder: Path, within_s: float) -> str | None:
-    """Merge until nothing is left that `report.json` does not hold; at most one rank does it at a time."""
-    deadline = time.monotonic() + within_s
-    pause = 0.02
-    while (present := _rank_files(folder)) != _merged_files(folder):
+def _see_merged(folder: Path, own: Path, within_s: float) -> str | None:
+    """Wait until `report.json` holds what is in `own`, and merge where nobody else is at it.
+
+    To look costs two questions to the file system, however many ranks there are.
+    """
+    deadline, pause = time.monotonic() + within_s, 0.02
+    while not _is_merged(folder, own):
         with (folder / ".merge.lock").open("a+") as file:
             if _lock(file):
-                problem = write_report(folder, _merged(folder, present))
-                if problem is not None:
-                    return problem
-                (folder / _MERGED).write_text(json.dumps(present))
-                continue
-        if time.monotonic() > deadline:  # whoever holds the lock is stopped or very slow; the ranks' files are there
+                return None if _is_merged(folder, own) else _merge_all(folder)
+        if (
+            time.monotonic() > deadline
+        ):  # whoever has the lock is slow, or stopped; it looks for new files before it goes
             return None
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(1.0, 2 * pause)
     return None
+
+
+def _merge_all(folder: Path) -> str | None:
+    """Merge all that is there, again where more has come meanwhile. To be called with the lock."""
+    before: dict[str, int] | None = None
+    began = folder / f".merging-{os.getpid()}"
+    for _ in range(MERGE_ROUNDS):
+        began.write_bytes(b"")
+        present = _rank_files(folder)
+        problem = write_report(folder, _merged(folder, present)) if present != before else None
+        if problem is not None:
+            return problem
+        began.replace(folder / _MERGED)
+        if present == before:
+            break
+        before = present
+    return None
+
+
+def _is_merged(folder: Path, own: Path) -> bool:
+    """Whether the last merge began after `own` was written, by the file system's own clock."""
+    try:
+        return own.stat().st_mtime_ns < (folder / _MERGED).stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def read_report(path: Path) -> Report:
@@ -99,12 +128,13 @@ def locked(path: Path) -> Iterator[TextIO]:
 
     Raises TimeoutError where another process does not let go of it.
     """
-    deadline = time.monotonic() + LOCK_WITHIN_S
+    deadline, pause = time.monotonic() + LOCK_WITHIN_S, 0.005
     with path.open("a+") as file:
         while not _lock(file):
             if time.monotonic() > deadline:
                 raise TimeoutError(errno.ETIMEDOUT, f"another process has held {path.name} for {LOCK_WITHIN_S:.0f} s")
-            time.sleep(random.uniform(0.005, 0.05))
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(1.0, 1.5 * pause)
         yield file
 
 
@@ -125,14 +155,6 @@ def _rank_files(folder: Path) -> dict[str, int]:
     """The files of all ranks, and when each was written (ns)."""
     files = sorted(file for file in folder.glob("rank-*.json") if _RANK_FILE.fullmatch(file.name))
     return {file.name: file.stat().st_mtime_ns for file in files}
-
-
-def _merged_files(folder: Path) -> dict[str, int] | None:
-    try:
-        found: dict[str, int] = json.loads((folder / _MERGED).read_text())
-    except (OSError, ValueError):
-        return None
-    return found
 
 
 def _merged(folder: Path, names: Iterable[str]) -> Report:

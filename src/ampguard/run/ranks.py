@@ -19,8 +19,8 @@ from ampguard.incident import Incident
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.ranks_exchange import KEPT, Check, Exchange, Sums, first_here
 
-COURSE = 128
-"""Steps of which loss scale and skipping are kept."""
+COURSE = 72
+"""Steps of which loss scale and skipping are kept: more than lie between two comparisons."""
 
 
 def is_due(step: int) -> bool:

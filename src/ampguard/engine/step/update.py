@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ampguard.compat import multiply_all_, stored_values
+from ampguard.compat import local_part, multiply_all_, stored_values
 from ampguard.engine.step.foreach import as_foreach
 from ampguard.engine.step.fused import Way, can_lengthen, lengthened, may_divide, way_of
 from ampguard.engine.step.gradients import GradientCheck, check_gradients, unscale_gradients
@@ -146,11 +146,12 @@ def _device_factor(check: GradientCheck, max_norm: float | None) -> Tensor:
 
 
 def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
-    """In place; of a sparse gradient the stored values."""
+    """In place; of a sparse gradient the stored values, of a sharded one what lies here."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in _with_gradient(optimizer):
-        values = p.grad if p.grad.layout is torch.strided else stored_values(p.grad)  # type: ignore[union-attr, arg-type]
-        alike.setdefault((values.device, values.dtype), []).append(values)  # type: ignore[union-attr, arg-type]
+        here = local_part(p.grad)  # type: ignore[arg-type]
+        values = here if here.layout is torch.strided else stored_values(here)
+        alike.setdefault((values.device, values.dtype), []).append(values)
     with torch.no_grad():
         for (device, _), tensors in alike.items():
             multiply_all_(tensors, factor.to(device, non_blocking=True))
