@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 import ampguard
 from ampguard.capture import recorder
 from ampguard.capture.calltape import CallTape
-from ampguard.capture.record import Held, Ref, StepRecord, TapedCall, refs_in
+from ampguard.capture.record import GlueOp, Held, Ref, StepRecord, TapedCall, refs_in
 
 STEPS = 12
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 1.0])
@@ -274,6 +274,68 @@ def test_functions_that_computed_nothing_may_yet(tmp_path: Path) -> None:
         assert loop.record.complete
     incident = session.report.incidents[0]
     assert (incident.step, incident.op, incident.evidence["rung"]) == (STEPS, "aten.log.default", "replay")
+
+
+def test_a_function_that_computed_so_far_and_then_writes(tmp_path: Path) -> None:
+    """By name it is told in time; by position it is seen afterwards, and the next time it is taped."""
+    place = torch.zeros(6, 4)
+    how = [0]
+
+    def objective(out: Tensor, y: Tensor) -> Tensor:
+        x = out.float() + 0.5
+        if how[0] == 0:
+            x = functional.relu(torch.add(x.detach(), 0.0)) + x
+        elif how[0] == 1:
+            x = functional.relu(torch.add(x.detach(), 0.0, out=place), inplace=True) + x
+        else:
+            x = functional.relu(torch.add(x.detach(), 0.0), True) + x
+        return functional.cross_entropy(x, y)
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        loop = Loop(session, scaler=False)
+        loop.run(objective)
+        assert loop.calls[-1] > 0
+        how[0] = 1
+        loop.step(objective, *loop.batch())
+        written = [str(e.func) for e in loop.record.events if isinstance(e, GlueOp)]
+        assert loop.record.complete
+        assert "aten.add.out" in written
+        assert "aten.relu_.default" in written
+        before = place._version
+        loop.recorder.log.slice()
+        assert place._version == before
+        how[0] = 2
+        loop.step(objective, *loop.batch())
+        first = loop.record.complete
+        loop.step(objective, *loop.batch())
+        assert (first, loop.record.complete) == (True, True)  # known as a writer since it wrote by name
+
+
+def doubled(x: Tensor, write: bool = False) -> Tensor:
+    """A library's function that asks function modes first, as PyTorch's own do."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(doubled, (x,), x, write=write)
+    return x.mul_(2.0) if write else x * 2.0
+
+
+def test_a_function_of_a_library_that_writes_where_it_is_told_to(tmp_path: Path) -> None:
+    """Its name for that is not known beforehand: the first time is lost, and said to be; then it is taped."""
+    writes = [False]
+
+    def objective(out: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(doubled(out.float() + 0.5, writes[0]), y)
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        loop = Loop(session, scaler=False)
+        loop.run(objective)
+        assert loop.record.complete
+        assert any(e.func is torch.ops.aten.mul.Tensor for e in loop.record.events if isinstance(e, GlueOp))
+        writes[0] = True
+        complete = []
+        for _ in range(2):
+            loop.step(objective, *loop.batch())
+            complete.append(loop.record.complete)
+    assert complete == [False, True]
 
 
 class Seen(TorchFunctionMode):

@@ -146,6 +146,8 @@ class CallTape(compat.FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any, frame: Any) -> Any:
         """A call of a function that only computes, while this mode is not on the stack."""
+        if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+            return self._tape(func, (), args, kwargs)
         versions: list[int] = []
         is_nested = False
         try:
@@ -162,9 +164,11 @@ class CallTape(compat.FunctionMode):
             return self._tape(func, (), args, kwargs or {})  # raises again, and tells at which operator
         kind = type(output)
         if kind is Tensor:
-            for value in args:
+            for value, version in zip(args, versions, strict=True):
                 if value is output:
-                    return output  # there was nothing to do
+                    if output._version != version:
+                        self._has_written(func)
+                    return output  # else there was nothing to do
         elif kind not in NESTED and not isinstance(output, tuple):
             return output
         self.keep(func, args, kwargs or {}, output, versions, frame)
@@ -195,6 +199,12 @@ class CallTape(compat.FunctionMode):
                 return original
         self._known.add(func)
         return func
+
+    def _has_written(self, func: Any) -> None:
+        """A function that only computed so far was told to write (`relu(x, True)`), which only the tape could have followed."""
+        self._plain.discard(func)
+        self._lessons[func] = -1
+        self._operators.barrier.call(self._operators.log.lost_count)
 
     def _tape(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A call of which nothing is known yet, or that does more than compute."""

@@ -142,6 +142,10 @@ class EventLog:
         )
         self._pending.append((call, versions, more))
 
+    def lost_count(self) -> None:
+        """Something was written that nobody has kept."""
+        self.record.complete = False
+
     def keep_backward(self, call: BackwardCall) -> None:
         """Keep a call of `backward` whose arguments are the tensors themselves: they are named when they are asked for."""
         self._pending.append((call, versions_in(call.args[0]), ()))
