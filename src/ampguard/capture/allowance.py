@@ -10,7 +10,7 @@ MILESTONES = frozenset(1 << n for n in range(6, 21))
 FIRST_ESTIMATE = 0.005
 """Seconds that a look is taken for before one has been measured."""
 
-MILESTONE_SHARE = 0.004
+MILESTONE_SHARE = 0.01
 MOST_SKIPPED = 32
 ATTENTIVE_LOOKS = 512
 """Attentive looks are spread as far as if so many were taken in the whole run: a trend must be seen over a stretch."""

@@ -23,7 +23,7 @@ from ampguard.capture.later import NumbersLater
 from ampguard.numerics import is_low_precision
 
 FIRST_STEPS = frozenset({1})
-SHARE = 0.0015
+SHARE = 0.002
 """Of the training's time."""
 
 SLICE = 4096

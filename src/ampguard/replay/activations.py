@@ -30,7 +30,7 @@ from ampguard.replay.names import module_names
 from ampguard.replay.operators import facts_of
 
 FIRST_STEPS = frozenset({2})
-SHARE = 0.003
+SHARE = 0.004
 """Of the training's time."""
 
 NARROW = 1e6

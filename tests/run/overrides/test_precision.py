@@ -295,3 +295,11 @@ def test_a_fault_of_ours_does_not_end_the_training(
     assert_equal(net, control)
     (said,) = session.report.run["could_not"]
     assert "a fault of ampguard's own (ZeroDivisionError: a bug)" in said
+
+
+def test_older_optimizers_do_not_decide_about_a_loss(overridden: Callable[..., Any]) -> None:
+    unused = torch.optim.SGD(nn.Linear(2, 2).half().parameters(), 0.1)
+    with overridden("fp16") as session:
+        loops.train_plain()
+    assert session.report.run["could_not"] == []
+    assert unused.param_groups

@@ -67,6 +67,8 @@ class Updates:
         self._on_first_step: Callable[[], None] | None = on_first_step
         self._gained = GainedScale()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those from before the guard: nobody knows whether they are in use."""
         self._stray: tuple[tuple[int, int], list[Tensor]] = ((-1, -1), [])
         self._is_spoilt: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Optimizers whose gradients were not finite as the last backward pass left them."""
@@ -88,7 +90,8 @@ class Updates:
             for owner in (Optimizer, nn.Module):
                 patches.replace(owner, "zero_grad", self._watch_clear)
         for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
-            self._adopt(optimizer)  # from before the guard
+            self._older.add(optimizer)
+            self._adopt(optimizer)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +161,8 @@ class Updates:
         if kwargs.get("create_graph") or (len(args) > 2 and args[2]):
             self._ledger.failed("a backward pass with create_graph=True runs without a loss scale")
             return False
-        if any(p.dtype == torch.float16 for o in self._optimizers for p in parameters_of(o)):
+        made_since = [optimizer for optimizer in self._optimizers if optimizer not in self._older]
+        if any(p.dtype == torch.float16 for o in made_since for p in parameters_of(o)):
             self._ledger.failed("the weights themselves are float16: their gradients get no loss scale")
             return False
         self._ledger.done("gained a dynamic loss scale")
