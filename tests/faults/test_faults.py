@@ -425,8 +425,9 @@ def test_run_folder_that_disappears(tmp_path: Path, plain: dict[str, Any], capsy
     import shutil
 
     def body() -> Any:
-        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").rename(tmp_path / "gone")  # at once: the guard may be writing in there
         (tmp_path / "run").write_text("a file now")
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         return LOOPS["with_scaler"]()
 
     run = watched(body, tmp_path / "run", capsys)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
 from ampguard.errors import RunFolderError, UsageError
 from ampguard.incident import Environment, Report
-from ampguard.report.store import read_report
+from ampguard.report.store import locked, read_report
 from ampguard.run.folder import Launch, make_run_folder
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -139,6 +142,46 @@ def test_a_restarted_launch_goes_on_in_its_folder(tmp_path: Path) -> None:
 
     assert ranks(0, "29500") == ranks(1, "41234") == {tmp_path / "asked"}
     assert len(list((tmp_path / "asked").glob("rank-*.json"))) == 8
+
+
+def test_a_rank_killed_while_it_met_the_others_does_not_cost_the_restart_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher kills the other ranks as soon as one has failed, at whatever they are doing."""
+
+    class Killed(BaseException):
+        pass
+
+    def rank(number: int, restart: int) -> Path:
+        attempt = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        return make_run_folder(tmp_path / "asked", "t.py", torchrun(number, **attempt)).path
+
+    class DiesAfter:
+        """The meeting file of a process that is gone after so many calls that change it."""
+
+        def __init__(self, file: TextIO, calls: int) -> None:
+            self.file, self.calls = file, calls
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("write", "truncate"):
+                self.calls -= 1
+                if self.calls < 0:
+                    raise Killed
+            return getattr(self.file, name)
+
+    for calls in (0, 1):
+        with monkeypatch.context() as patch:
+
+            @contextlib.contextmanager
+            def locked_until_killed(path: Path, calls: int = calls) -> Iterator[Any]:
+                with locked(path) as file:
+                    yield DiesAfter(file, calls)
+
+            patch.setattr("ampguard.run.folder.locked", locked_until_killed)
+            with pytest.raises(Killed):
+                rank(1, restart=0)
+        assert rank(0, restart=calls + 1) == tmp_path / "asked"
+        (tmp_path / "asked" / ".rank-1-0").unlink(missing_ok=True)
 
 
 SHARE = (

@@ -81,7 +81,7 @@ def _see_merged(folder: Path, own: Path, within_s: float) -> str | None:
             time.monotonic() > deadline
         ):  # whoever has the lock is slow, or stopped; it looks for new files before it goes
             return None
-        time.sleep(pause * random.uniform(0.5, 1.0))
+        time.sleep(pause * _jitter.uniform(0.5, 1.0))
         pause = min(1.0, 2 * pause)
     return None
 
@@ -129,13 +129,16 @@ def locked(path: Path) -> Iterator[TextIO]:
     Raises TimeoutError where another process does not let go of it.
     """
     deadline, pause = time.monotonic() + LOCK_WITHIN_S, 0.005
-    with path.open("a+") as file:
+    with open(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)) as file:
         while not _lock(file):
             if time.monotonic() > deadline:
                 raise TimeoutError(errno.ETIMEDOUT, f"another process has held {path.name} for {LOCK_WITHIN_S:.0f} s")
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            time.sleep(pause * _jitter.uniform(0.5, 1.0))
             pause = min(1.0, 1.5 * pause)
         yield file
+
+
+_jitter = random.Random()  # its own: the script's stream of random numbers is not ours
 
 
 def _lock(file: TextIO) -> bool:

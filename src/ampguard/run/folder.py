@@ -19,6 +19,7 @@ from ampguard.report.store import MERGE_WITHIN_S, locked, write_rank_report, wri
 
 DEFAULT_ROOT = "ampguard-runs"
 _RANKS_ARRIVE_WITHIN_S = 900.0
+_SIGNATURE = ".rank-"
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def _asked_folder(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     if (out / "report.json").exists():
         raise UsageError(f"--out {out}: holds the report of an earlier run, which is never overwritten")
-    if any(out.iterdir()):
+    # Names put down by the ranks of a launch that was killed before it wrote anything are nobody's data.
+    if any(not file.name.startswith(_SIGNATURE) for file in out.iterdir()):
         raise UsageError(f"--out {out}: is not empty; name a new folder")
     probe = out / ".writable"
     probe.touch()
@@ -153,9 +155,10 @@ def _shared_folder(make: Callable[[], Path], parent: Path, launch: Launch) -> Pa
             note = _Note(make().name, time.time())
             _sign_in(parent / note.folder, launch)
         note.signed_in += 1
+        # Written in one go, then cut: a launcher may kill this rank at any point, and the note must stay readable.
         file.seek(0)
+        file.write(json.dumps(asdict(note)) + "\n")
         file.truncate()
-        file.write(json.dumps(asdict(note)))
         if launch.max_restarts == 0 and note.signed_in >= launch.world_size:
             with contextlib.suppress(OSError):
                 meeting.unlink()  # all are here
@@ -173,7 +176,7 @@ class _Note:
 
 def _note_of_launch(text: str, parent: Path, launch: Launch) -> _Note | None:
     try:
-        note = _Note(**json.loads(text))
+        note = _Note(**json.loads(text.partition("\n")[0]))
         is_current = launch.restart > 0 or time.time() - note.made < _RANKS_ARRIVE_WITHIN_S
         return note if is_current and (parent / note.folder).is_dir() else None
     except (ValueError, TypeError):
@@ -182,7 +185,7 @@ def _note_of_launch(text: str, parent: Path, launch: Launch) -> _Note | None:
 
 def _sign_in(folder: Path, launch: Launch) -> bool:
     try:
-        (folder / f".rank-{launch.rank}-{launch.restart}").touch(exist_ok=False)
+        (folder / f"{_SIGNATURE}{launch.rank}-{launch.restart}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
