@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 
+TEST_PROCESSES ?= 2
+
 .PHONY: demo test lint bench clean
 
 demo: .venv/.for-demo
@@ -13,8 +15,9 @@ demo: .venv/.for-demo
 	echo "demo: the training stopped itself on its NaN loss (its own exit status, $$status, is passed on by ampguard run)"; \
 	grep -q '"cause": "fp16-overflow"' $$out/report.json
 
+# One thread each: the tests' own processes share the cores.
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
 lint: .venv/.for-test
 	$(BIN)/ruff check .
