@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from watching import Watched, fingerprint, seed_everything
 
-from ampguard.capture.calls import CallProbes
 from ampguard.capture.protocol import habits, moves, reads, routine, scans
+from ampguard.capture.protocol.probes.witness import Witness
 
 Guard = Callable[..., Watched]
 
@@ -94,7 +94,7 @@ HANDLERS = [
     for n in ("created", "scaled", "before_backward", "after_backward", "before_scaler_step", "after_scaler_step",
               "before_update", "updated", "unscaled", "cleared", "measured", "tell")
 ] + [(scans.Scans, "after_step"), (habits.Habits, "saving"), (habits.Habits, "tick"), (habits.Habits, "scheduler_moved"),
-     (reads.ReadWindow, "open"), (reads.ReadWindow, "close"), (routine.Routine, "matches"), (CallProbes, "_stepped")]  # fmt: skip
+     (reads.ReadWindow, "open"), (reads.ReadWindow, "close"), (routine.Routine, "matches"), (Witness, "stepped")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("owner", "name"), HANDLERS)

@@ -1,0 +1,84 @@
+"""The probe of backward calls."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ampguard.capture.protocol.probes.witness import Call, Witness
+
+FIRST_LOOKS = 8
+"""Backward calls of a run before which everything is looked at."""
+
+
+class BackwardProbe:
+    """Tells the moves of each call of `torch.autograd.backward`."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+        self._looks = 0
+
+    def install(self) -> None:
+        witness = self._witness
+        guarded, recorder, training = witness.guarded, witness.recorder, witness.training
+        moves, routine, dropped = witness.moves, witness.moves.routine, witness.dropped
+        tensor_backward = getattr(torch.Tensor.backward, "__code__", None)
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+                if not recorder.active or torch.compiler.is_compiling():
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                me = get_ident()
+                if me != training.ident and not guarded(training.follows):
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                if recorder.paused:
+                    guarded(training.missed)
+                    return original(tensors, grad_tensors, *args, **kwargs)
+                frame = sys._getframe(1)
+                if frame.f_code is tensor_backward:
+                    frame = frame.f_back or frame
+                dropped.waiting += 1
+                if routine.is_on and self._is_usual(tensors):
+                    result = original(tensors, grad_tensors, *args, **kwargs)
+                    if me == training.ident and routine.is_on:
+                        guarded(moves.after_usual_backward, frame)
+                    return result
+                guarded(self._before, tensors, grad_tensors)
+                result = original(tensors, grad_tensors, *args, **kwargs)
+                if me == training.ident:
+                    guarded(self._after, frame)
+                return result
+
+            return backward
+
+        witness.patches.replace(torch.autograd, "backward", watch)
+
+    def _is_usual(self, tensors: Any) -> bool:
+        moves, guarded = self._witness.moves, self._witness.guarded
+        if moves.looks_closely and moves.routine.is_at_start:
+            guarded(moves.routine.leave)
+            return False
+        return bool(guarded(moves.is_usual_backward, tensors))
+
+    def _before(self, tensors: Any, gradients: Any) -> None:
+        moves = self._witness.moves
+        if moves.looks_closely or self._looks < FIRST_LOOKS:
+            self._witness.window.close()
+            self._looks += 1
+            moves.watches.join_wrapped()
+            self._witness.models.look()
+        moves.before_backward(tensors, gradients)
+
+    def _after(self, frame: FrameType) -> None:
+        witness = self._witness
+        reached = witness.moves.after_backward(frame)
+        if witness.habits.watches_regions:
+            witness.habits.differentiated(reached)
+        if witness.moves.looks_closely and witness.moves.machine.scaled:
+            witness.window.open()

@@ -1,0 +1,100 @@
+"""The probes of gradient norms and of clipping."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from ampguard import compat
+from ampguard.capture.protocol.moves import Frame
+from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.script_lines import script_line
+
+NORM_LOOKS = 4
+"""How often it is looked at what becomes of a norm that is computed at one place."""
+
+
+class NormProbe:
+    """Tells the moves that gradients were measured or clipped, and with which limit."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+        self._looks: dict[Any, int] = {}
+
+    def install(self) -> None:
+        witness, moves = self._witness, self._witness.moves
+        found = compat.total_norm_function()
+        places: list[tuple[Any, str]] = [found] if found is not None else [(clip_grad, "clip_grad_norm_")]
+        if hasattr(torch.nn.utils, "get_total_norm"):
+            places.append((torch.nn.utils, "get_total_norm"))
+        for owner, name in places:
+            witness.patches.replace(owner, name, self._measuring(compat.clipping_limit))
+        for owner in (clip_grad, torch.nn.utils):
+            witness.patches.replace(owner, "clip_grad_value_", self._measuring(lambda: 0.0))
+        clipping = witness.noting(
+            before=lambda frame, *_: moves.before_clipping() if moves.machine.scaled else None,
+            after=lambda frame, *_: moves.after_clipping() if moves.machine.scaled else None,
+            of_gradients=True,
+        )
+        for owner in (clip_grad, torch.nn.utils):
+            witness.patches.replace(owner, "clip_grad_norm_", clipping)
+            witness.patches.replace(owner, "clip_grad_value_", clipping)
+
+    def _measuring(self, limit: Callable[[], float | None]) -> Callable[[Call], Call]:
+        witness = self._witness
+        guarded, recorder, training = witness.guarded, witness.recorder, witness.training
+        machine, routine = witness.moves.machine, witness.moves.routine
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def measure(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if get_ident() != training.ident and not guarded(training.hears):
+                    return original(tensors, *args, **kwargs)
+                if recorder.paused or not recorder.active:
+                    return original(tensors, *args, **kwargs)
+                frame = sys._getframe(1)
+                move = ("norm", frame.f_code, frame.f_lasti)
+                if routine.is_on and routine.matches(move):
+                    return original(tensors, *args, **kwargs)
+                routine.note(move, None)
+                if not machine.scaled:
+                    return original(tensors, *args, **kwargs)
+                if not isinstance(tensors, torch.Tensor):
+                    tensors = list(tensors)
+                at_most = guarded(limit)
+                if at_most is not None and at_most != float("inf"):
+                    guarded(self._clipped, tensors, at_most, frame)
+                    return original(tensors, *args, **kwargs)
+                norm = original(tensors, *args, **kwargs)
+                guarded(self._was_read, tensors, norm, frame)
+                return norm
+
+            return measure
+
+        return watch
+
+    def _clipped(self, tensors: Any, at_most: float, frame: Frame) -> None:
+        moves, window = self._witness.moves, self._witness.window
+        if not moves.scale_was_read and not window.limit_knows_scale(at_most):
+            moves.measured(tensors, True, frame)
+        if window.is_open:
+            window.close(tell=False)
+
+    def _was_read(self, tensors: Any, norm: Any, frame: FrameType) -> None:
+        """A norm of scaled gradients was computed: what does the script do with it?"""
+        window = self._witness.window
+        whose = self._witness.moves.whose(tensors)
+        place = (frame.f_code, frame.f_lasti)
+        looks = self._looks.get(place, 0)
+        if whose and not window.is_open and looks < NORM_LOOKS:
+            self._looks[place] = looks + 1
+            window.open()
+        for watch in whose[:1]:
+            window.track(norm, watch, script_line(frame))

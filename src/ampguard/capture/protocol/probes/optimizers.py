@@ -1,0 +1,113 @@
+"""The probes of optimizers: made, stepped without a scaler, cleared, loaded."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from threading import get_ident
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.protocol.moves import Frame
+from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.protocol.events import Clear
+
+
+class OptimizerProbe:
+    """Tells the moves what becomes of an optimizer's gradients outside a scaler's own calls."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+
+    def install(self) -> None:
+        witness = self._witness
+        moves, habits, replace, noting = witness.moves, witness.habits, witness.patches.replace, witness.noting
+        add_before, add_after = compat.optimizer_step_hooks()
+        witness.handles += [add_before(self._before_step), add_after(self._after_step)]
+        replace(Optimizer, "__init__", noting(after=lambda frame, opt, *_: moves.created(opt, frame)))
+        replace(Optimizer, "zero_grad", self._watch_clear)
+        loaded = noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
+        replace(Optimizer, "load_state_dict", loaded)
+        replace(nn.Module, "register_parameter", self._watch_register)
+        passed_over, cleared = self._passed_over, moves.cleared_by_module
+        clear = noting(
+            before=lambda frame, *_: passed_over(), after=lambda frame, *_: cleared(frame), of_gradients=True
+        )
+        replace(nn.Module, "zero_grad", clear)
+
+    def _passed_over(self) -> None:
+        dropped = self._witness.dropped
+        if dropped.waiting >= dropped.usual:
+            dropped.look()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        witness, moves = self._witness, self._witness.moves
+        if get_ident() != witness.training.ident and not witness.guarded(witness.training.hears, optimizer):
+            return
+        if moves.stepping is not None:
+            moves.stepping[1].stepped = True
+        elif witness.recorder.paused:
+            witness.guarded(witness.training.missed)
+        elif witness.recorder.active:
+            witness.guarded(self._before_direct_step, optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        witness = self._witness
+        if get_ident() != witness.training.ident and not witness.guarded(witness.training.hears, optimizer):
+            return
+        witness.dropped.stepped()
+        if witness.moves.stepping is None and witness.recorder.active and not witness.recorder.paused:
+            witness.guarded(self._after_direct_step, optimizer, sys._getframe(1))
+
+    def _before_direct_step(self, optimizer: Optimizer) -> None:
+        self._witness.close_window()
+        self._witness.moves.before_direct_step(optimizer)
+
+    def _after_direct_step(self, optimizer: Optimizer, frame: Frame) -> None:
+        self._witness.stepped(self._witness.moves.after_direct_step(optimizer, frame))
+
+    def _watch_clear(self, original: Call) -> Call:
+        witness, moves = self._witness, self._witness.moves
+        guarded, recorder, training = witness.guarded, witness.recorder, witness.training
+        routine, dropped = moves.routine, witness.dropped
+
+        @functools.wraps(original)
+        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != training.ident and not guarded(training.hears, optimizer):
+                return original(optimizer, *args, **kwargs)
+            if dropped.waiting >= dropped.usual and recorder.active and not recorder.paused:
+                guarded(dropped.look)
+            result = original(optimizer, *args, **kwargs)
+            if recorder.paused:
+                guarded(training.missed)
+            elif recorder.active:
+                watch = moves.watches.by_id.get(id(optimizer))
+                frame = sys._getframe(1)
+                move = ("clear", watch, frame.f_code, frame.f_lasti)
+                if routine.is_on and watch is not None and routine.matches(move):
+                    return result
+                if watch is None or watch.thread != training.ident or not moves.machine.clear(watch):
+                    guarded(self._cleared, optimizer, frame)
+                else:
+                    routine.note(move, Clear(watch))
+            return result
+
+        return zero_grad
+
+    def _cleared(self, optimizer: Optimizer, frame: Frame) -> None:
+        self._witness.close_window()
+        self._witness.moves.cleared(optimizer, frame)
+
+    def _watch_register(self, original: Call) -> Call:
+        watches = self._witness.moves.watches
+
+        @functools.wraps(original)
+        def register_parameter(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            for watch in watches.optimizers:  # a layer is made while others train: perhaps it replaces one
+                watch.lost_one = watch.steps > 0
+            original(module, *args, **kwargs)
+
+        return register_parameter

@@ -1,0 +1,124 @@
+"""The probes of a scaler's `unscale_` and `step`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.moves import Frame
+from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.watches import ScalerWatch
+
+
+class ScalerStepProbe:
+    """Tells the moves whose gradients are divided, and which optimizer the scaler let step."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+
+    def install(self) -> None:
+        replace = self._witness.patches.replace
+        replace(torch.amp.GradScaler, "unscale_", self._watch_unscale)
+        replace(torch.amp.GradScaler, "step", self._watch_step)
+
+    def _watch_unscale(self, original: Call) -> Call:
+        witness, moves = self._witness, self._witness.moves
+        guarded, recorder, training = witness.guarded, witness.recorder, witness.training
+        routine, by_id = moves.routine, moves.watches.by_id
+
+        @functools.wraps(original)
+        def unscale_(self_: Any, optimizer: Any) -> Any:
+            if get_ident() != training.ident and not guarded(training.hears, optimizer):
+                return original(self_, optimizer)
+            if moves.stepping is not None:  # inside a step: its wrapper tells all
+                result = original(self_, optimizer)
+                moves.unscaled_inside = True
+                return result
+            if recorder.paused or not recorder.active:
+                guarded(training.missed)
+                return original(self_, optimizer)
+            if routine.is_on:
+                of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
+                if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
+                    return original(self_, optimizer)
+            guarded(self._before_unscale, self_, optimizer, sys._getframe(1))
+            try:
+                result = original(self_, optimizer)
+            except Exception as error:
+                guarded(moves.refused, "unscale_", self_, optimizer, error, sys._getframe(1))
+                raise
+            guarded(moves.unscaled, self_, optimizer, sys._getframe(1))
+            return result
+
+        return unscale_
+
+    def _watch_step(self, original: Call) -> Call:
+        witness, moves = self._witness, self._witness.moves
+        guarded, recorder, training = witness.guarded, witness.recorder, witness.training
+        routine, by_id = moves.routine, moves.watches.by_id
+
+        @functools.wraps(original)
+        def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.active or (get_ident() != training.ident and not guarded(training.hears, optimizer)):
+                return original(self_, optimizer, *args, **kwargs)
+            if recorder.paused or moves.stepping is not None:
+                guarded(training.missed)
+                return original(self_, optimizer, *args, **kwargs)
+            if routine.is_on and id(self_) in by_id and id(optimizer) in by_id:
+                of, watch, frame = by_id[id(self_)], by_id[id(optimizer)], sys._getframe(1)
+                if routine.matches(("step", of, watch, frame.f_code, frame.f_lasti)):
+                    moves.attempt = recorder.steps.count
+                    watch.stepped = False
+                    moves.stepping = (of, watch, None)
+                    try:
+                        return original(self_, optimizer, *args, **kwargs)
+                    finally:
+                        moves.stepping = None
+                        self._stepped_as_usual(of, watch)
+            guarded(self._before_step, self_, optimizer, sys._getframe(1))
+            try:
+                result = original(self_, optimizer, *args, **kwargs)
+            except BaseException as error:
+                moves.stepping = None
+                if isinstance(error, Exception):
+                    guarded(moves.refused, "step", self_, optimizer, error, sys._getframe(1))
+                raise
+            if moves.stepping is not None:
+                guarded(self._after_step, self_, optimizer)
+                moves.stepping = None
+            return result
+
+        return step
+
+    def _before_unscale(self, scaler: Any, optimizer: Any, frame: Frame) -> None:
+        self._witness.close_window()
+        self._witness.moves.before_unscale(scaler, optimizer, frame)
+
+    def _before_step(self, scaler: Any, optimizer: Any, frame: Frame) -> None:
+        self._witness.close_window()
+        self._witness.moves.before_scaler_step(scaler, optimizer, frame)
+
+    def _after_step(self, scaler: Any, optimizer: Any) -> None:
+        witness = self._witness
+        witness.dropped.stepped()
+        of, watch = witness.moves.after_scaler_step(scaler, optimizer)
+        witness.stepped(watch)
+        if of.is_enabled:
+            witness.habits.after_scaler_step(of, watch)
+
+    def _stepped_as_usual(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
+        witness, habits = self._witness, self._witness.habits
+        witness.dropped.stepped()
+        of.steps += 1
+        steps = watch.steps = watch.steps + 1
+        watch.taken += watch.stepped
+        watch.was_skipped = not watch.stepped
+        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or habits.has_saved:
+            witness.guarded(witness.stepped, watch)
+            if habits.suspects_scaler:
+                witness.guarded(habits.after_scaler_step, of, watch)

@@ -1,0 +1,105 @@
+"""What all probes of the protocol have in common."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from ampguard.capture.probes import Patches
+from ampguard.capture.protocol.dropped import DroppedGradients
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.habits import Habits
+from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.moves import BreachListener, Moves
+from ampguard.capture.protocol.reads import ReadWindow
+from ampguard.capture.protocol.scans import Scans, is_time_to_look
+from ampguard.capture.recorder import FlightRecorder
+
+Call = Callable[..., Any]
+REGION_STEPS = 8
+"""Steps of an optimizer in which it is looked at what autocast's regions hold."""
+
+
+class Witness:
+    """Whom the probes tell, and what they ask before they do."""
+
+    def __init__(self, recorder: FlightRecorder, listener: BreachListener) -> None:
+        self.recorder = recorder
+        self.guarded = recorder.barrier.call
+        self.patches = Patches()
+        self.handles: list[Any] = []
+        self.moves = Moves(recorder, listener)
+        self.training = self.moves.training
+        self.models = Models(recorder)
+        self.scans = Scans(self.moves, self.models)
+        self.habits = Habits(self.moves, self.models)
+        self.window = ReadWindow(self.moves, self.guarded)
+        self.dropped = DroppedGradients(recorder, self.moves)
+        self.moves.explain = self.scans.explain_refusal
+
+    def close_window(self) -> None:
+        """What is made of a norm is not followed beyond this call."""
+        if self.window.is_open:
+            self.window.close()
+
+    def stepped(self, watch: OptimizerWatch) -> None:
+        """An optimizer's step was attempted."""
+        habits, steps = self.habits, watch.steps
+        if habits.watches_regions:
+            habits.stepped(watch)
+            habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler
+        self.scans.after_step(watch)
+        habits.tick()
+        if self.moves.looks_closely or is_time_to_look(steps):
+            self.moves.looks_closely = any(is_time_to_look(w.steps) for w in self.moves.mine())
+
+    def noting(
+        self, before: Call | None = None, after: Call | None = None, of_gradients: bool = False
+    ) -> Callable[[Call], Call]:
+        """Wrap a function that is called rarely: `before` and `after` get the caller's frame and the first arguments.
+
+        `of_gradients`: it is about the gradients of whoever calls it, and followed only in the thread that trains.
+        """
+        guarded, recorder, window, training = self.guarded, self.recorder, self.window, self.training
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not recorder.active:
+                    return original(*args, **kwargs)
+                is_other = get_ident() != training.ident
+                if is_other and of_gradients and not guarded(training.hears):
+                    return original(*args, **kwargs)
+                if recorder.paused:
+                    guarded(training.missed)
+                    return original(*args, **kwargs)
+                if window.is_open and not is_other:
+                    guarded(window.close)
+                if before is not None:
+                    guarded(before, sys._getframe(1), *args[:2])
+                result = original(*args, **kwargs)
+                if after is not None:
+                    guarded(after, sys._getframe(1), *args[:2])
+                return result
+
+            return call
+
+        return watch
+
+    def unclosing(self, before: Call) -> Callable[[Call], Call]:
+        """As `noting`, for a call between computing a norm and using it."""
+        guarded, recorder, training = self.guarded, self.recorder, self.training
+
+        def watch(original: Call) -> Call:
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if recorder.active and not recorder.paused and (get_ident() == training.ident or not training.ident):
+                    guarded(before, None, *args)
+                return original(*args, **kwargs)
+
+            return call
+
+        return watch
