@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell: children would inherit a Ctrl-C that does nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_compiled() -> Iterator[None]:
+    """Where anything was ever compiled the guard keeps operators, not calls: what a test compiles is forgotten after it."""
+    yield
+    compat = sys.modules.get("ampguard.compat")
+    if compat is not None and compat.may_compile():
+        sys.modules["torch"]._dynamo.reset()
