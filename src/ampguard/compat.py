@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -243,6 +244,10 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
 def version_of(tensor: torch.Tensor) -> int:
     """The tensor's version counter; -1 for inference tensors, which keep none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+plain_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""`version_of` for the hot path; raises RuntimeError for an inference tensor."""
 
 
 def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
 from ampguard.capture.originals import is_pytorchs, original_of
-from ampguard.compat import function_modes_on, interpreter, pop_function_mode, push_function_mode
+from ampguard.compat import function_modes_on, interpreter, plain_version, pop_function_mode, push_function_mode
 
 LESSONS = 3
 """Calls of a function that must have done nothing but compute before it is kept as one call."""
@@ -155,7 +155,7 @@ class CallTape(compat.FunctionMode):
                 if isinstance(value, Tensor):
                     if type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT:
                         return self._tape(func, (), args, kwargs or {})
-                    versions.append(value._version)
+                    versions.append(plain_version(value))
                 else:
                     versions.append(-1)
                     is_nested = is_nested or type(value) in NESTED
@@ -166,7 +166,7 @@ class CallTape(compat.FunctionMode):
         if kind is Tensor:
             for value, version in zip(args, versions, strict=True):
                 if value is output:
-                    if output._version != version:
+                    if plain_version(output) != version:
                         self._has_written(func)
                     return output  # else there was nothing to do
         elif kind not in NESTED and not isinstance(output, tuple):

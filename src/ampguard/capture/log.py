@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
+from ampguard.capture.forgetting import KEPT_ROOTS, has_live_result, is_evaluating, is_window_too_large, still_used
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import (
     PLAIN_TYPES,
@@ -33,29 +35,13 @@ from ampguard.capture.record import (
 )
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
-from ampguard.compat import version_of
+from ampguard.compat import plain_version, version_of
 
 MAX_EVENTS = 4096
 """Events kept of one step; beyond it the record is incomplete."""
 
-KEPT_ROOTS = 8
-"""Calls of root modules kept from before the last backward, or of an evaluation."""
-
-KEPT_BYTES = 1 << 25
-"""Memory that the inputs of older root calls may take up while nothing is differentiated."""
-
 SWEEP_EVENTS = 48
 """Events after which those with dead results are dropped, in a loop that does not differentiate."""
-
-MAX_COPY = 1 << 22
-"""Elements up to which a tensor is copied before an operator outside every module overwrites it."""
-
-SMALL_ARGUMENT = 1 << 14
-"""Elements up to which a module's argument is copied."""
-
-TRUSTED_CALLS = 16
-"""Calls of root modules after which arguments are no longer copied, if the script never wrote to one."""
-
 
 _Pending: TypeAlias = tuple[TapedCall | BackwardCall, Sequence[int], Sequence[int]]
 """What is yet to be named, and the versions of its operands: those by position, those by name."""
@@ -75,15 +61,10 @@ class EventLog:
         """The first event of the running iteration."""
         self.goes_on_after_backward = False
         """True once an operator used what was computed before a backward pass: one more loss of the same graph."""
-        self.copies_inputs = False
-        """True once an input was seen to be changed in place before backward: then larger ones are copied as well."""
         self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
         self._writers: dict[int, list[int]] = {}
         self._sweep_at = SWEEP_EVENTS
-        self._arguments: list[Held] = []
-        """What modules were given since the last look at it."""
-        self._untouched_calls = 0
-        """Looks in a row at which none of it had been written to."""
+        self.arguments = ArgumentCopies()
 
     # --- adding -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +102,7 @@ class EventLog:
         """Keep a call that has done nothing but compute, instead of its operators. `versions`: those of its `args`."""
         if type(output) is Tensor:
             outputs = [weakref.ref(output)]
-            made: Sequence[int] = (output._version,)
+            made: Sequence[int] = (plain_version(output),)
             floating = [output.dtype.is_floating_point]
         else:
             if not output or not all(isinstance(value, Tensor) for value in output):
@@ -283,7 +264,7 @@ class EventLog:
     def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
         """An event made this tensor, to which a weak reference is returned."""
         weak = weakref.ref(tensor)
-        self._producers[id(tensor)] = (weak, ref, -1 if tensor.is_inference() else tensor._version)
+        self._producers[id(tensor)] = (weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
         return weak
 
     def _note_write(self, written: Tensor, op: GlueOp) -> None:
@@ -338,30 +319,13 @@ class EventLog:
         return value
 
     def named_argument(self, tensor: Tensor) -> Ref | Held:
-        """An argument of a module. Small ones are copied: masks and states are changed in place before backward."""
-        version = -1 if tensor.is_inference() else tensor._version
+        """An argument of a module."""
+        version = -1 if tensor.is_inference() else plain_version(tensor)
         if id(tensor) in self._producers or self._pending:
             known = self.lookup(tensor)
             if known is not None:
                 return known
-        held = Held(tensor, version)
-        if tensor.requires_grad or tensor.layout != torch.strided:
-            return held
-        if self.copies_inputs or self._untouched_calls < TRUSTED_CALLS:
-            limit = MAX_COPY if self.copies_inputs else SMALL_ARGUMENT
-            if tensor.numel() <= limit:
-                held.copy = tensor.clone()
-        self._arguments.append(held)
-        return held
-
-    def _look_at_arguments(self) -> None:
-        """Were arguments of the calls that are forgotten written to since? If never, they need not be copied."""
-        self._untouched_calls += 1
-        for held in self._arguments:
-            tensor = held.tensor
-            if (-1 if tensor.is_inference() else tensor._version) != held.version:
-                self._untouched_calls = -(1 << 60)
-        self._arguments.clear()
+        return self.arguments.hold(tensor, version)
 
     def copied(self, value: Any) -> Any:
         """An operand that the operator overwrites and that no event made: keep its value."""
@@ -407,13 +371,13 @@ class EventLog:
         `keep_all`: something else is. True where events of a finished backward were dropped.
         """
         events = self._record.events
-        if self._arguments:
-            self._look_at_arguments()
+        if self.arguments.waiting:
+            self.arguments.look()
         if self._pending:
             events = self.record.events
         if events and events[0].index < self.closed_until:
             closed_until = self.closed_until
-            if closed_until > self.iteration_start and not self._is_window_too_large(events):
+            if closed_until > self.iteration_start and not is_window_too_large(events):
                 closed_until = self.iteration_start
                 if events[0].index >= closed_until:
                     return False
@@ -421,12 +385,12 @@ class EventLog:
             if events[-1].index < closed_until <= self.iteration_start and self._keep_roots(events):
                 return True
             closed = [e for e in events if e.index < closed_until]
-            self._keep(self._still_used(closed, events[len(closed) :]))
+            self._keep(still_used(closed, events[len(closed) :], self.iteration_start))
             return True
         if not keep_all and (len(events) > self._sweep_at or is_evaluating(events)):
             tell_calls(self.record)  # their operands would keep each other alive
             events = self.record.events
-            self._keep(self._still_used(events, []))
+            self._keep(still_used(events, [], self.iteration_start))
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
 
@@ -446,15 +410,6 @@ class EventLog:
         self._writers.clear()
         return True
 
-    def _is_window_too_large(self, events: list[Event]) -> bool:
-        """Whether the micro-steps of an accumulation window hold on to too much."""
-        if len(events) > MAX_EVENTS // 2:
-            return True
-        held = (
-            h for e in events for h in held_in((e.args, e.kwargs)) if h.copy is not None or not h.tensor.requires_grad
-        )
-        return sum(h.tensor.numel() * h.tensor.element_size() for h in held) > KEPT_BYTES
-
     def _keep(self, kept: set[int]) -> None:
         self.record.events = [e for e in self.record.events if e.index in kept]
         if self._writers:
@@ -462,55 +417,10 @@ class EventLog:
         if len(self._producers) > 2 * len(kept) + 32:
             self._producers = {k: v for k, v in self._producers.items() if v[1].event in kept}
 
-    def _still_used(self, events: list[Event], later: list[Event]) -> set[int]:
-        """The later events, those with a live result (of root calls: the last few), and what all of them came from."""
-        alive = [e for e in events if has_live_result(e)]
-        roots = [e.index for e in alive if isinstance(e, RootCall)]
-        kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= self.iteration_start}
-        kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= self.iteration_start}
-        beyond = beyond_memory(alive, kept)
-        kept -= beyond
-        kept |= {e.index for e in later}
-        present = {e.index for e in events} - beyond
-        for event in (*reversed(later), *reversed(events)) if kept else ():
-            if event.index in kept:
-                kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
-        return kept
-
 
 def versions_in(values: Iterable[Any]) -> Sequence[int]:
     """The version of each tensor among the operands, -1 for what is none."""
     try:
-        return [value._version if isinstance(value, Tensor) else -1 for value in values]
+        return [plain_version(value) if isinstance(value, Tensor) else -1 for value in values]
     except RuntimeError:  # inference tensors have none
         return [version_of(value) if isinstance(value, Tensor) else -1 for value in values]
-
-
-def has_live_result(event: Event) -> bool:
-    """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
-    live = [tensor for ref in event.outputs if (tensor := ref()) is not None]
-    if not live:
-        return False
-    own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
-    return any(id(tensor) not in own for tensor in live)
-
-
-def is_evaluating(events: list[Event]) -> bool:
-    """Several calls and none with gradients."""
-    roots = [e for e in events if isinstance(e, RootCall)]
-    return len(roots) > 1 and not any(root.modes.grad for root in roots)
-
-
-def beyond_memory(alive: list[Event], kept: set[int]) -> set[int]:
-    """Older root calls whose inputs would take up too much; without gradient, all but the last few."""
-    roots = [e for e in alive if isinstance(e, RootCall) and e.index in kept]
-    beyond: set[int] = set()
-    size = 0
-    for root in reversed(roots[:-KEPT_ROOTS]):
-        size += sum(h.tensor.numel() * h.tensor.element_size() for h in held_in((root.args, root.kwargs)))
-        if size > KEPT_BYTES or not root.modes.grad:
-            beyond.add(root.index)
-    for event in alive if beyond else ():  # what was made from them cannot be replayed either
-        if event.index in kept and any(ref.event in beyond for ref in refs_in((event.args, event.kwargs))):
-            beyond.add(event.index)
-    return beyond

@@ -48,7 +48,7 @@ def original_of(func: Any, frame: FrameType | None) -> Any:
     code = frame.f_code
     if not is_asked_by_code:  # by PyTorch's C, which knows a method by its name
         name = next((name for name, value in vars(Tensor).items() if value is func), "")
-        return getattr(torch._C.TensorBase, name, func)
+        return getattr(Tensor.__base__, name, func)
     if code is getattr(func, "__code__", None) or not code.co_filename.startswith(_TORCH) or code.co_freevars:
         return func  # a library's own function asks for itself, as PyTorch's do
     return FunctionType(code, frame.f_globals)

@@ -162,7 +162,7 @@ class GlueTape(compat.DispatchMode):
             scaled = original(scaler, loss)
             if scaled is not loss:
                 scale = compat.loss_scale(scaler)
-                versions = [loss._version, scale._version if scale is not None else -1]
+                versions = [compat.plain_version(loss), compat.plain_version(scale) if scale is not None else -1]
                 self.calls.keep(torch.mul, (loss, scale), {}, scaled, versions, sys._getframe(2))
             note(scaled)
         finally:

@@ -238,7 +238,7 @@ class Casebook:
         try:
             return locate(bad, Replayer(bad, self._recorder))
         except ChangedSinceError as changed:
-            self._recorder.log.copies_inputs = True
+            self._recorder.log.arguments.copies_large = True
             try:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:

@@ -1,0 +1,68 @@
+"""What of earlier steps is still in use: by the script, or by what the script made of it."""
+
+from __future__ import annotations
+
+from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_in
+
+KEPT_ROOTS = 8
+"""Calls of root modules kept from before the last backward, or of an evaluation."""
+
+KEPT_BYTES = 1 << 25
+"""Memory that the inputs of older root calls may take up while nothing is differentiated."""
+
+MAX_WINDOW_EVENTS = 2048
+"""Events kept of an accumulation window whose optimizer has not stepped yet."""
+
+
+def still_used(events: list[Event], later: list[Event], iteration_start: int) -> set[int]:
+    """The later events, those with a live result (of root calls: the last few), and what all of them came from."""
+    alive = [e for e in events if has_live_result(e)]
+    roots = [e.index for e in alive if isinstance(e, RootCall)]
+    kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= iteration_start}
+    kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= iteration_start}
+    beyond = beyond_memory(alive, kept)
+    kept -= beyond
+    kept |= {e.index for e in later}
+    present = {e.index for e in events} - beyond
+    for event in (*reversed(later), *reversed(events)) if kept else ():
+        if event.index in kept:
+            kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
+    return kept
+
+
+def has_live_result(event: Event) -> bool:
+    """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
+    live = [tensor for ref in event.outputs if (tensor := ref()) is not None]
+    if not live:
+        return False
+    own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
+    return any(id(tensor) not in own for tensor in live)
+
+
+def is_evaluating(events: list[Event]) -> bool:
+    """Several calls and none with gradients."""
+    roots = [e for e in events if isinstance(e, RootCall)]
+    return len(roots) > 1 and not any(root.modes.grad for root in roots)
+
+
+def beyond_memory(alive: list[Event], kept: set[int]) -> set[int]:
+    """Older root calls whose inputs would take up too much; without gradient, all but the last few."""
+    roots = [e for e in alive if isinstance(e, RootCall) and e.index in kept]
+    beyond: set[int] = set()
+    size = 0
+    for root in reversed(roots[:-KEPT_ROOTS]):
+        size += sum(h.tensor.numel() * h.tensor.element_size() for h in held_in((root.args, root.kwargs)))
+        if size > KEPT_BYTES or not root.modes.grad:
+            beyond.add(root.index)
+    for event in alive if beyond else ():  # what was made from them cannot be replayed either
+        if event.index in kept and any(ref.event in beyond for ref in refs_in((event.args, event.kwargs))):
+            beyond.add(event.index)
+    return beyond
+
+
+def is_window_too_large(events: list[Event]) -> bool:
+    """Whether the micro-steps of an accumulation window hold on to too much."""
+    if len(events) > MAX_WINDOW_EVENTS:
+        return True
+    held = (h for e in events for h in held_in((e.args, e.kwargs)) if h.copy is not None or not h.tensor.requires_grad)
+    return sum(h.tensor.numel() * h.tensor.element_size() for h in held) > KEPT_BYTES
