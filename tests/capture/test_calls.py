@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard.capture.protocol import habits, moves, reads, routine, scans
-from ampguard.capture.protocol.probes.witness import Witness
+from ampguard.capture.protocol.probing.witness import Witness
 
 Guard = Callable[..., Watched]
 

@@ -18,7 +18,8 @@ from watching import Watched
 import ampguard
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.probes import Patches, Probes
+from ampguard.capture.patches import Patches
+from ampguard.capture.probes import Probes
 from ampguard.capture.record import RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import StopRun

@@ -13,14 +13,14 @@ import torch
 from ampguard import compat
 from ampguard.capture.protocol.functional import FunctionalTraining
 from ampguard.capture.protocol.moves import BreachListener
-from ampguard.capture.protocol.probes.autocast import AutocastProbe
-from ampguard.capture.protocol.probes.backward import BackwardProbe
-from ampguard.capture.protocol.probes.norms import NormProbe
-from ampguard.capture.protocol.probes.optimizers import OptimizerProbe
-from ampguard.capture.protocol.probes.scaler_steps import ScalerStepProbe
-from ampguard.capture.protocol.probes.scaling import ScalingProbe
-from ampguard.capture.protocol.probes.schedulers import SchedulerProbe
-from ampguard.capture.protocol.probes.witness import Witness
+from ampguard.capture.protocol.probing.autocast import AutocastProbe
+from ampguard.capture.protocol.probing.backward import BackwardProbe
+from ampguard.capture.protocol.probing.norms import NormProbe
+from ampguard.capture.protocol.probing.optimizers import OptimizerProbe
+from ampguard.capture.protocol.probing.scaler_steps import ScalerStepProbe
+from ampguard.capture.protocol.probing.scaling import ScalingProbe
+from ampguard.capture.protocol.probing.schedulers import SchedulerProbe
+from ampguard.capture.protocol.probing.witness import Witness
 from ampguard.capture.recorder import FlightRecorder
 
 PROBES = (BackwardProbe, ScalingProbe, ScalerStepProbe, OptimizerProbe, NormProbe, SchedulerProbe, AutocastProbe)

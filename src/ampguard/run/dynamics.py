@@ -23,7 +23,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.capture.record import Event, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.vitals import StepVitals, Vitals

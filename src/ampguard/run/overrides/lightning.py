@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.run.late import AfterImport
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.plan import Plan

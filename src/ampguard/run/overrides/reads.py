@@ -10,7 +10,7 @@ import torch
 
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.judge import Judge
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 
 READING = ("item", "__float__", "__bool__")
 

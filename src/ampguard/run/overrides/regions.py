@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampguard import compat
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.engine.casting import tensors_in
 from ampguard.run.overrides.plan import Plan
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampguard import numerics
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.capture.record import BadResult
 from ampguard.incident import Incident
 from ampguard.run.overrides.again import Again

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampguard import compat
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.plan import Plan
 

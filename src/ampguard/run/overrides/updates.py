@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.all_ranks import carry_bad_losses

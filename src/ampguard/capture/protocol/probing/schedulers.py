@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from ampguard import compat
-from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.probing.witness import Call, Witness
 
 
 class SchedulerProbe:

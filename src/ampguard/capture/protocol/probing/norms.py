@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad
 
 from ampguard import compat
 from ampguard.capture.protocol.moves import Frame
-from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import script_line
 
 NORM_LOOKS = 4

@@ -11,7 +11,7 @@ import torch
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
-from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.watches import ScalerWatch
 
 

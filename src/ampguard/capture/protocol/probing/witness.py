@@ -8,7 +8,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from ampguard.capture.probes import Patches
+from ampguard.capture.patches import Patches
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits

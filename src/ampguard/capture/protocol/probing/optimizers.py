@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.protocol.moves import Frame
-from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.protocol.events import Clear
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampguard.capture.protocol.moves import Frame
-from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.probing.witness import Call, Witness
 
 
 class ScalingProbe:

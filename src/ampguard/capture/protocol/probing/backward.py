@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampguard.capture.protocol.probes.witness import Call, Witness
+from ampguard.capture.protocol.probing.witness import Call, Witness
 
 FIRST_LOOKS = 8
 """Backward calls of a run before which everything is looked at."""

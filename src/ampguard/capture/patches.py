@@ -1,0 +1,26 @@
+"""Attributes that are replaced while the guard is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Patches:
+    """Replaced attributes, and what stood there."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Put `make(original)` in place of `owner.name`."""
+        original = owner.__dict__[name] if name in vars(owner) else getattr(owner, name)
+        replacement = make(original)
+        setattr(owner, name, replacement)
+        self._done.append((owner, name, original, replacement))
+
+    def undo(self) -> None:
+        for owner, name, original, replacement in reversed(self._done):
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, original)
+        self._done.clear()

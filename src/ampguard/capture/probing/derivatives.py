@@ -1,0 +1,108 @@
+"""The probe of `backward` and of `torch.autograd.grad`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampguard.capture import hooks
+from ampguard.capture.patches import Patches
+from ampguard.capture.recorder import FlightRecorder
+
+
+class DerivativeProbe:
+    """Tells the recorder what is differentiated, and keeps the tape off it."""
+
+    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
+        self._recorder = recorder
+        self._patches = patches
+
+    def install(self) -> None:
+        self._watch_backward()
+
+    def _watch_backward(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    if not recorder.active:  # a fault inside an operator could not take the tape off
+                        with contextlib.suppress(Exception):
+                            recorder.tape.leave()
+                    return original(tensors, *args, **kwargs)
+                gradients = args[0] if args else kwargs.get("grad_tensors")
+                call = guarded(recorder.before_backward, tensors, gradients)
+                only = args[4] if len(args) > 4 else kwargs.get("inputs")
+                if only is not None and call is not None:
+                    call.only = frozenset(map(id, only if isinstance(only, (list, tuple)) else (only,)))
+                recorder.paused = True
+                try:
+                    if recorder.live is not None and call is not None:
+                        with recorder.live.watch(call):
+                            return original(tensors, *args, **kwargs)
+                    return original(tensors, *args, **kwargs)
+                except Exception as error:
+                    scaler = recorder.scaler if recorder.loss_of_scaled else None
+                    guarded(recorder.gradients.raised, error, scaler)
+                    raise
+                finally:
+                    recorder.paused = False
+                    guarded(recorder.after_backward)
+
+            return backward
+
+        def watch_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def grad(*args: Any, **kwargs: Any) -> Any:
+                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    return original(*args, **kwargs)
+                given = dict(
+                    zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
+                )
+                given |= kwargs
+                ends = not given.get("create_graph", False)
+                guarded(recorder.tape.leave)
+                call = None
+                if given.get("outputs") is not None:
+                    what = (given["outputs"], given.get("grad_outputs"), given.get("inputs"), not ends)
+                    call = guarded(recorder.before_backward, *what)
+                recorder.paused = True
+                try:
+                    if recorder.live is not None and call is not None:
+                        with recorder.live.watch(call):
+                            returned = original(*args, **kwargs)
+                    else:
+                        returned = original(*args, **kwargs)
+                    if call is not None:
+                        guarded(recorder.returned_gradients, call, returned)
+                    return returned
+                finally:
+                    recorder.paused = False
+                    if ends:
+                        guarded(recorder.after_backward)
+                    guarded(recorder.resume_tape)
+
+            return grad
+
+        def off_tape(original: Callable[..., Any]) -> Callable[..., Any]:
+            """The tape must be off the stack before PyTorch calls any function mode for `backward`."""
+
+            @functools.wraps(original)
+            def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+                if recorder.tape.is_on_stack and not recorder.paused:
+                    with contextlib.suppress(Exception):
+                        recorder.tape.leave()
+                original(self, *args, **kwargs)
+
+            return backward
+
+        self._patches.replace(torch.Tensor, "backward", off_tape)
+        self._patches.replace(torch.autograd, "backward", watch_backward)
+        self._patches.replace(torch.autograd, "grad", watch_grad)
+        self._patches.replace(torch.Tensor, "register_hook", hooks.watching(recorder, recorder.gradients.hooks))

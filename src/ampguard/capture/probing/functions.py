@@ -1,0 +1,71 @@
+"""The probes of functions: custom ones of autograd, and the way to a function mode."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from ampguard import compat
+from ampguard.capture.functions import aliases_of, checkpointed
+from ampguard.capture.patches import Patches
+from ampguard.capture.recorder import FlightRecorder
+
+
+class FunctionProbe:
+    """Tells the recorder of custom functions outside modules."""
+
+    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
+        self._recorder = recorder
+        self._patches = patches
+
+    def install(self) -> None:
+        self._watch_dispatch()
+        self._watch_custom_functions()
+
+    def _watch_dispatch(self) -> None:
+        """PyTorch's way to a function mode takes three times as long as most functions that it is asked for."""
+        calls = self._recorder.tape.calls
+        for module in (torch.nn.functional, torch.functional):
+            if hasattr(module, "handle_torch_function"):
+                self._patches.replace(module, "handle_torch_function", calls.dispatcher)
+
+    def _watch_custom_functions(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Any) -> Any:
+            inner = original.__func__
+
+            def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+                is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
+                if cls is CheckpointFunction and recorder.active and not recorder.paused:
+                    return checkpointed(recorder.log, guarded, inner, cls, *args, **kwargs)
+                if not is_ours or cls.__module__.startswith("torch.") or compat.is_tracing():
+                    return inner(cls, *args, **kwargs)
+                call = guarded(recorder.enter_function, cls, args, kwargs)
+                if call is None:
+                    return inner(cls, *args, **kwargs)
+                recorder.paused = True
+                try:
+                    if recorder.live is not None:
+                        guarded(recorder.tape.leave)
+                        with recorder.live.watch(call):
+                            output = inner(cls, *args, **kwargs)
+                    else:
+                        output = inner(cls, *args, **kwargs)
+                finally:
+                    recorder.paused = False
+                guarded(recorder.leave_function, call, output)
+                guarded(recorder.resume_tape)
+                return output
+
+            return classmethod(functools.wraps(inner)(apply))
+
+        if isinstance(torch.autograd.Function.__dict__.get("apply"), classmethod):
+            known = aliases_of(torch.autograd.Function.__dict__["apply"].__func__)
+            self._patches.replace(torch.autograd.Function, "apply", watch)
+            for module, name in known:
+                self._patches.replace(module, name, lambda bound: bound.__self__.apply)

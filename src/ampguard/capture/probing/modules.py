@@ -1,0 +1,106 @@
+"""The probe of module calls: the outermost ones are recorded, those inside them are nobody's business."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampguard import compat
+from ampguard.capture.patches import Patches
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.compat import tracing_state
+
+
+class ModuleProbe:
+    """Tells the recorder of every root call."""
+
+    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
+        self._recorder = recorder
+        self._patches = patches
+
+    def install(self) -> None:
+        self._watch_modules()
+        self._watch_functional_calls()
+        self._watch_training()
+
+    def _watch_modules(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                if tracing_state() is not None:
+                    guarded(recorder.tape.leave)
+                    return original(module, *args, **kwargs)
+                root = guarded(recorder.enter_root, module, args, kwargs)
+                recorder.paused = True
+                try:
+                    live = recorder.live if root is not None else None
+                    if live is not None and root is not None:
+                        with live.watch(root):
+                            output = original(module, *args, **kwargs)
+                    else:
+                        output = original(module, *args, **kwargs)
+                except BaseException as error:
+                    recorder.paused = False
+                    if root is not None:
+                        guarded(recorder.root_raised, root, error)
+                    raise
+                finally:
+                    recorder.paused = False
+                if root is not None:
+                    guarded(recorder.leave_root, root, output)
+                elif recorder.counting and not torch.is_grad_enabled():
+                    guarded(recorder.judge.count_output, output)
+                return output
+
+            def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+                if recorder.paused or torch.compiler.is_compiling() or not recorder.active:
+                    return original(self, *args, **kwargs)
+                return root_call(self, args, kwargs)
+
+            return (
+                compat.call_while_paused(recorder, __call__)
+                if compat.only_forwards_to_call_impl(original)
+                else __call__
+            )
+
+        self._patches.replace(nn.Module, "__call__", watch)
+
+    def _watch_functional_calls(self) -> None:
+        """`torch.func.functional_call` runs a module on other parameters than its own."""
+        recorder = self._recorder
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def functional_call(module: nn.Module, parameters_and_buffers: Any, *args: Any, **kwargs: Any) -> Any:
+                before, recorder.swapped_state = recorder.swapped_state, (module, parameters_and_buffers)
+                try:
+                    return original(module, parameters_and_buffers, *args, **kwargs)
+                finally:
+                    recorder.swapped_state = before
+
+            return functional_call
+
+        place = compat.functional_call()
+        if place is not None:
+            self._patches.replace(*place, watch)
+
+    def _watch_training(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def train(self: nn.Module, mode: bool = True) -> Any:
+                if recorder.judge.suspects and recorder.active and not recorder.paused and self.training != mode:
+                    guarded(recorder.judge.settle_all)
+                return original(self, mode)
+
+            return train
+
+        self._patches.replace(nn.Module, "train", watch)

@@ -1,0 +1,165 @@
+"""The probes of a scaler and of optimizers: what becomes of gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.patches import Patches
+from ampguard.capture.recorder import FlightRecorder
+
+
+class UpdateProbe:
+    """Tells the recorder of scaled losses, of updates and of cleared gradients."""
+
+    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
+        self._recorder = recorder
+        self._patches = patches
+        self.handles: list[Any] = []
+        self._scaling: list[Any] = []
+        """The scalers whose `step` is running."""
+
+    def install(self) -> None:
+        self._watch_scaler()
+        self._watch_optimizers()
+
+    def _watch_scaler(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+        scaling = self._scaling
+
+        def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+            is_torchs = getattr(original, "__module__", "") == torch.amp.grad_scaler.__name__
+
+            @functools.wraps(original)
+            def scale(self: Any, outputs: Any) -> Any:
+                if not recorder.active:
+                    return original(self, outputs)
+
+                def note(scaled: Any) -> None:
+                    guarded(recorder.note_scaled, outputs, scaled, self)
+
+                if is_torchs and recorder.tape.is_on_stack:
+                    return recorder.tape.scale(original, self, outputs, note)
+                scaled = original(self, outputs)
+                note(scaled)
+                return scaled
+
+            return scale
+
+        def watch_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                if not recorder.active:
+                    return original(scaler, optimizer, *args, **kwargs)
+                before = recorder.attempts
+                if scaler.is_enabled():
+                    guarded(recorder.before_update, optimizer, True)
+                    if recorder.gradients.suspects_underflow:
+                        guarded(self._look_for_underflow, scaler, optimizer)
+                scaling.append(scaler)
+                try:
+                    result = original(scaler, optimizer, *args, **kwargs)
+                finally:
+                    scaling.pop()
+                if recorder.attempts == before:  # skipped: the optimizer's own hooks did not run
+                    guarded(self._held_off, scaler, optimizer)
+                    guarded(recorder.after_update, optimizer, True)
+                return result
+
+            return step
+
+        self._patches.replace(torch.amp.GradScaler, "scale", watch_scale)
+        self._patches.replace(torch.amp.GradScaler, "update", self._bookkeeping(is_last=False))
+        self._patches.replace(torch.amp.GradScaler, "step", watch_step)
+
+    def _look_for_underflow(self, scaler: Any, optimizer: Optimizer) -> None:
+        if not self._recorder.counting:
+            self._recorder.gradients.look_for_underflow(optimizer, float(scaler.get_scale()))
+
+    def _held_off(self, scaler: Any, optimizer: Optimizer) -> None:
+        if scaler.is_enabled() and not self._recorder.counting:
+            self._recorder.gradients.held_off(optimizer, float(scaler.get_scale()))
+
+    def _watch_optimizers(self) -> None:
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+        scaling = self._scaling
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not recorder.active:
+                return
+            closure = kwargs.get("closure") if len(args) < 2 else args[1]
+            scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
+            if scaler is None:
+                guarded(recorder.before_update, optimizer, False, closure is not None)
+            elif compat.is_told_to_skip(optimizer):  # a fused one skips by itself
+                guarded(self._held_off, scaler, optimizer)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if recorder.active:
+                guarded(recorder.after_update, optimizer)
+                if not scaling:
+                    guarded(recorder.bookkeeping_done, False)
+
+        def watch_init(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+                original(self, *args, **kwargs)
+                if recorder.active:
+                    guarded(recorder.steps.created, self)
+
+            return __init__
+
+        add_before, add_after = compat.optimizer_step_hooks()
+        self.handles += [add_before(before), add_after(after)]
+        self._patches.replace(Optimizer, "__init__", watch_init)
+        self._patches.replace(Optimizer, "zero_grad", self._bookkeeping(is_last=True))
+        self._patches.replace(nn.Module, "zero_grad", self._clearing())
+
+    def _bookkeeping(self, is_last: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Calls between two steps that are not worth taping; what follows them is preprocessing."""
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if not recorder.between_steps or not recorder.active or recorder.paused:
+                    if is_last and recorder.active and not recorder.paused:
+                        guarded(recorder.gradients_cleared, id(self))
+                    if recorder.tape.is_of_calls:
+                        return recorder.tape.pass_over(original, self, *args, **kwargs)
+                    return original(self, *args, **kwargs)
+                if recorder.has_no_prefix and not recorder.tape.is_on_stack:
+                    return original(self, *args, **kwargs)
+                guarded(recorder.tape.leave)
+                result = original(self, *args, **kwargs)
+                guarded(recorder.bookkeeping_done, is_last)
+                return result
+
+            return call
+
+        return watch
+
+    def _clearing(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        recorder = self._recorder
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if recorder.active and not recorder.paused:
+                    recorder.barrier.call(recorder.gradients_cleared, None)
+                if recorder.tape.is_of_calls and not recorder.paused:
+                    return recorder.tape.pass_over(original, self, *args, **kwargs)
+                return original(self, *args, **kwargs)
+
+            return zero_grad
+
+        return watch
