@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 import ampguard
-from ampguard.capture import recorder
+from ampguard.capture import schedule
 from ampguard.capture.calltape import CallTape
 from ampguard.capture.record import GlueOp, Held, Ref, StepRecord, TapedCall, refs_in
 
@@ -126,7 +126,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def machine_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "LONG_STEP", 60.0)
+    monkeypatch.setattr(schedule, "LONG_STEP", 60.0)
     torch._dynamo.reset()  # where anything is compiled, no function mode is used
 
 
@@ -172,7 +172,7 @@ def test_kept_calls_are_told_as_the_tape_would(
     objective = (OBJECTIVES | MORE_THAN_COMPUTE)[name]
     told, calls = last_step(objective, tmp_path / "calls", scaler)
     assert calls > 0 or name in MORE_THAN_COMPUTE
-    monkeypatch.setattr(recorder, "LONG_STEP", 0.0)
+    monkeypatch.setattr(schedule, "LONG_STEP", 0.0)
     taped, calls = last_step(objective, tmp_path / "operators", scaler)
     assert calls == 0  # long steps are taped operator by operator
     assert told == taped
@@ -215,7 +215,7 @@ def test_a_failure_is_explained_as_if_it_had_been_taped(
 ) -> None:
     told, calls = told_of(failure, tmp_path / "calls")
     assert calls > 0
-    monkeypatch.setattr(recorder, "LONG_STEP", 0.0)
+    monkeypatch.setattr(schedule, "LONG_STEP", 0.0)
     taped, calls = told_of(failure, tmp_path / "operators")
     assert calls == 0
     assert told == taped

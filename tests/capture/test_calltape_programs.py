@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import ampguard
-from ampguard.capture import recorder
+from ampguard.capture import schedule
 
 STEPS = 7
 
@@ -91,7 +91,7 @@ def test_any_glue_is_told_as_the_tape_would_and_left_as_it_is(
     alone, _ = trained(None, usual, last)
     told: list[list[Any]] = []
     for limit in (60.0, 0.0):
-        monkeypatch.setattr(recorder, "LONG_STEP", limit)
+        monkeypatch.setattr(schedule, "LONG_STEP", limit)
         with ampguard.watch(out=tmp_path_factory.mktemp("run") / "run") as session:
             weights, loop = trained(session, usual, last)
         assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(alone, weights, strict=True))

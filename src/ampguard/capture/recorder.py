@@ -25,7 +25,7 @@ from ampguard.capture.frames import user_line
 from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
-from ampguard.capture.log import MAX_EVENTS, EventLog
+from ampguard.capture.log import EventLog
 from ampguard.capture.record import (
     BackwardCall,
     BadResult,
@@ -39,22 +39,12 @@ from ampguard.capture.record import (
     tensors_in,
     torch_rng_states,
 )
+from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
 from ampguard.capture.usual import CallContext
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, interpreter, version_of
-
-FREE_GLUE_OPS = 96
-"""Operators between a module and backward that are always taped; more only while they cost next to nothing."""
-
-TAPED_OP_SECONDS = 6e-6
-GLUE_TIME_SHARE = 0.01
-LONG_STEP = 0.025
-"""Seconds a step, beyond which taping every operator of its glue costs next to nothing."""
-
-PREFIX_OPS = 48
-"""Operators before the first module of a step (preprocessing) that are taped."""
 
 KEPT_STEPS = 64
 """Optimizer steps remembered: which optimizer made them."""
@@ -92,6 +82,7 @@ class FlightRecorder:
         self.judge.thread = lambda: self.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
+        self.schedule = TapeSchedule()
         self.context = CallContext()
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -111,17 +102,8 @@ class FlightRecorder:
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self._has_root = False
-        self._is_functional = False
-        """True where the last step called no module: all of it ran outside modules."""
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
-        self._glue_limit = MAX_EVENTS
-        self._prefix_enabled = True
-        self._clears_between_steps = False
-        self.has_no_prefix = False
-        """Whether nothing is taped between an optimizer's step and the first module."""
-        self._empty_prefixes = 0
-        """Steps so far in which nothing was computed before the first module."""
         self.functions = AppliedFunctions()
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
@@ -180,8 +162,7 @@ class FlightRecorder:
         events = log.record.events
         events.append(root)
         if self.between_steps:
-            started = len(events) > 1 and events[0].index >= log.iteration_start
-            self._empty_prefixes = 0 if started else self._empty_prefixes + 1
+            self.schedule.begins(len(events) > 1 and events[0].index >= log.iteration_start)
             self.between_steps = False
         root.started = time.perf_counter()
         return root
@@ -198,7 +179,7 @@ class FlightRecorder:
             self.judge.suspect_buffers(root, poisoned)
         if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
-        self.tape.enter(self._glue_limit)
+        self.tape.enter(self.schedule.limit)
 
     def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         """Keep a custom function that is applied outside every module."""
@@ -244,8 +225,7 @@ class FlightRecorder:
         """The tape met more operators than it may follow."""
         record = self.log.record
         record.complete = False
-        if not self._is_functional and not any(isinstance(event, RootCall) for event in record.events):
-            self._prefix_enabled = False
+        self.schedule.exhausted(any(isinstance(event, RootCall) for event in record.events))
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -380,15 +360,10 @@ class FlightRecorder:
         seconds = now - self._step_started
         self._step_started = now
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
-        if self.steps.count > 2:
-            allowed = int(GLUE_TIME_SHARE * self.step_seconds / TAPED_OP_SECONDS)
-            self._glue_limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
         self.between_steps = True
-        is_short = min(seconds, self.step_seconds) < LONG_STEP  # a single slow step does not count
-        self.tape.keeps_calls = is_short and not self.steps.counts_backwards
-        self._is_functional = not self._has_root
+        self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root)
+        self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False
-        self.has_no_prefix = not self._is_functional and not (self._prefix_enabled and self._empty_prefixes < 4)
         if self.live is not None:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)
@@ -400,20 +375,13 @@ class FlightRecorder:
         What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
         gradients in between, from there on (`is_last`).
         """
-        if not self._is_functional:
-            self._clears_between_steps = self._clears_between_steps or is_last
-        if is_last or not self._clears_between_steps:
+        if self.schedule.comes_next(is_last):
             self.tape_preprocessing()
 
     def tape_preprocessing(self) -> None:
         """Tape what the script computes before the first module of a step."""
-        if self._is_functional:  # no module was called in the last step: everything is outside modules
-            limit = self._glue_limit
-        elif self.has_no_prefix:
-            return
-        else:
-            limit = PREFIX_OPS
-        if self.thread == threading.get_ident() and not self.paused:
+        limit = self.schedule.prefix_limit
+        if limit and self.thread == threading.get_ident() and not self.paused:
             self.tape.enter(limit)
 
     def note_batch(self, batch: Any) -> None:
@@ -424,7 +392,7 @@ class FlightRecorder:
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
         if self.thread == threading.get_ident() and not self.paused:
-            self.tape.enter(self._glue_limit)
+            self.tape.enter(self.schedule.limit)
 
     # --- the end, and investigations ----------------------------------------------------------------------------------
 

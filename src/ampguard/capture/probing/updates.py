@@ -137,7 +137,7 @@ class UpdateProbe:
                     if recorder.tape.is_of_calls:
                         return recorder.tape.pass_over(original, self, *args, **kwargs)
                     return original(self, *args, **kwargs)
-                if recorder.has_no_prefix and not recorder.tape.is_on_stack:
+                if recorder.schedule.has_no_prefix and not recorder.tape.is_on_stack:
                     return original(self, *args, **kwargs)
                 guarded(recorder.tape.leave)
                 result = original(self, *args, **kwargs)

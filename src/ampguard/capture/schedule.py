@@ -1,0 +1,71 @@
+"""How much of a step's glue is taped: by what the steps so far were like."""
+
+from __future__ import annotations
+
+from ampguard.capture.log import MAX_EVENTS
+
+FREE_GLUE_OPS = 96
+"""Operators between a module and backward that are always taped; more only while they cost next to nothing."""
+
+TAPED_OP_SECONDS = 6e-6
+GLUE_TIME_SHARE = 0.01
+LONG_STEP = 0.025
+"""Seconds a step, beyond which taping every operator of its glue costs next to nothing."""
+
+PREFIX_OPS = 48
+"""Operators before the first module of a step (preprocessing) that are taped."""
+
+EMPTY_PREFIXES = 4
+"""Steps in a row in which nothing was computed before the first module, after which it is no longer expected."""
+
+FIRST_STEPS = 2
+"""Steps of a run whose time says nothing."""
+
+
+class TapeSchedule:
+    """For how many operators the tape is put on, and whether calls or operators are kept."""
+
+    def __init__(self) -> None:
+        self.limit = MAX_EVENTS
+        """Operators that are taped after a module was called."""
+        self.keeps_calls = False
+        """Whether steps are so short that the glue is kept call by call."""
+        self.is_functional = False
+        """True where the last step called no module: all of it ran outside modules."""
+        self.has_no_prefix = False
+        """Whether nothing is taped between an optimizer's step and the first module."""
+        self._wants_prefix = True
+        self._clears_between_steps = False
+        self._empty_prefixes = 0
+
+    def begins(self, has_prefix: bool) -> None:
+        """The first module of a step is called; `has_prefix`: something was computed before."""
+        self._empty_prefixes = 0 if has_prefix else self._empty_prefixes + 1
+
+    def exhausted(self, has_root: bool) -> None:
+        """The tape met more operators than it may follow, in a step that has called a module or not."""
+        if not has_root and not self.is_functional:
+            self._wants_prefix = False
+
+    def ended(self, steps: int, seconds: float, usual_seconds: float, has_root: bool) -> None:
+        """A step is over: the how manieth, how long it took and steps take, and whether it called a module."""
+        if steps > FIRST_STEPS:
+            allowed = int(GLUE_TIME_SHARE * usual_seconds / TAPED_OP_SECONDS)
+            self.limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
+        self.keeps_calls = min(seconds, usual_seconds) < LONG_STEP  # a single slow step does not count
+        self.is_functional = not has_root
+        is_empty = not self._wants_prefix or self._empty_prefixes >= EMPTY_PREFIXES
+        self.has_no_prefix = has_root and is_empty
+
+    def comes_next(self, is_last: bool) -> bool:
+        """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, only that (`is_last`)."""
+        if is_last and not self.is_functional:
+            self._clears_between_steps = True
+        return is_last or not self._clears_between_steps
+
+    @property
+    def prefix_limit(self) -> int:
+        """Operators that are taped before the first module; 0 for none."""
+        if self.is_functional:
+            return self.limit
+        return 0 if self.has_no_prefix else PREFIX_OPS
