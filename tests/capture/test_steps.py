@@ -61,6 +61,53 @@ def test_count_never_falls_when_an_optimizer_joins_late() -> None:
     assert counted >= 38
 
 
+@pytest.mark.parametrize("known", ["made under the guard", "made before"])
+@pytest.mark.parametrize(
+    ("pattern", "iterations"),
+    [
+        ("a" * 5 + "b" * 5, 10),
+        ("a" * 20 + "b" * 20, 40),
+        ("a" * 20 + "b" * 20 + "a" * 20, 60),
+        ("ab" * 10 + "a" * 10, 20),
+        ("a" * 30 + "ab" * 10, 40),
+        ("ab" * 10 + "aab" * 10, 20),
+        ("abc" * 5 + "ab" * 5, 10),
+        ("a" * 12 + "b" * 12 + "c" * 12, 36),
+    ],
+)
+def test_optimizers_that_stop_and_that_follow_each_other(pattern: str, iterations: int, known: str) -> None:
+    letters = sorted(set(pattern))
+    made = dict(zip(letters, optimizers(len(letters)), strict=True))
+    steps = counter(list(made.values()) if known == "made under the guard" else [])
+    for letter in pattern:
+        steps.attempted(made[letter])
+    assert steps.count == iterations
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+def test_an_optimizer_made_when_the_others_are_done_begins_a_phase(length: int) -> None:
+    steps = StepCounter()
+    kept = []
+    for phase in range(3):
+        kept += optimizers(2)
+        for optimizer in kept[-2:]:
+            steps.created(optimizer)
+        for step in range(length):
+            assert not steps.attempted(kept[-2])
+            assert steps.attempted(kept[-1])
+            assert steps.count == phase * length + step + 1
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_of_optimizers_from_before_the_guard_the_last_ends_the_iteration(turns: int) -> None:
+    first, last = optimizers(2)
+    steps = StepCounter()
+    for _ in range(6):
+        ends = [steps.attempted(first) for _ in range(turns)] + [steps.attempted(last)]
+    assert ends == [False] * turns + [True]
+    assert steps.count == 6
+
+
 def test_first_step_ends_no_iteration_before_the_second_optimizer_has_stepped() -> None:
     a, b = optimizers(2)
     steps = counter([a, b])

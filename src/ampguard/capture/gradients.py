@@ -13,7 +13,7 @@ from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref
-from ampguard.compat import version_of
+from ampguard.compat import version_of, versions_of
 from ampguard.numerics import is_finite
 
 SMALL = 1 << 14
@@ -43,9 +43,12 @@ class GradientWatch:
         self._versions: list[tuple[Tensor, int]] = []
         self._cleared: dict[int | None, int] = {}
         """For each optimizer, by identity: the event from which on its gradients add up. None: for all of them."""
+        self._known_finite: dict[int, tuple[Tensor, int]] = {}
+        """Gradients that somebody has found finite since the last backward pass, by identity, and their versions then."""
 
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
+        self._known_finite = {}
         self._judge.spoil_gradients()
         if self.hooks.are_known:
             self.hooks.differentiated()
@@ -69,19 +72,32 @@ class GradientWatch:
     def are_looked_at_by_scaler(self) -> None:
         """A scaler is about to step: it looks by itself."""
         self._is_unjudged = False
+        self._known_finite = {}
 
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""
         self._is_unjudged = False
         if self._log.is_empty:
             return
-        if all_finite(gradients_of(optimizer)):
+        if self._are_finite(gradients_of(optimizer)):
             self._judge.gradients_are_good()
         else:
             since = self._cleared_since(optimizer)
             self._judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False, since=since)
         if self.suspects_underflow:
             self.look_for_underflow(optimizer, None)
+
+    def found_finite(self, gradients: list[Tensor]) -> None:
+        """Somebody else has looked at these gradients."""
+        versions = versions_of(gradients)
+        self._known_finite |= {id(g): (g, version) for g, version in zip(gradients, versions, strict=True)}
+
+    def _are_finite(self, gradients: list[Tensor]) -> bool:
+        known = self._known_finite
+        if known:  # and not written to since
+            now = zip(gradients, versions_of(gradients), strict=True)
+            gradients = [g for g, version in now if known.pop(id(g), (None, -1))[1] != version]
+        return not gradients or all_finite(gradients)
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
@@ -111,6 +127,7 @@ class GradientWatch:
 
         Where no optimizer has used them, the loop may drop bad ones by itself: they are bad all the same.
         """
+        self._known_finite = {}
         if self._log.is_empty:
             return
         if self._is_unjudged:

@@ -10,6 +10,7 @@ import contextlib
 import os
 
 from ampguard.capture.patches import Patches
+from ampguard.capture.probing.clipping import ClippingProbe
 from ampguard.capture.probing.derivatives import DerivativeProbe
 from ampguard.capture.probing.edges import EdgeProbe
 from ampguard.capture.probing.functions import FunctionProbe
@@ -28,7 +29,7 @@ class Probes:
 
     def install(self) -> None:
         """Begin to observe."""
-        for probe in (ModuleProbe, DerivativeProbe, FunctionProbe, EdgeProbe):
+        for probe in (ModuleProbe, DerivativeProbe, FunctionProbe, ClippingProbe, EdgeProbe):
             probe(self._recorder, self._patches).install()
         self._updates.install()
         self._recorder.active = True

@@ -2,11 +2,16 @@
 
 An iteration is one attempted step of every optimizer in use: with several it ends when the last of them has stepped,
 and a step that the scaler skips counts. An accumulation window is one iteration.
+
+Which optimizers are in use shows only as they step. What is counted while one of them is away may turn out to have
+been a part of one longer iteration (a critic that steps five times), or of a phase of its own (training, then fine
+tuning with another optimizer): what was counted is then put right, as long as it is recent.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
@@ -20,10 +25,25 @@ class StepCounter:
     def __init__(self) -> None:
         self.count = 0
         self._created: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._in_use: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that step in each iteration, as far as is known; and those that were made and are yet to step."""
         self._ever: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """In the running iteration."""
+        self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """In those that may turn out to be a part of it."""
+        self._repeats = 0
+        """How often one stepped again in the running iteration, while another was waited for."""
+        self._patience: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """The most of these repeats before each has stepped."""
         self._provisional = 0
+        """Iterations counted since some optimizer was last in use that is not now."""
+        self._taken_back = 0
+        """What was taken off the count when an optimizer joined, until another has stepped since."""
+        self._joined: weakref.ref[Optimizer] | None = None
+        self._attempts = 0
+        self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._by_backward = 0
         self._only: weakref.ref[Optimizer] | None = None
 
@@ -42,37 +62,101 @@ class StepCounter:
 
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""
+        self._end_short_way()
         self._created.add(optimizer)
-        self._only = None
+        self._in_use.add(optimizer)
+        self._born[optimizer] = self._attempts
 
     def attempted(self, optimizer: Optimizer) -> bool:
         """An optimizer's step was attempted. True where that ends an iteration."""
+        if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
+            self.count += 1
+            self._attempts += 1
+            return True
         if self._by_backward:  # an optimizer from before the guard: its steps were counted by their backward passes
             self.count -= self._by_backward
             self._by_backward = 0
-        if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
-            self.count += 1
-            return True
-        if optimizer in self._idle:  # it steps after all: a few steps without it were one longer iteration
-            self._idle.discard(optimizer)
-            if self._provisional <= LONGEST_TURN:
-                self.count -= self._provisional
-            self._provisional = 0
-        repeated = optimizer in self._stepped
-        self._ever.add(optimizer)
-        self._stepped.add(optimizer)
-        waiting = [o for o in self._created if o not in self._stepped and o not in self._idle]
-        if waiting and repeated and all(o not in self._ever for o in waiting):
-            self._idle.update(waiting)  # made but never used
-            self.count += 1
-            self._provisional += 1
-            waiting = []
-        if waiting:
+        self._end_short_way()
+        self._attempts += 1
+        if self._joined is not None and self._joined() is not optimizer:
+            self._joined, self._taken_back = None, 0
+        if optimizer not in self._in_use or optimizer not in self._ever:
+            self._join(optimizer)
+        self._last[optimizer] = self._attempts
+        if self._waited_for(optimizer):
             return False
-        self.count += 1
-        if self._idle and any(o not in self._ever for o in self._idle):
-            self._provisional += 1
-        self._stepped.clear()
-        if len(self._created | self._ever) == 1:
+        self._end()
+        if len(self._in_use) == 1 and (not self._is_provisional or self._provisional > LONGEST_TURN):
             self._only = weakref.ref(optimizer)
         return True
+
+    def _waited_for(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Those that are yet to step in the iteration in which this one steps now."""
+        repeated = optimizer in self._stepped
+        self._stepped.add(optimizer)
+        waiting = [o for o in self._in_use if o not in self._stepped]
+        if not repeated:
+            self._patience[optimizer] = max(self._repeats, self._patience.get(optimizer, 0))
+        elif waiting:
+            self._repeats += 1
+            if self._repeats > max(self._patience.get(o, 0) for o in waiting):
+                self._do_without(waiting)
+                return []
+        return waiting
+
+    def _do_without(self, waiting: Iterable[Optimizer]) -> None:
+        """These are no longer waited for: each repeat was the end of an iteration."""
+        for optimizer in waiting:
+            self._in_use.discard(optimizer)
+        self.count += self._repeats + self._taken_back
+        self._provisional = self._repeats
+        self._taken_back = 0
+        self._before.clear()
+        self._before.update(self._stepped)
+
+    def _join(self, optimizer: Optimizer) -> None:
+        """This one is in use (again): a few iterations counted without it were part of the running one."""
+        born = self._born.get(optimizer, 0)
+        others = [o for o in self._in_use if o is not optimizer and o in self._ever]
+        self._in_use.add(optimizer)
+        self._ever.add(optimizer)
+        if others and all(self._last.get(o, 0) <= born for o in others):  # made when they were done: a new phase
+            for other in others:
+                self._in_use.discard(other)
+            self._stepped.clear()
+            self._provisional = self._repeats = self._taken_back = 0
+            return
+        if self._stepped or not self._before:
+            return
+        is_recent = 0 < self._provisional <= LONGEST_TURN
+        self._joined = weakref.ref(optimizer)
+        self._taken_back = self._provisional if is_recent else min(1, self.count)
+        self.count -= self._taken_back
+        self._repeats = self._taken_back - 1 if is_recent else 0
+        self._stepped.update(o for o in self._before if o is not optimizer)
+        self._provisional = 0
+
+    @property
+    def _is_provisional(self) -> bool:
+        """Whether there may be optimizers in use that have not stepped lately."""
+        return not self._created or len(self._in_use) < len(self._created | self._ever)
+
+    def _end(self) -> None:
+        self.count += 1
+        if self._is_provisional:
+            self._provisional += 1
+            if self._provisional > LONGEST_TURN:
+                self._before.clear()
+        else:
+            self._before.clear()
+        self._before.update(self._stepped)
+        self._stepped.clear()
+        self._repeats = 0
+
+    def _end_short_way(self) -> None:
+        only = self._only() if self._only is not None else None
+        if only is not None:
+            self._last[only] = self._attempts
+            self._before.clear()
+            self._before.add(only)
+        self._only = None
