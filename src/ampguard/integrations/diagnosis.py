@@ -16,7 +16,7 @@ def with_diagnosis(error: FloatingPointError) -> FloatingPointError:
     if session is None:
         told = WITHOUT_GUARD
     else:
-        incident = _latest(session, error)
+        incident: Incident | None = session.explain_now(error)
         told = _told(incident) if incident is not None else "ampguard: not explained yet; the report may say more"
     error.args = (f"{error.args[0] if error.args else ''}\n{told}", *error.args[1:])
     return error
@@ -26,16 +26,6 @@ def _session() -> Any:
     """The guard that is on; asks nothing of a process in which none was begun."""
     guarding = getattr(sys.modules.get("ampguard.run.session"), "guarding", None)
     return guarding() if guarding is not None else None
-
-
-def _latest(session: Any, error: FloatingPointError) -> Incident | None:
-    for attempt in range(2):
-        if attempt:  # nobody has read a number of this step from the device yet
-            session._barrier.call(session._recorder.flush, error)
-        errors: list[Incident] = [i for i in session._casebook.incidents() if i.severity == "error"]
-        if errors:
-            return max(errors, key=lambda incident: incident.step)
-    return None
 
 
 def _told(incident: Incident) -> str:

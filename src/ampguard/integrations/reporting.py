@@ -51,7 +51,8 @@ class Reporting:
         atexit.unregister(self.end)
         with contextlib.suppress(BaseException) if error is not None else contextlib.nullcontext():
             own.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
-        return _path(session)
+        written: Path | None = session.report_path
+        return written
 
 
 def _guarding() -> Any:
@@ -63,17 +64,11 @@ def _guarding() -> Any:
 def _written_so_far(session: Any) -> Path | None:
     """The guard goes on, and writes the whole report when the run ends."""
     try:
-        session._barrier.call(session._recorder.flush, None)
-        session._folder.write(session._make_report())
+        path: Path | None = session.report_now()
     except Exception as error:  # a report that cannot be written yet must not end a training
         logger.info("the guard's report will be written at the end of the run (%s)", error)
         return None
-    return _path(session)
-
-
-def _path(session: Any) -> Path | None:
-    folder = session.path
-    return folder / "report.json" if folder is not None and (folder / "report.json").exists() else None
+    return path
 
 
 def _free(folder: Path) -> Path:

@@ -162,6 +162,29 @@ class Session:
         if self._ranks is not None and self._folder is not None:
             say_what_others_saw(self._folder.path, self._rank, error)
 
+    def report_now(self) -> Path | None:
+        """Judge what is there and write the report so far; the guard goes on. Where it is; None where it cannot be written."""
+        self._barrier.call(self._recorder.flush, None)
+        if self._folder is None or self._folder.write(self._make_report()) is not None:
+            return None
+        return self.report_path
+
+    def explain_now(self, error: BaseException) -> Incident | None:
+        """The latest error there is an explanation for; where there is none, what `error` ends is judged first."""
+        for attempt in range(2):
+            if attempt:  # nobody has read a number of this step from the device yet
+                self._barrier.call(self._recorder.flush, error)
+            errors = [incident for incident in self._casebook.incidents() if incident.severity == "error"]
+            if errors:
+                return max(errors, key=lambda incident: incident.step)
+        return None
+
+    @property
+    def report_path(self) -> Path | None:
+        """The report, once it is there."""
+        path = self._folder.report_path if self._folder is not None else None
+        return path if path is not None and path.exists() else None
+
     @property
     def path(self) -> Path | None:
         """The run folder."""
