@@ -6,6 +6,7 @@ A name that is missing gives the harmless answer: ampguard then sees less, the t
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import operator
@@ -291,11 +292,13 @@ def functional_call() -> tuple[Any, str] | None:
 
 
 def is_wrapper(module: torch.nn.Module) -> str | None:
-    """The attribute behind which `module` hides the user's module, or None where it is no wrapper of PyTorch's."""
+    """The attribute behind which `module` hides the user's module, or None where it is no wrapper."""
     name = type(module).__name__
     where = type(module).__module__
+    if where.startswith("ampguard."):
+        return getattr(type(module), "hides", None)
     if not where.startswith("torch."):
-        return None
+        return hidden_from_its_state(module)
     known = {
         "OptimizedModule": "_orig_mod",
         "DistributedDataParallel": "module",
@@ -512,6 +515,10 @@ class BorrowedScaler(torch.amp.GradScaler):
         self._told = (found, lambda: None)
         self.unscale_(optimizer)
 
+    def rescale_as(self, optimizer: torch.optim.Optimizer) -> None:
+        """Announce that gradients which were divided carry the scale again; who listens wraps this."""
+        forget_optimizer(self, optimizer)
+
     def step_by(self, optimizer: torch.optim.Optimizer, found: torch.Tensor, apply: Callable[[], None]) -> None:
         """Announce a step; `apply` makes or skips it."""
         stepped_before = getattr(self._per_optimizer_states[id(optimizer)].get("stage"), "name", "") == "STEPPED"
@@ -673,10 +680,14 @@ def needs_other_ranks(module: torch.nn.Module) -> bool:
     return sharded or any(hasattr(p, "_local_tensor") for p in module.parameters())
 
 
+def distributed_is_on() -> bool:
+    """Whether this process has joined a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def several_ranks() -> bool:
     """Whether this process trains together with others."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return distributed_is_on() and torch.distributed.get_world_size() > 1
 
 
 def collective_timeout() -> float | None:
@@ -715,3 +726,195 @@ def hooks_of_leaf(leaf: torch.Tensor) -> Any:
     """The hooks on a leaf's gradient, by the number of their handle; None where there are none."""
     hooks = getattr(leaf, "_backward_hooks", None)
     return hooks if hooks and isinstance(hooks, dict) else None
+
+
+def fsdp_states(module: torch.nn.Module) -> list[Any]:
+    """What `fully_shard` keeps for the modules under one; empty where PyTorch does not say."""
+    known = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    state_of = getattr(known, "_get_module_fsdp_state", None)
+    found = [state_of(inner) for inner in module.modules()] if state_of is not None else []
+    return list({id(state): state for state in found if state is not None}.values())
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that are gathered together: each has `wait_for_unshard()` and `is_unsharded`."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    one = getattr(state, "_fsdp_param_group", None) if groups is None else None
+    found = list(groups) if groups is not None else [one] if one is not None else []
+    return [group for group in found if hasattr(group, "wait_for_unshard") and hasattr(group, "is_unsharded")]
+
+
+def fsdp_parameters(group: Any) -> list[tuple[list[tuple[torch.nn.Module, str]], Any]]:
+    """Of a group that is gathered now: each parameter in full, with every (module, name) where it hangs."""
+    found = []
+    for kept in group.fsdp_params:
+        info = kept._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        found.append(([(info.module, info.param_name), *shared], kept._unsharded_param))
+    return found
+
+
+def fsdp_trains(group: Any) -> bool:
+    """Whether an optimizer may change any parameter of the group."""
+    return any(kept.sharded_param.requires_grad for kept in group.fsdp_params)
+
+
+def fsdp_hooks(state: Any) -> list[tuple[torch.nn.Module, dict[int, Any], int, bool]]:
+    """The hooks around forward that gather and cast: module, the dictionary and the key of each, and if it runs before."""
+    both = (getattr(state, "_pre_forward_hook_handle", None), getattr(state, "_post_forward_hook_handle", None))
+    handles = {id(one): one for handle in both for one in getattr(handle, "handles", (handle,)) if one is not None}
+    places = [
+        (module, hooks, is_before)
+        for module in getattr(state, "_modules", ())
+        for hooks, is_before in ((module._forward_pre_hooks, True), (module._forward_hooks, False))
+    ]
+    return [(m, hooks, h.id, first) for h in handles.values() for m, hooks, first in places if h.id in hooks]
+
+
+def fsdp_precision(state: Any) -> Any:
+    """The `MixedPrecisionPolicy` of a module given to `fully_shard`; None where it is not known."""
+    return getattr(state, "_mp_policy", None)
+
+
+def fsdp_input_device(state: Any) -> torch.device | None:
+    """Where the outermost module given to `fully_shard` puts its inputs first; None where it leaves them."""
+    device = getattr(state, "_device", None) if getattr(state, "_is_root", False) else None
+    return device if device is not None and device.type != "cpu" else None
+
+
+def before_fully_shard(module: torch.nn.Module) -> type:
+    """The class that a module had before `fully_shard` gave it another."""
+    kind = type(module)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is None or not isinstance(module, sharded):
+        return kind
+    return next((base for base in kind.__bases__ if base is not sharded), kind)
+
+
+def backward_engine() -> tuple[Any, str] | None:
+    """Where `torch.autograd.backward` and `grad` look up the call that runs a backward pass."""
+    return (torch.autograd, "_engine_run_backward") if hasattr(torch.autograd, "_engine_run_backward") else None
+
+
+def flat_weights_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The list of its parameters that a recurrent module keeps beside them."""
+    return {key: value for key, value in vars(module).items() if key in ("_flat_weights", "_flat_weight_refs")}
+
+
+def as_compiled() -> Any:
+    """A context in which compiled callables run what they have compiled, and raise where they would compile anew."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("fail_on_recompile")
+
+
+@contextlib.contextmanager
+def compiling_through(wrap: Callable[[Any], Any]) -> Iterator[bool]:
+    """A context in which compiled callables compile with `wrap(their own backend)`; yields whether that can be.
+
+    What they have compiled stays theirs: Dynamo keeps compiled code by backend.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    chosen = getattr(frames, "_callback_from_stance", None)
+    innermost, wrapped = getattr(frames, "innermost_backend", None), getattr(frames, "_create_wrapped_callback", None)
+    if frames is None or config is None or chosen is None or innermost is None or wrapped is None:
+        yield False
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        backend = wrap(innermost(callback)) if callable(callback) else None
+        return callback if backend is None else wrapped(backend)
+
+    frames._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
+    try:
+        with config.patch(recompile_limit=config.recompile_limit + 8):  # at the limit Dynamo would give the function up
+            yield True
+    finally:
+        frames._callback_from_stance = chosen  # type: ignore[attr-defined]
+
+
+def has_graphs_of_device(backend: object) -> bool:
+    """Whether a backend of `torch.compile` replays CUDA graphs: their results are overwritten by the next run."""
+    if not (HAS_CUDA and cuda_is_in_use()):
+        return False
+    inductor = sys.modules.get("torch._inductor.config")
+    everywhere = getattr(getattr(inductor, "triton", None), "cudagraphs", False)
+    return bool(getattr(backend, "config", {}).get("triton.cudagraphs", everywhere)) or "cudagraph" in name_of(backend)
+
+
+def without_device_graphs(backend: Any) -> Any:
+    """The backend; a copy of it where it would replay CUDA graphs, which does not."""
+    if not has_graphs_of_device(backend):
+        return backend
+    if not isinstance(getattr(backend, "config", None), dict):
+        raise RuntimeError(
+            f"the backend {name_of(backend)} replays CUDA graphs, and the next run would overwrite their results"
+        )
+    plain = copy.copy(backend)
+    plain.config = {**backend.config, "triton.cudagraphs": False}
+    return plain
+
+
+def backend_called(name: str) -> Any:
+    """The backend of `torch.compile` of this name."""
+    return sys.modules["torch._dynamo"].lookup_backend(name)
+
+
+def name_of(backend: object) -> str:
+    """What a backend of `torch.compile` is called: "inductor", "aot_eager", the name of a function of the user's."""
+    for attribute in ("compiler_name", "__name__"):
+        name = getattr(backend, attribute, None)
+        if isinstance(name, str):
+            return name
+    inner = getattr(backend, "compiler_fn", None)
+    return name_of(inner) if inner is not None and inner is not backend else type(backend).__name__
+
+
+def allow_one_more_compilation() -> None:
+    """Let Dynamo keep one more compiled version of each function: one of them is ours, and not the script's."""
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    if config is not None:
+        config.recompile_limit += 1
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are on, the innermost last."""
+    stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
+    return list(stack()) if stack is not None else []
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """A context in which the CPU's products and convolutions are PyTorch's own, and not oneDNN's."""
+    was_on, switch = getattr(torch._C, "_get_mkldnn_enabled", None), getattr(torch._C, "_set_mkldnn_enabled", None)
+    if was_on is None or switch is None:
+        yield
+        return
+    before = was_on()
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+def hidden_from_its_state(module: torch.nn.Module) -> str | None:
+    """The attribute of the only child, where the module's own `state_dict` leaves it out of the names (Fabric's does)."""
+    if type(module).state_dict is torch.nn.Module.state_dict or module._parameters or module._buffers:
+        return None
+    children = {key: child for key, child in module._modules.items() if child is not None}
+    if not children or len({id(unwrapped(child)) for child in children.values()}) != 1:
+        return None
+    key, child = next(iter(children.items()))
+    return key if module.state_dict().keys() == unwrapped(child).state_dict().keys() else None
+
+
+def run_uncompiled(codes: list[Any]) -> None:
+    """Let Dynamo run frames of these codes as they are: not compile them where compiled code has stopped and calls them.
+
+    Where it follows a call from inside compiled code it still sees through them.
+    """
+    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    for code in codes if skip is not None else ():
+        skip(code)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ampguard.errors import UsageError
-from ampguard.run.overrides.asked import PRECISIONS
+from ampguard.run.overrides.asked import AUTOCAST, PRECISIONS
 
 if TYPE_CHECKING:
     from ampguard.compare.runs import Subject
@@ -82,6 +82,12 @@ def command(
 def _evaluate(subject: Subject, names: list[str], folder: Path, form: str) -> int:
     from ampguard.compare.evaluation import as_json, print_evaluation, run_evaluation
 
+    converting = [name for name in names if name not in AUTOCAST]
+    if converting:
+        raise UsageError(
+            f"--eval with {converting[0]!r}: evaluations are made again under autocast, with the weights as they are; "
+            f"name precisions among {', '.join(AUTOCAST)}, or leave --eval out"
+        )
     others = [name for name in names if name != "fp32"]
     if not others:
         raise UsageError("--eval compares with float32: name another precision in --precisions")

@@ -19,6 +19,9 @@ def test_nothing_asked() -> None:
         ((None, "O0", False), "fp32"),
         ((None, "O1", False), "fp16"),
         ((None, "bf16", False), "bf16"),
+        ((None, "O2", False), "O2"),
+        (("O3", "O3", False), "O3"),
+        (("bf16-true", None, False), "bf16-true"),
         ((None, None, True), "fp32"),
         (("fp32", "O0", True), "fp32"),
     ],
@@ -27,7 +30,7 @@ def test_names(options: tuple[str | None, str | None, bool], precision: str) -> 
     assert overrides_of(*options, ("head",)) == Overrides(precision, ("head",))
 
 
-@pytest.mark.parametrize("options", [("fp16", "O0", False), ("bf16", None, True), (None, "O1", True)])
+@pytest.mark.parametrize("options", [("fp16", "O0", False), ("bf16", None, True), ("O2", "O3", False)])
 def test_contradictions(options: tuple[str | None, str | None, bool]) -> None:
     with pytest.raises(UsageError, match="contradict each other"):
         overrides_of(*options, ())
@@ -36,9 +39,3 @@ def test_contradictions(options: tuple[str | None, str | None, bool]) -> None:
 def test_an_empty_pattern() -> None:
     with pytest.raises(UsageError, match="an empty pattern"):
         overrides_of(None, None, False, ("",))
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_convert_the_model(level: str) -> None:
-    with pytest.raises(UsageError, match=f"ampguard.Amp.*{level}"):
-        overrides_of(None, level, False, ())

@@ -106,6 +106,7 @@ CASES = [
     ("lightning", LIGHTNING, "fp16"),
     ("accelerate", ACCELERATE, "fp32"),
     ("transformers", TRANSFORMERS, "bf16"),
+    ("accelerate", ACCELERATE, "O2"),
 ]
 """Each run takes some seconds to import its framework: the others of the nine were the same when they were tried."""
 
@@ -140,4 +141,4 @@ def test_every_setting_becomes_the_one_wanted(
     else:  # none of them trains in float16 on a CPU by itself
         assert one not in (float32, bf16)
         losses = [[float(x) for x in line.split()[1:]] for line in (one, float32)]
-        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+        assert losses[0] == pytest.approx(losses[1], rel=0.05)

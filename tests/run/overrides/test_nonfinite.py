@@ -95,6 +95,23 @@ def test_one_bad_loss_of_two_holds_off_one_optimizer(overridden: Callable[..., A
     assert session.report.run["steps_held_off"] == 1
 
 
+@pytest.mark.parametrize("bad", [("one",), ("one", "two")])
+def test_so_many_in_a_row_are_steps_of_one_optimizer(overridden: Callable[..., Any], bad: tuple[str, ...]) -> None:
+    """One optimizer's good steps do not hide that the other never steps; two that are bad do not count twice."""
+    with overridden(on_nonfinite="skip") as session:
+        nets = {name: model() for name in ("one", "two")}
+        optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in nets.items()}
+        begun = 0
+        for x, _ in batches(3 * IN_A_ROW):
+            begun += 1
+            for name, net in nets.items():
+                optimizers[name].zero_grad()
+                (net(x).square().mean() * (float("nan") if name in bad else 1.0)).backward()
+                optimizers[name].step()
+    assert isinstance(session.ended_by, StopRun)
+    assert begun == IN_A_ROW
+
+
 @pytest.mark.parametrize("precision", ["fp16", None])
 def test_a_scale_that_falls_for_ever(
     overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str], precision: str | None

@@ -22,11 +22,12 @@ from ampguard.errors import PatternError
 class ForcedModules:
     """The modules that were changed; `undo()` gives them their classes back. Also a context manager."""
 
-    def __init__(self, modules: dict[str, nn.Module], cast_back: bool = True) -> None:
+    def __init__(self, modules: dict[str, nn.Module], cast_back: bool = True, copies_too: bool = True) -> None:
+        """`copies_too=False`: copies and pickles of the modules have their old classes."""
         self._modules = {name: m for name, m in modules.items() if not is_forced(m)}
         self.names = tuple(modules)
         for name, module in self._modules.items():
-            _change_class(name, module, cast_back)
+            _change_class(name, module, cast_back, copies_too)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -54,14 +55,14 @@ def is_forced(module: nn.Module) -> bool:
     return "_ampguard_cast_back" in vars(type(module))
 
 
-def _change_class(name: str, module: nn.Module, cast_back: bool) -> None:
+def _change_class(name: str, module: nn.Module, cast_back: bool, copies_too: bool) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise PatternError(
             f"`{name}` is a TorchScript module: its forward pass cannot be changed from outside\n"
             "  do    force the Python module around it, or script it after this call"
         )
     try:
-        module.__class__ = _forced_class(type(module), cast_back)
+        module.__class__ = _forced_class(type(module), cast_back, copies_too)
     except TypeError as error:
         raise PatternError(
             f"`{name}` ({type(module).__name__}) cannot be changed: {error}\n"
@@ -69,17 +70,17 @@ def _change_class(name: str, module: nn.Module, cast_back: bool) -> None:
         ) from error
 
 
-_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], bool, bool], type[nn.Module]] = {}
 
 
-def _forced_class(original: type[nn.Module], cast_back: bool) -> type[nn.Module]:
-    key = (original, cast_back)
+def _forced_class(original: type[nn.Module], cast_back: bool, copies_too: bool = True) -> type[nn.Module]:
+    key = (original, cast_back, copies_too)
     if key not in _classes:
-        _classes[key] = _make_class(original, cast_back)
+        _classes[key] = _make_class(*key)
     return _classes[key]
 
 
-def _make_class(original: type[nn.Module], cast_back: bool) -> type[nn.Module]:
+def _make_class(original: type[nn.Module], cast_back: bool, copies_too: bool) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call_in_fp32(functools.partial(original.forward, self), args, kwargs, cast_back)
@@ -87,6 +88,8 @@ def _make_class(original: type[nn.Module], cast_back: bool) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
         made = super(type(self), self).__reduce_ex__(protocol)
         if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            if not copies_too:
+                return (copyreg._reconstructor, (original, object, None), *made[2:])  # type: ignore[attr-defined]
             return (_rebuild, (original, cast_back), *made[2:])
         return made
 

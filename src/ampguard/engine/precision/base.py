@@ -26,6 +26,8 @@ class Precision:
     """What autocast computes in; None: autocast is off."""
     weights_dtype: torch.dtype = torch.float32
     """What the models' weights are."""
+    keeps_masters = False
+    """Whether optimizers update float32 copies of lower weights."""
     scales_loss = False
     """Whether float16 gradients need a loss scale."""
 
@@ -58,6 +60,15 @@ class Precision:
     def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
         """For an evaluation in another precision than the training's."""
         return precision.autocast()
+
+    def average_first(self, wrappers: Sequence[nn.parallel.DistributedDataParallel]) -> None:
+        """These average gradients over ranks, each at the end of a backward pass that is not inside its `no_sync()`."""
+
+    def after_backward(self) -> None:
+        """A backward pass has ended."""
+
+    def cleared(self, optimizer: Optimizer) -> None:
+        """The gradients of what an optimizer holds were forgotten."""
 
     def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
         """Update the parameters with checked gradients, or leave them as they are."""

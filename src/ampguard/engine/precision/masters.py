@@ -13,10 +13,11 @@ class Masters:
     """Made before the weights are cast, so that they hold what was rounded off.
 
     Gradients go to the master as they arrive, in float32, and are not kept in the low precision: `zero_grad` of the
-    optimizer clears all there is.
+    optimizer clears all there is. Those that DistributedDataParallel averages go there once they are averaged.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], to_cast: set[int]) -> None:
+        self.averaged_by: list[nn.parallel.DistributedDataParallel] = []
         self._of: dict[int, Tensor] = {}
         self._model: dict[int, Tensor] = {}
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -33,7 +34,7 @@ class Masters:
         if weight in optimizer.state:
             optimizer.state[master] = optimizer.state.pop(weight)
         if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(_MoveTo(master))
+            weight.register_post_accumulate_grad_hook(_MoveTo(master, self))
         self._of[id(weight)] = master
         self._model[id(master)] = weight
         pairs.append((weight, master))
@@ -55,6 +56,18 @@ class Masters:
             for weight, master in pairs:
                 weight.copy_(master)
 
+    def take_averaged(self) -> None:
+        """A backward pass has ended: gradients that are averaged now go to their masters."""
+        if self.averaged_by and all(ddp.require_backward_grad_sync for ddp in self.averaged_by):
+            for pairs in self._pairs.values():
+                for weight, master in pairs:
+                    move_gradient(weight, master)
+
+    def forget_unaveraged(self, optimizer: Optimizer) -> None:
+        """Gradients from inside `no_sync()`, which wait in the low precision."""
+        for weight, _ in self._pairs[id(optimizer)] if self.averaged_by else ():
+            weight.grad = None
+
     def state(self) -> list[Tensor]:
         """All masters, in the order of the optimizers and their parameters."""
         return [master.detach() for pairs in self._pairs.values() for _, master in pairs]
@@ -68,13 +81,20 @@ class Masters:
 class _MoveTo:
     """A hook of a low-precision weight: its gradient is added to the master's."""
 
-    def __init__(self, master: Tensor) -> None:
+    def __init__(self, master: Tensor, masters: Masters) -> None:
         self._master = master
+        self._masters = masters
 
     def __call__(self, weight: Tensor) -> None:
-        grad, weight.grad = weight.grad, None
-        if grad is None:
-            return
-        with torch.no_grad():
-            grad = grad.float()
-            self._master.grad = grad if self._master.grad is None else self._master.grad.add_(grad)
+        if not self._masters.averaged_by:
+            move_gradient(weight, self._master)
+
+
+def move_gradient(weight: Tensor, master: Tensor) -> None:
+    """Add a weight's gradient to its master's, in float32."""
+    grad, weight.grad = weight.grad, None
+    if grad is None:
+        return
+    with torch.no_grad():
+        grad = grad.float()
+        master.grad = grad if master.grad is None else master.grad.add_(grad)

@@ -24,6 +24,7 @@ class O2(Precision):
 
     name = "O2"
     weights_dtype = torch.float16
+    keeps_masters = True
     scales_loss = True
     takes_closures = False
 
@@ -41,6 +42,18 @@ class O2(Precision):
         to_cast = _castable(models) - {id(p) for module in kept for p in module.parameters()}
         self._masters = Masters(optimizers, to_cast)
         self._weights = LowWeights(models, self.weights_dtype, kept)
+
+    def average_first(self, wrappers: Sequence[nn.parallel.DistributedDataParallel]) -> None:
+        if self._masters is not None:
+            self._masters.averaged_by = list(wrappers)
+
+    def after_backward(self) -> None:
+        if self._masters is not None:
+            self._masters.take_averaged()
+
+    def cleared(self, optimizer: Optimizer) -> None:
+        if self._masters is not None:
+            self._masters.forget_unaveraged(optimizer)
 
     def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
         super().apply(optimizer, check, max_norm)

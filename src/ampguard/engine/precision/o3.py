@@ -35,13 +35,21 @@ class O3(Precision):
     ) -> None:
         self._weights = LowWeights(models, self.weights_dtype, in_fp32)
         for number, optimizer in enumerate(optimizers):
-            for group in optimizer.param_groups:
-                eps = group.get("eps")
-                if isinstance(eps, float) and eps < torch.finfo(torch.float16).smallest_normal:
-                    group["eps"] = EPS
-                    self.notes.append(
-                        f"eps of optimizer {number} raised from {eps:g}, which is 0 in float16, to {EPS:g}"
-                    )
+            for before, after in raise_eps(optimizer):
+                self.notes.append(
+                    f"eps of optimizer {number} raised from {before:g}, which is 0 in float16, to {after:g}"
+                )
 
     def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
         return evaluated_in(precision, self._weights, lambda weight: None)
+
+
+def raise_eps(optimizer: Optimizer) -> list[tuple[float, float]]:
+    """Raise each eps that vanishes in float16. Returns (before, after) of those that were changed."""
+    changed = []
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps < torch.finfo(torch.float16).smallest_normal:
+            group["eps"] = EPS
+            changed.append((eps, EPS))
+    return changed

@@ -32,11 +32,14 @@ class Moment:
 
 
 class Again:
-    """Decides whether a call is to be made again, and puts back what the first one changed."""
+    """Decides whether a call is to be made again, and puts back what the first one changed.
 
-    def __init__(self, ledger: Ledger, investigate: Callable[[Tensor], None], is_replaying: Callable[[], bool]) -> None:
-        """`is_replaying`: whether it is the guard that runs the model, in an investigation."""
-        self.is_replaying = is_replaying
+    Not where ranks train together: the call may hold collectives, in which the others would have to take part.
+    """
+
+    def __init__(self, ledger: Ledger, investigate: Callable[[Tensor], None], stays_out: Callable[[], bool]) -> None:
+        """`stays_out`: whether no call may be made again now."""
+        self.stays_out = stays_out
         self._ledger = ledger
         self._investigate = investigate
 

@@ -10,12 +10,11 @@ from ampguard.errors import UsageError
 OnNonfinite = Literal["observe", "stop", "skip", "heal"]
 """What happens when a loss or gradients are not finite."""
 
-PRECISIONS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", "O2", "O3", "bf16-true")
+AUTOCAST = ("fp32", "fp16", "bf16")
+"""Those that leave the weights as they are."""
 LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "O2", "O3": "O3", "bf16": "bf16"}
 """apex's and Swin's names. O1 is autocast."""
-
-CONVERTING = ("O2", "O3")
-"""These replace the weights that the script's optimizer, its clipping and its checkpoints hold: refused from outside."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,6 @@ def overrides_of(
 
     Raises UsageError where they contradict each other.
     """
-    if level in CONVERTING:
-        raise UsageError(
-            f"--amp-opt-level {level} converts the model's weights to float16, and the optimizer must be given others: a "
-            f"script that is not edited cannot be made to. Use O1 (float16 by autocast), or in the script "
-            f"ampguard.Amp(model, optimizer, precision={level!r})"
-        )
     asked = {
         f"--precision {precision}": precision,
         f"--amp-opt-level {level}": LEVELS[level] if level is not None else None,

@@ -7,11 +7,13 @@ import math
 import re
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ampguard import compat
 from ampguard.incident import Fix, Incident, Location
 from ampguard.run.overrides.forced import Forced
+from ampguard.run.overrides.healed_ranks import Healed, HealedRanks
 from ampguard.run.overrides.ledger import Ledger, say
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.plan import Plan
@@ -36,13 +38,23 @@ class Healer:
         self._applied: set[tuple[str, str | None]] = set()
         self._larger: tuple[Incident, list[Fix]] | None = None
         """The incident that was healed last, and its verified fixes beyond the one applied."""
+        self.shared: HealedRanks | None = None
+        """What ranks that train together tell each other of their fixes; None where there is one only."""
 
     def heal(self, incident: Incident) -> None:
         """Apply the smallest verified fix of the incident, and say what was done, or that nothing can be."""
         if incident.severity != "error" or incident.phase == "protocol":  # no step is lost by it
             return
         verified = [fix for fix in incident.fixes if fix.verified and (fix.action, fix.target) not in self._applied]
-        if self._apply_first(incident, in_order([fix for fix in verified if fix.action in SMALLEST_FIRST])):
+        actions = ("force-fp32",) if compat.several_ranks() else SMALLEST_FIRST
+        if self._apply_first(incident, in_order([fix for fix in verified if fix.action in actions])):
+            return
+        larger = next((PRECISION_OF[fix.action] for fix in verified if fix.action in PRECISION_OF), None)
+        if larger is not None and compat.several_ranks():
+            say(
+                f"{incident.cause} in step {incident.step}: not healed, one rank cannot change its precision and loss scale "
+                f"alone. Run all ranks with --precision {larger}"
+            )
             return
         others = ", ".join(dict.fromkeys(fix.action for fix in incident.fixes)) or "none"
         say(f"{incident.cause} in step {incident.step}: cannot be healed from outside (its fixes: {others})")
@@ -52,6 +64,16 @@ class Healer:
         if self._larger is None or self._larger[0].step != step:
             return False
         return self._apply_first(*self._larger)
+
+    def take(self, healed: Healed, rank: int) -> bool:
+        """Apply what another rank has found and applied; whether that could be done."""
+        key = (healed.action, healed.target)
+        fix = Fix(healed.action, healed.target, "")
+        if key in self._applied or healed.action != "force-fp32" or not self._apply(fix, healed.location):
+            return False
+        self._applied.add(key)
+        self._note(healed, f"healed as on rank {rank}", fix)
+        return True
 
     def _apply_first(self, incident: Incident, fixes: list[Fix]) -> bool:
         """Apply the first of the fixes that can be."""
@@ -81,21 +103,29 @@ class Healer:
                 lines.append((file, int(number)))
             else:
                 return False
-        # The replay that verified it left the results in float32: cast back they might overflow again.
-        if modules and not self._forced.force(modules, cast_back=False):
+        # The replay that verified it left the results in float32 where autocast casts them as it wants: cast back they
+        # might overflow again. Low-precision weights need inputs of their own type.
+        has_low_weights = self._plan.weights_dtype != torch.float32
+        if modules and not self._forced.force(modules, cast_back=has_low_weights):
             return False
         if lines:
             self._lines.add(lines)
         return True
 
     def _tell(self, incident: Incident, fix: Fix) -> None:
+        healed = Healed(incident.step, incident.cause, fix.action, fix.target, incident.location)
+        self._note(healed, "healed", fix)
+        if self.shared is not None:
+            self.shared.share(healed)
+
+    def _note(self, healed: Healed, how: str, fix: Fix) -> None:
         where = {"use-bf16": "autocast in bfloat16", "disable-amp": "autocast off"}.get(
             fix.action, f"{fix.target or 'the root module'} in float32"
         )
         self._ledger.healed.append(
-            {"step": incident.step, "cause": incident.cause, "action": fix.action, "target": fix.target}
+            {"step": healed.step, "cause": healed.cause, "action": fix.action, "target": fix.target}
         )
-        say(f"{incident.cause} in step {incident.step}: healed, {where} from now on")
+        say(f"{healed.cause} in step {healed.step}: {how}, {where} from now on")
 
 
 def in_order(fixes: Sequence[Fix]) -> list[Fix]:

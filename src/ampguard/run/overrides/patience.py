@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+
+from torch.optim import Optimizer
 
 from ampguard.errors import StopRun
 from ampguard.run.overrides.ledger import say
@@ -24,8 +27,8 @@ class Patience:
     def __init__(self, step: Callable[[], int], diagnosis: Callable[[], str | None]) -> None:
         self._step = step
         self._diagnosis = diagnosis
-        self._in_a_row = 0
-        self._futile = 0
+        self._in_a_row: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._futile: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._number = 0
         self._counts: dict[str, int] = {}
         """Steps held off, by why."""
@@ -34,19 +37,20 @@ class Patience:
         """An optimizer is to step: the step that is spoken of from now on."""
         self._number = self._step()
 
-    def stepped(self) -> None:
-        """An optimizer stepped."""
-        self._in_a_row = self._futile = 0
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It stepped: its own row is over, those of other optimizers are not."""
+        self._in_a_row[optimizer] = self._futile[optimizer] = 0
 
-    def held_off(self, what: str, loss_scale: float | None) -> None:
-        """A step was not made because `what` is not finite. Raises StopRun after too many in a row."""
-        self._in_a_row += 1
+    def held_off(self, optimizer: Optimizer, what: str, loss_scale: float | None) -> None:
+        """Its step was not made because `what` is not finite. Raises StopRun after too many of its steps in a row."""
+        in_a_row = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+        futile = self._futile.get(optimizer, 0)
         is_settling = loss_scale is not None and loss_scale > 1.0
         if not is_settling:
-            self._futile += 1
+            futile = self._futile[optimizer] = futile + 1
         self._tell(LOSS if what == LOSS else SETTLING if is_settling else GRADIENTS, what, loss_scale)
-        if self._futile >= IN_A_ROW or self._in_a_row >= WHILE_SCALE_FALLS:
-            reason = f"{self._in_a_row} steps in a row were not finite"
+        if futile >= IN_A_ROW or in_a_row >= WHILE_SCALE_FALLS:
+            reason = f"{in_a_row} steps in a row were not finite"
             known = self._diagnosis()
             say(f"{reason}; the run ends here. " + (known or "Nothing was found that explains them."))
             raise StopRun(reason, 3)

@@ -28,6 +28,16 @@ class Plan:
         return self.mode.autocast_dtype if self.mode is not None else None
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        """What the script's weights are in a call of its models."""
+        return self.mode.weights_dtype if self.mode is not None else torch.float32
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer goes on updating float32 weights where calls run on lower ones."""
+        return self.mode is not None and self.mode.keeps_masters
+
+    @property
     def scales_loss(self) -> bool:
         """Whether float16 gradients need a loss scale."""
         return self.mode is not None and self.mode.scales_loss

@@ -19,6 +19,7 @@ from ampguard.replay.names import module_names, parameters_under
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.ledger import say
+from ampguard.run.overrides.low_calls import LowCalls
 from ampguard.run.overrides.regions import Regions
 
 OnRoot = Callable[[nn.Module, dict[str, nn.Module]], None]
@@ -39,6 +40,8 @@ class RootCalls:
         self._on_gain = on_gain
         self.again: Again | None = None
         self.evaluations: Evaluations | None = None
+        self.low_calls: LowCalls | None = None
+        """Where calls run on low-precision weights."""
         self.on_return: Callable[[], None] | None = None
         """Called when a root call has returned."""
         self._inside = False
@@ -90,7 +93,7 @@ class RootCalls:
                 output = self._run(original, module, args, kwargs, needed)
                 self._barrier.call(self.evaluations.after, given)
                 return output
-        if self.again is None or self.again.is_replaying():
+        if self.again is None or self.again.stays_out():
             return self._run(original, module, args, kwargs, needed)
         moment = self.again.before(module)
         try:
@@ -108,6 +111,12 @@ class RootCalls:
         return self._run(original, module, args, kwargs, needed)
 
     def _run(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
+        if self.low_calls is None:
+            return self._run_in(original, module, args, kwargs, needed)
+        run = lambda args, kwargs: self._run_in(original, module, args, kwargs, needed)  # noqa: E731
+        return self.low_calls.call(run, module, args, kwargs)
+
+    def _run_in(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
         self._inside = True
         try:
             if needed is None:

@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.patches import Patches
 from ampguard.capture.record import BadResult
 from ampguard.incident import Incident
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
+from ampguard.run.overrides.cast_weights import CastWeights
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.forced import Forced
 from ampguard.run.overrides.gradients_again import GradientsAgain
+from ampguard.run.overrides.healed_ranks import HealedRanks
 from ampguard.run.overrides.healing import Healer
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.lightning import LightningPlugins
 from ampguard.run.overrides.lines import LinesInFloat32
+from ampguard.run.overrides.low_calls import LowCalls
 from ampguard.run.overrides.memory import peak_memory_mib
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.plan import Plan
@@ -73,6 +76,11 @@ class RunningOverrides:
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
+        self._weights: CastWeights | None = None
+        if plan.weights_dtype != torch.float32:
+            self._weights = CastWeights(plan, self.ledger)
+            self._roots.low_calls = LowCalls(self._weights, plan, listener.recorder, self._barrier)
+            self._updates.weights = self._weights
         if on_nonfinite == "heal":
             self.begin_healing()
 
@@ -81,7 +89,8 @@ class RunningOverrides:
         self._on_nonfinite = "heal"
         if self._roots.again is None:
             recorder = self._listener.recorder
-            self._roots.again = Again(self.ledger, self._listener.output_is_bad, lambda: recorder.paused)
+            stays_out = lambda: recorder.paused or compat.several_ranks()  # noqa: E731
+            self._roots.again = Again(self.ledger, self._listener.output_is_bad, stays_out)
             remaking = Remaking(recorder, self._plan, self._lines, self.ledger, self._heal_more)
             self._updates.again = again = StepAgain(remaking)
             self._updates.gradients_again = gradients = GradientsAgain(remaking, self._updates.leaves)
@@ -94,6 +103,8 @@ class RunningOverrides:
     def install(self) -> None:
         for part in (self._regions, self._roots, self._scalers, self._lightning, self._updates):
             part.install(self._patches)
+        if self._weights is not None:
+            self._weights.install(self._patches)
         if self._reads is not None:
             self._reads.install(self._patches)
         self._is_installed = True
@@ -104,6 +115,8 @@ class RunningOverrides:
         self._patches.undo()
         self._lines.undo()
         self._forced.end()
+        if self._weights is not None:
+            self._weights.undo()
         if self._patience is not None:
             self._patience.close()
         if self._updates.gradients_again is not None:
@@ -114,9 +127,24 @@ class RunningOverrides:
         """An incident was explained."""
         if self._on_nonfinite == "heal":
             before = len(self.ledger.healed)
+            self._barrier.call(self._share_fixes)
             self._barrier.call(self._healer.heal, incident)
             if len(self.ledger.healed) > before:
                 self._healed_until = self._listener.events()
+
+    def _share_fixes(self) -> None:
+        """From now on ranks tell each other of their fixes, in the run folder."""
+        if self._healer.shared is None and compat.several_ranks():
+            from ampguard.run.session import guarding
+
+            session = guarding()
+            if session is not None and session.path is not None:
+                self._healer.shared = HealedRanks(session.path, torch.distributed.get_rank(), self._healer.take)
+
+    def _look_at_other_ranks(self) -> None:
+        self._share_fixes()
+        if self._healer.shared is not None and self._healer.shared.look():
+            self._healed_until = self._listener.events()
 
     def _root_returned(self) -> None:
         if self._lines.are_forced and torch.is_grad_enabled():
@@ -129,7 +157,12 @@ class RunningOverrides:
         return is_done
 
     def was_before_healing(self, bad: BadResult) -> bool:
-        """Whether a bad result was computed before the last fix was applied: run again, it would be finite."""
+        """Whether a bad result was computed before the last fix was applied: run again, it would be finite.
+
+        The fix may be another rank's, whose bad loss has spoilt this one's gradients.
+        """
+        if self._on_nonfinite == "heal" and compat.several_ranks():
+            self._barrier.call(self._look_at_other_ranks)
         return max((event.index for event in bad.record.events), default=0) < self._healed_until
 
     def as_dict(self) -> dict[str, Any]:
@@ -149,7 +182,7 @@ class RunningOverrides:
         if not self._plan.is_set:
             return
         low = next((p.dtype for p in module.parameters() if numerics.is_low_precision(p.dtype)), None)
-        if low is not None and low != self._plan.dtype:
+        if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
             name = type(module).__name__
             self.ledger.failed(f"the weights of {name} are {numerics.dtype_name(low)} by the script's own doing")
 
@@ -162,5 +195,6 @@ class RunningOverrides:
         self.ledger.done("gained autocast around calls of the script's models")
 
     def _say_what_never_came(self) -> None:
-        if self._plan.is_set and self._plan.dtype is not None and not self._roots.roots:
+        is_low = self._plan.dtype is not None or self._plan.weights_dtype != torch.float32
+        if is_low and not self._roots.roots:
             self.ledger.failed("the script called no module: what it computes by itself stays as it is")

@@ -18,6 +18,7 @@ from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.all_ranks import carry_bad_losses
+from ampguard.run.overrides.cast_weights import CastWeights
 from ampguard.run.overrides.closures import calls_closure_once, without_closure
 from ampguard.run.overrides.gained_scale import GainedScale
 from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
@@ -78,6 +79,8 @@ class Updates:
         self.again: StepAgain | None = None
         self.gradients_again: GradientsAgain | None = None
         """These make steps that failed again; None where nothing is healed."""
+        self.weights: CastWeights | None = None
+        """What the script's weights are made in another precision by."""
         self._patches: Patches | None = None
 
     def install(self, patches: Patches) -> None:
@@ -235,8 +238,8 @@ class Updates:
         is_scaled = self._plan.scales_loss and not self._scalers.scales
         if self._scalers.stepping:  # the script's scaler has looked at the gradients
             self._scalers.has_stepped = not compat.is_told_to_skip(optimizer)
-            return original(optimizer, *args, **kwargs)
-        if not (is_scaled or self._patience is not None):
+            return self._update(original, optimizer, args, kwargs)
+        if not (is_scaled or self._patience is not None or self.weights is not None):
             return original(optimizer, *args, **kwargs)
         closure, args, kwargs = without_closure(args, kwargs)
         result = None
@@ -252,11 +255,17 @@ class Updates:
         if self._barrier.call(self._is_good, optimizer) is not False:
             self._gained.attempted(True)
             if self._patience is not None:
-                self._patience.stepped()
-            returned = original(optimizer, *args, **kwargs)
+                self._patience.stepped(optimizer)
+            returned = self._update(original, optimizer, args, kwargs)
             return returned if closure is None else result
         self._hold(optimizer, is_scaled)
         return result
+
+    def _update(self, original: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.weights is None:
+            return original(optimizer, *args, **kwargs)
+        with self.weights.updating(optimizer):
+            return original(optimizer, *args, **kwargs)
 
     def _is_good(self, optimizer: Optimizer) -> bool:
         if self._is_spoilt.pop(optimizer, False) or self._bad_loss:
@@ -270,14 +279,14 @@ class Updates:
         self._listener.held_off(optimizer, self._gained if is_scaled and not self._bad_loss else None)
         if self._patience is not None:
             what = "the loss" if self._bad_loss else bad_gradients(optimizer, self._roots.parameter_names())
-            self._patience.held_off(what, self._gained.get_scale() if is_scaled else None)
+            self._patience.held_off(optimizer, what, self._gained.get_scale() if is_scaled else None)
 
     def _skipped_by_scaler(self, optimizer: Optimizer, scale: float, was_skipped: bool) -> None:
         """A scaler of the script's was to let an optimizer step."""
         if self._patience is None:
             return
         if not was_skipped:
-            self._patience.stepped()
+            self._patience.stepped(optimizer)
             return
         self._ledger.held_off += 1
-        self._patience.held_off(bad_gradients(optimizer, self._roots.parameter_names()), scale)
+        self._patience.held_off(optimizer, bad_gradients(optimizer, self._roots.parameter_names()), scale)

@@ -1,0 +1,171 @@
+"""Low-precision weights from outside: calls of the script's models run on casts of its float32 parameters.
+
+Whatever the script holds stays what it is: its optimizer, its clipping, DDP's buckets, averages and checkpoints know
+float32 parameters and float32 gradients. For the time of a call from outside every module, the model's tables of
+parameters and buffers hold casts, which are differentiable: the gradients arrive at the parameters. In O2 these are the
+master weights, and norms compute in float32; else they hold nothing that the low precision cannot (`stored_low.py`).
+In a backward pass the last casts stand there again, for what activation checkpointing computes a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampguard import compat, numerics
+from ampguard.capture.patches import Patches
+from ampguard.engine.force_fp32 import ForcedModules
+from ampguard.engine.precision.weights import norms_in
+from ampguard.errors import PatternError
+from ampguard.replay.variants import Variant
+from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.places import Place, is_not_made_yet, places_in, why_weights_stay
+from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.stored_low import StoredLow
+
+
+class Casts:
+    """The casts of one root's parameters and buffers; tied weights have one."""
+
+    def __init__(self, places: list[Place], root: nn.Module, dtype: torch.dtype) -> None:
+        made: dict[int, Tensor] = {}
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+            for place in places:
+                if id(place.tensor) not in made:
+                    made[id(place.tensor)] = place.tensor.to(dtype)
+        self._casts = [(place, made[id(place.tensor)]) for place in places]
+        self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+        self._flat: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._entered: list[tuple[Place, Tensor, int]] = []
+
+    def enter(self) -> None:
+        """Put the casts where their masters stand."""
+        self._flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
+        self._entered = [
+            (place, cast, compat.version_of(cast))
+            for place, cast in self._casts
+            if place.entries.get(place.name) is place.tensor
+        ]
+        for place, cast, _ in self._entered:
+            place.entries[place.name] = cast
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Put the masters back, and into them what the call has written to buffers."""
+        for place, cast, version in self._entered:
+            now = place.entries.get(place.name)
+            if now is cast:
+                place.entries[place.name] = place.tensor
+                if not isinstance(place.tensor, nn.Parameter) and compat.version_of(cast) != version:
+                    place.tensor.copy_(cast)
+            elif isinstance(now, Tensor) and now.dtype == cast.dtype:  # `self.buffer = new`
+                place.entries[place.name] = now.to(place.tensor.dtype)
+        self._entered = []
+        for module, flat in self._flat:
+            vars(module).update(flat)
+        self._flat = []
+
+
+class CastWeights:
+    """Makes the casts of each root call, and keeps those of its last one for the backward pass."""
+
+    def __init__(self, plan: Plan, ledger: Ledger) -> None:
+        self._plan = plan
+        self._ledger = ledger
+        self._last: weakref.WeakKeyDictionary[nn.Module, list[Casts]] = weakref.WeakKeyDictionary()
+        self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._norms: list[ForcedModules] = []
+        self._cast: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """What calls run on casts of, by identity."""
+        self._stored = StoredLow(ledger)
+
+    def install(self, patches: Patches) -> None:
+        engine = compat.backward_engine()
+        if engine is not None:
+            patches.replace(*engine, self._watch_engine)
+
+    def undo(self) -> None:
+        for norms in self._norms:
+            norms.undo()
+        self._norms.clear()
+        self._last.clear()
+
+    def enter(self, root: nn.Module, replay: Variant | None) -> Callable[[], None] | None:
+        """Put casts of the root's weights in their places, made for this call."""
+        if self._plan.weights_dtype == torch.float32 or self._stays(root):
+            return None
+        if self._plan.keeps_masters:
+            self._put_norms_in_float32(root)
+        if replay is None:
+            self._last.pop(root, None)
+        forced = replay.force_fp32 if replay is not None else frozenset()
+        places = []
+        for place in places_in(root, forced):
+            if place.tensor.dtype == torch.float32 and not place.in_float32:
+                places.append(place)
+            elif replay is None:
+                self._cast.pop(id(place.tensor), None)  # put in float32 since
+        if not any(isinstance(place.tensor, nn.Parameter) or place.tensor.requires_grad for place in places):
+            return None
+        if replay is None:
+            self._cast.update((id(place.tensor), place.tensor) for place in places)
+        casts = Casts(places, root, self._plan.weights_dtype)
+        if torch.is_grad_enabled():
+            self._last.setdefault(root, []).append(casts)
+        casts.enter()
+        self._ledger.done(
+            f"models run on {numerics.dtype_name(self._plan.weights_dtype)} casts of the script's weights"
+        )
+        return casts.leave
+
+    @contextlib.contextmanager
+    def updating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an optimizer's own step."""
+        dtype = self._plan.weights_dtype
+        if self._plan.keeps_masters or dtype == torch.float32:
+            yield
+            return
+        weights = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._cast]
+        self._stored.before(optimizer, weights, dtype)
+        yield
+        self._stored.after(optimizer, weights, dtype)
+
+    def _stays(self, root: nn.Module) -> bool:
+        why = why_weights_stay(root)
+        if why is not None:
+            self._ledger.failed(why)
+        return why is not None or is_not_made_yet(root)
+
+    def _put_norms_in_float32(self, root: nn.Module) -> None:
+        size = sum(1 for _ in root.modules())
+        if self._sizes.get(root) == size:
+            return
+        self._sizes[root] = size
+        for norm in norms_in(root):
+            try:
+                self._norms.append(ForcedModules({type(norm).__name__: norm}, copies_too=False))
+            except PatternError as error:
+                self._ledger.failed(str(error).splitlines()[0])
+
+    def _watch_engine(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Beneath everybody else who watches a backward pass: they see the script's own parameters."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._last or compat.in_backward():
+                return original(*args, **kwargs)
+            entered = [casts for several in list(self._last.values()) for casts in several]
+            for casts in entered:
+                casts.enter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for casts in reversed(entered):
+                    casts.leave()
+
+        return run

@@ -1,0 +1,87 @@
+"""Calls of the script's models on low-precision weights: floating inputs go in like the weights, float32 comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.engine.casting import cast_floats
+from ampguard.replay.tracer import ReplayMode
+from ampguard.replay.variants import Variant
+from ampguard.run.overrides.cast_weights import CastWeights
+from ampguard.run.overrides.plan import Plan
+
+
+class LowCalls:
+    """Around each call of a root module that has weights."""
+
+    def __init__(self, weights: CastWeights, plan: Plan, recorder: FlightRecorder, barrier: FaultBarrier) -> None:
+        self._weights = weights
+        self._plan = plan
+        self._recorder = recorder
+        self._barrier = barrier
+
+    def call(self, run: Callable[[Any, Any], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """`run(args, kwargs)`, which is the module's call, on low-precision weights."""
+        replay = running_replay()
+        if replay is not None:
+            return self._call_in_replay(run, module, args, kwargs, replay)
+        self._barrier.call(self._settle, module)
+        leave = self._barrier.call(self._weights.enter, module, None)
+        if leave is None:
+            return run(args, kwargs)
+        dtype = self._plan.weights_dtype
+        try:
+            with _quiet_compiler(module):
+                output = run(cast_floats(args, dtype), cast_floats(kwargs, dtype))
+        finally:
+            leave()
+        return cast_floats(output, torch.float32)
+
+    def _settle(self, module: nn.Module) -> None:
+        """What is bad by now is explained while the models still hold the script's own weights."""
+        recorder = self._recorder
+        if (
+            recorder.active
+            and not recorder.paused
+            and (recorder.log.has_open_events or recorder.judge.has_open_questions)
+        ):
+            recorder.judge.settle(module)
+
+    def _call_in_replay(
+        self, run: Callable[[Any, Any], Any], module: nn.Module, args: Any, kwargs: Any, replay: Variant
+    ) -> Any:
+        """The recorded arguments were cast already, and so were the results that are recorded after them.
+
+        Not through the barrier, which would hide the casts from the mode of the replay.
+        """
+        leave = self._weights.enter(module, replay)
+        try:
+            return run(args, kwargs)
+        finally:
+            if leave is not None:
+                leave()
+
+
+def running_replay() -> Variant | None:
+    """How the guard runs the step again, where it does so now."""
+    return next((mode.variant for mode in reversed(compat.dispatch_modes()) if isinstance(mode, ReplayMode)), None)
+
+
+@contextlib.contextmanager
+def _quiet_compiler(module: nn.Module) -> Iterator[None]:
+    """The compiler asks every weight for its `.grad`, about which PyTorch warns where the weight is a cast."""
+    if not any(compat.is_compiled(part) for part in module.modules()):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield

@@ -1,0 +1,63 @@
+"""O3 and bf16-true from outside: between two steps, weights hold nothing that the low precision cannot.
+
+The script's parameters stay float32 tensors, because averages of weights, DDP and code outside modules rely on it; what
+is in them is float16 or bfloat16. An update is computed in float32, as PyTorch's fused kernels compute it for
+low-precision weights, and rounded as it is stored: in O3 to the nearest float16, the optimizer's moments too, with an
+eps that does not vanish; in bf16-true at random, so that small updates are not lost, with moments in float32.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.engine.precision.o3 import raise_eps
+from ampguard.engine.step.rounding import stochastic_round_
+from ampguard.run.overrides.ledger import Ledger
+
+
+class StoredLow:
+    """Rounds weights as their optimizers store them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._rounded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """Weights that were rounded once, by identity."""
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer, weights: list[Tensor], dtype: torch.dtype) -> None:
+        """A step is about to be made: it begins from low-precision weights."""
+        for weight in weights:
+            if id(weight) not in self._rounded:
+                weight.copy_(weight.to(dtype))
+                self._rounded[id(weight)] = weight
+        for before, after in raise_eps(optimizer) if dtype == torch.float16 else ():
+            self._ledger.done(
+                f"eps of {type(optimizer).__name__} raised from {before:g}, which is 0 in float16, to {after:g}"
+            )
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer, weights: list[Tensor], dtype: torch.dtype) -> None:
+        """A step was made."""
+        for weight in weights:
+            if weight.grad is None:
+                continue
+            if dtype == torch.bfloat16:
+                low = torch.empty_like(weight, dtype=dtype)
+                stochastic_round_(low, weight, self._generator(weight.device))
+                weight.copy_(low)
+                continue
+            weight.copy_(weight.to(dtype))
+            for name, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor) and value.dtype == torch.float32 and name != "step":
+                    value.copy_(value.to(dtype))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Of our own: the script's random numbers are left alone."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]
