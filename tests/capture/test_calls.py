@@ -16,6 +16,7 @@ from watching import Watched, fingerprint, seed_everything
 
 from ampguard.capture.protocol import habits, moves, reads, routine, scans
 from ampguard.capture.protocol.probing.witness import Witness
+from ampguard.protocol.machine import Machine
 
 Guard = Callable[..., Watched]
 
@@ -378,3 +379,60 @@ def test_compiled_and_scripted_code_is_left_alone(guard: Guard) -> None:
     run = guard(body)
     assert run.result == plain
     assert protocol(run) == []
+
+
+def plain_step(training: Training) -> None:
+    training.loss().backward()
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+    training.opt.step()
+
+
+def test_without_a_scaler_there_is_a_routine_too(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[Any] = []
+    original = Machine.feed
+
+    def feed(machine: Machine, event: Any) -> Any:
+        fed.append(event)
+        return original(machine, event)
+
+    monkeypatch.setattr(Machine, "feed", feed)
+
+    def body() -> list[int]:
+        training, counts = Training(), []
+        for _ in range(40):
+            training.opt.zero_grad()
+            plain_step(training)
+            counts.append(len(fed))
+        return counts
+
+    run = guard(body)
+    assert protocol(run) == []
+    assert run.result[-1] == run.result[33]  # the next close look is at step 64
+
+
+@pytest.mark.parametrize("late", [20, 21, 37])
+def test_what_breaks_the_routine_without_a_scaler_is_seen(late: int, guard: Guard) -> None:
+    def body() -> None:
+        training = Training()
+        for i in range(late + 6):
+            if i < late:
+                training.opt.zero_grad()
+            plain_step(training)
+
+    run = guard(body)
+    assert protocol(run) == ["missing-zero-grad"]
+    assert run.first.step in range(late, late + 5)
+
+
+def test_a_scaler_that_comes_late_is_followed(guard: Guard) -> None:
+    def body() -> None:
+        training = Training()
+        for _ in range(20):
+            training.opt.zero_grad()
+            plain_step(training)
+        for _ in range(5):
+            training.opt.zero_grad()
+            training.scaler.scale(training.loss()).backward()
+            training.opt.step()  # past the scaler
+
+    assert protocol(guard(body)) == ["bypassed-scaler"]

@@ -115,10 +115,10 @@ class Vitals:
         self._step = step + 1
         self.looks = self.weights.is_due(step + 1)
         is_here = ratio is None and not self._later.is_waiting
-        if is_here and len(losses) == len(skips) == 1 and skips[0] is False and not norms:
-            loss = losses[0]
-            if type(loss) is float and (scale is None or type(scale) is float):
-                self._pending.append(StepVitals(step, loss, scale, None, False, None, seconds))
+        if is_here and len(losses) == len(skips) == 1 and skips[0] is False and len(norms) < 2:
+            loss, norm = losses[0], norms[0] if norms else None
+            if type(loss) is float and not isinstance(norm, Tensor) and (scale is None or type(scale) is float):
+                self._pending.append(StepVitals(step, loss, scale, norm, False, None, seconds))
                 if len(self._pending) >= AT_A_TIME or loss - loss != 0.0:
                     self.flush()
                 return

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
+from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, LeafHooks
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
@@ -23,7 +24,7 @@ from ampguard.capture.protocol.threads import TrainingThread
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
 from ampguard.capture.record import Line
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.protocol.events import Backward, Breach, Clear, Read, Refused, Step, Unscale, Update, reason_of
+from ampguard.protocol.events import Backward, Breach, Clear, Read, Refused, Rescale, Step, Unscale, Update, reason_of
 from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
 
@@ -74,6 +75,11 @@ class Moves:
         self._step_frame: Frame = None
         self._untouched = True
         self._zero_checks = 0
+
+    @property
+    def scales(self) -> bool:
+        """Whether a scaler has scaled a loss so far."""
+        return any(watch.uses and watch.is_enabled for watch in self.watches.scalers)
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -248,6 +254,14 @@ class Moves:
         if frame is not None:
             self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)
 
+    def rescaled(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
+        """Who drives a scaler of its own (our engine) has multiplied gradients again that were divided."""
+        self.routine.spoil()
+        of, watch = self.watches.scaler(scaler), self._claimed(optimizer)
+        self.machine.feed(Rescale(watch, of, of.current_scale(), script_line(frame)))
+        watch.rest()
+        watch.copy = None
+
     def before_scaler_step(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         watch, of = self._claimed(optimizer), self.watches.scaler(scaler)
         watch.stepped = False
@@ -334,7 +348,8 @@ class Moves:
 
     def before_direct_step(self, optimizer: Optimizer) -> None:
         """An optimizer's own step begins, without a scaler."""
-        self.routine.spoil()
+        if self.scales:
+            self.routine.spoil()
         watch = self._claimed(optimizer)
         self.attempt = self.recorder.steps.count
         self._untouched = self.machine.stage(watch) in _TRUE or watch.is_untouched()
@@ -353,6 +368,10 @@ class Moves:
             found_inf = any(compat.found_inf(w.ref(), optimizer) for w in self.watches.scalers)
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
         self.tell(self.machine.feed(step), self.attempt)
+        if not self.scales:
+            self.routine.note(("direct step", watch, user_line(frame)), step)
+            if self.recorder.between_steps:  # it was the last optimizer of its iteration
+                self.routine.iteration_ended(not self.looks_closely)
         return watch
 
     def cleared(self, optimizer: Optimizer, frame: Frame) -> None:

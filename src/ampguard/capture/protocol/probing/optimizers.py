@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampguard import compat
+from ampguard.capture.frames import user_line
+from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.protocol.events import Clear
@@ -47,11 +49,16 @@ class OptimizerProbe:
         witness, moves = self._witness, self._witness.moves
         if get_ident() != witness.training.ident and not witness.guarded(witness.training.hears, optimizer):
             return
+        if witness.own_steps.is_own(optimizer) and witness.recorder.active and not witness.recorder.paused:
+            witness.guarded(witness.own_steps.before, optimizer)
         if moves.stepping is not None:
             moves.stepping[1].stepped = True
         elif witness.recorder.paused:
             witness.guarded(witness.training.missed)
         elif witness.recorder.active:
+            if moves.routine.is_on and not moves.scales:
+                moves.attempt = witness.recorder.steps.count
+                return
             witness.guarded(self._before_direct_step, optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -60,7 +67,26 @@ class OptimizerProbe:
             return
         witness.dropped.stepped()
         if witness.moves.stepping is None and witness.recorder.active and not witness.recorder.paused:
-            witness.guarded(self._after_direct_step, optimizer, sys._getframe(1))
+            self._directly_stepped(optimizer, sys._getframe(1))
+        if witness.own_steps.is_own(optimizer) and witness.recorder.active and not witness.recorder.paused:
+            has_arguments = len(args) > 1 or bool(kwargs)
+            witness.guarded(witness.own_steps.after, optimizer, has_arguments, sys._getframe(1))
+
+    def _directly_stepped(self, optimizer: Optimizer, frame: Frame) -> None:
+        witness, moves = self._witness, self._witness.moves
+        watch = moves.watches.by_id.get(id(optimizer))
+        is_expected = moves.routine.is_on and not moves.scales
+        if is_expected and watch is not None and moves.routine.matches(("direct step", watch, user_line(frame))):
+            self._stepped_as_usual(watch)
+            return
+        witness.guarded(self._after_direct_step, optimizer, frame)
+
+    def _stepped_as_usual(self, watch: OptimizerWatch) -> None:
+        witness = self._witness
+        steps = watch.steps = watch.steps + 1
+        watch.taken += 1
+        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or witness.habits.has_saved:
+            witness.guarded(witness.stepped, watch)
 
     def _before_direct_step(self, optimizer: Optimizer) -> None:
         self._witness.close_window()

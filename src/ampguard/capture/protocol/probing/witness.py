@@ -14,6 +14,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import BreachListener, Moves
+from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.reads import ReadWindow
 from ampguard.capture.protocol.scans import Scans, is_time_to_look
 from ampguard.capture.recorder import FlightRecorder
@@ -36,6 +37,7 @@ class Witness:
         self.models = Models(recorder)
         self.scans = Scans(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
+        self.own_steps = OwnSteps(self.moves)
         self.window = ReadWindow(self.moves, self.guarded)
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.explain = self.scans.explain_refusal

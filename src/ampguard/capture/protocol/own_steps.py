@@ -1,0 +1,92 @@
+"""Optimizers whose `step` is not PyTorch's: does their own arithmetic leave the numbers?
+
+After such a step the gradients are still there, one iteration later they are not. Each step on the CPU is looked at; on
+another device, where looking waits, the first ones and then those at powers of two. Nothing is copied: what a step
+counts with plain numbers is noted before it, so that the step can be run again as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.copies import parameters_of
+from ampguard.capture.frames import is_user_code
+from ampguard.capture.protocol.moves import Frame, Moves
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.numerics import is_finite
+from ampguard.protocol.events import Breach
+
+CLOSELY_STEPS = 3
+NUMBERS = (int, float, bool, str, type(None))
+
+
+@dataclass(slots=True)
+class Counters:
+    """The plain numbers of an optimizer before a step: its attributes, and its state by the parameter's identity."""
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class OwnSteps:
+    """Looks at the parameters after each step of an optimizer that the script, or a library, wrote itself."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._is_own: dict[type, bool] = {}
+        self._steps = 0
+        self._counters: Counters | None = None
+        self._told: set[int] = set()
+
+    def is_own(self, optimizer: Optimizer) -> bool:
+        """Whether its class has a `step` that is not PyTorch's."""
+        kind = type(optimizer)
+        known = self._is_own.get(kind)
+        if known is None:
+            code = getattr(inspect.unwrap(kind.step), "__code__", None)
+            known = self._is_own[kind] = code is not None and is_user_code(code)
+        return known
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Note what it counts."""
+        self._counters = counters_of(optimizer)
+
+    def after(self, optimizer: Optimizer, has_arguments: bool, frame: Frame) -> None:
+        """A parameter that is not finite although its optimizer's gradients are is the step's own doing."""
+        counters, self._counters = self._counters, None
+        self._steps += 1
+        if counters is None or has_arguments or id(optimizer) in self._told:
+            return  # a closure would run the model again
+        held = [p for p in parameters_of([optimizer]) if p.is_floating_point() and compat.has_values(p)]
+        if not all(p.is_cpu for p in held) and self._steps > CLOSELY_STEPS and self._steps & (self._steps - 1):
+            return
+        with torch.no_grad(), compat.unseen():
+            bad = [p for p in held if not is_finite(p.detach())]
+            if not bad or not all(p.grad is None or is_finite(p.grad) for p in held):
+                return
+        self._told.add(id(optimizer))
+        self._tell(optimizer, bad, counters, frame)
+
+    def _tell(self, optimizer: Optimizer, bad: list[Tensor], counters: Counters, frame: Frame) -> None:
+        moves = self._moves
+        watch = moves.watches.optimizer(optimizer)
+        facts = {"parameters": bad, "counters": counters}
+        moves.tell([Breach("optimizer-underflow", watch, None, None, script_line(frame), None, facts)], moves.attempt)
+
+
+def counters_of(optimizer: Optimizer) -> Counters:
+    """Its plain numbers as they are now."""
+    attributes = {k: v for k, v in vars(optimizer).items() if isinstance(v, NUMBERS)}
+    state = {
+        id(p): {k: v for k, v in known.items() if isinstance(v, NUMBERS)}
+        for p, known in optimizer.state.items()
+        if isinstance(p, Tensor) and isinstance(known, dict)
+    }
+    return Counters(attributes, state)
