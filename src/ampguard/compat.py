@@ -337,9 +337,7 @@ def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def force_eager() -> Any:
     """A context in which compiled callables run eagerly, so that a replay sees every operator."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    return _with_stance("force_eager")
 
 
 def loss_scale(scaler: object) -> torch.Tensor | None:
@@ -803,9 +801,32 @@ def flat_weights_of(module: torch.nn.Module) -> dict[str, Any]:
 
 def as_compiled() -> Any:
     """A context in which compiled callables run what they have compiled, and raise where they would compile anew."""
+    return _with_stance("fail_on_recompile")
+
+
+@contextlib.contextmanager
+def _with_stance(stance: str) -> Iterator[None]:
+    """A stance of `torch.compiler`, also where compiled code has stopped and we are called from the middle of it."""
     if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("fail_on_recompile")
+        yield
+        return
+    with _outside_compiled_code(), torch.compiler.set_stance(stance):
+        yield
+
+
+@contextlib.contextmanager
+def _outside_compiled_code() -> Iterator[None]:
+    """Nothing is compiled on this thread for as long, but for what asks for it anew."""
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    switch = getattr(frames, "set_eval_frame", None)
+    if switch is None:
+        yield
+        return
+    before = switch(None)
+    try:
+        yield
+    finally:
+        switch(before)
 
 
 @contextlib.contextmanager
@@ -828,7 +849,10 @@ def compiling_through(wrap: Callable[[Any], Any]) -> Iterator[bool]:
 
     frames._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
     try:
-        with config.patch(recompile_limit=config.recompile_limit + 8):  # at the limit Dynamo would give the function up
+        with (
+            _outside_compiled_code(),
+            config.patch(recompile_limit=config.recompile_limit + 8),
+        ):  # at the limit Dynamo would give the function up
             yield True
     finally:
         frames._callback_from_stance = chosen  # type: ignore[attr-defined]
@@ -916,5 +940,6 @@ def run_uncompiled(codes: list[Any]) -> None:
     Where it follows a call from inside compiled code it still sees through them.
     """
     skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    for code in codes if skip is not None else ():
-        skip(code)
+    if skip is not None:
+        for code in codes:
+            skip(code)

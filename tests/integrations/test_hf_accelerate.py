@@ -206,6 +206,22 @@ def test_clipping_in_every_micro_step() -> None:
         assert ours[number] == pytest.approx(true[number], rel=2e-3)
 
 
+def test_a_scale_that_falls_while_gradients_are_divided() -> None:
+    """The second optimizer overflows, and a checkpoint ends its iteration inside the first one's window."""
+    acc = accelerator("ours")
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    *parts, first, second = acc.prepare(*modules, *(torch.optim.SGD(m.parameters(), 0.1) for m in modules))
+    x = torch.full((2, 4), 0.25)
+    acc.backward(parts[0](x).float().mean() + 1e36 * parts[1](x).float().mean())
+    acc.clip_grad_norm_(parts[0].parameters(), 1e9)
+    second.step()
+    assert acc.scaler.state_dict()["scale"] == 32768.0
+    acc.backward(parts[0](x).float().mean())
+    first.step()
+    assert modules[0].weight.grad.tolist() == [[0.5] * 4]
+
+
 @pytest.mark.parametrize("is_cleared", [False, True])
 def test_an_infinity_that_clamping_hides_between_micro_steps(is_cleared: bool) -> None:
     acc = accelerator("ours")
@@ -373,7 +389,7 @@ def test_healthy_trainings_are_silent_and_unchanged(precision: str, words: dict[
     assert furthest(alone, watched) == 0.0
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", [*STEPS, clipped_in_every_micro_step], ids=lambda step: step.__name__)
 def test_several_optimizers_are_silent_too(step: Step, tmp_path: Path) -> None:
     alone, _ = norms("ours", step, lr=0.01)
     with ampguard.watch(out=tmp_path / "run") as session:

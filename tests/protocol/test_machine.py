@@ -17,6 +17,7 @@ from ampguard.protocol.events import (
     Event,
     Read,
     Refused,
+    Rescale,
     Step,
     Unscale,
     Update,
@@ -211,3 +212,29 @@ def test_a_forgotten_optimizer_leaves_no_count_behind() -> None:
     assert machine.scaled == 1
     machine.forget(A)
     assert machine.scaled == machine.open == 0
+
+
+def test_gradients_that_are_multiplied_again_may_be_added_to() -> None:
+    micro = [Backward((A,), 4.0), Unscale(A, S, 4.0), Read(A)]
+    again = Rescale(A, S, 4.0)
+    assert fed(*micro, again, *micro, again, *micro, Step(A, S), Update(S)) == []
+    machine = Machine()
+    assert feed(machine, *micro, Rescale(A, S, 8.0), Backward((A,), 8.0), Unscale(A, S, 8.0), Step(A, S)) == []
+    assert machine.scaled == machine.open == 0
+
+
+def test_without_that_they_may_not() -> None:
+    micro = [Backward((A,), 4.0), Unscale(A, S, 4.0)]
+    assert only(fed(*micro, *micro, Step(A, S))).cause == "accumulation-broken"
+
+
+def test_multiplying_again_puts_nothing_right_that_was_wrong() -> None:
+    plain = [Backward((A,)), Unscale(A, S, 4.0), Rescale(A, S, 4.0)]
+    breach = only(fed(*plain, Backward((A,), 4.0), Unscale(A, S, 4.0), Step(A, S)))
+    assert breach.factor == pytest.approx(0.25)
+    early = [
+        Backward((A,), 4.0),
+        Rescale(A, S, 4.0),
+        Unscale(A, S, 4.0),
+    ]  # nothing was divided: no division to take back
+    assert fed(*early, Step(A, S)) == []

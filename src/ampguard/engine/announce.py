@@ -59,6 +59,12 @@ class Announcer:
         if scaler is not None:
             scaler.unscale_as(optimizer, found_inf)
 
+    def rescaled(self, optimizer: Optimizer) -> None:
+        """Gradients that were divided carry the scale again: more will be added to them."""
+        scaler = self._heard_by()
+        if scaler is not None:
+            scaler.rescale_as(optimizer)
+
     def step(self, optimizer: Optimizer, found_inf: Tensor, apply: Callable[[], None]) -> None:
         """An optimizer steps, or skips, in `apply`."""
         scaler = self._heard_by()

@@ -104,12 +104,13 @@ class SharedScaler(EngineScaler):
             return
         if own.holding.has_gradients():
             if check is not None:
-                self._multiply(own.holding.parameters, check.inverse_scale.reciprocal())
+                self._multiply(own.holding.parameters, self._loss_scale.value)  # it may have changed since the division
+                self._announcer.rescaled(own.holding.optimizer)
             norm = check_gradients(own.holding.parameters).norm
             assert norm is not None
             was_bad = torch.stack([flag.reshape(()) for flag in flags]).amax()
             self._hidden[id(own.holding.optimizer)] = was_bad * (norm != 0)  # 0: cleared in place since
-        if check is not None:
+        elif check is not None:
             self._forget_announced(own)
 
     # --- unscale, step, update ----------------------------------------------------------------------------------------

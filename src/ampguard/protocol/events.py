@@ -40,6 +40,16 @@ class Unscale:
 
 
 @dataclass(slots=True)
+class Rescale:
+    """True gradients of an optimizer were multiplied by the scale again: further backward passes are to add to them."""
+
+    optimizer: Key
+    scaler: Key
+    scale: SupportsFloat
+    where: Place = None
+
+
+@dataclass(slots=True)
 class Read:
     """A norm of gradients was computed; with `clips`, they were made smaller by it."""
 
@@ -95,7 +105,7 @@ class Refused:
     """The parameters were written to since the optimizer's gradients were unscaled, by no optimizer's step."""
 
 
-Event = Backward | Unscale | Read | Step | Update | Clear | Refused
+Event = Backward | Unscale | Rescale | Read | Step | Update | Clear | Refused
 
 REASONS = {
     "never-scaled": "Attempted {call} but _scale is None",

@@ -75,6 +75,12 @@ class Ledger:
         for part in self.parts:
             part.divided_by.append(scale)
 
+    def multiply(self, scale: SupportsFloat) -> None:
+        """They carry a scale again; what was wrong with them stays wrong."""
+        for part in self.parts:
+            part.scale = scale if part.is_right else part.factor * float(scale)
+            part.divided_by = []
+
     def clear(self, where: Place) -> None:
         """The gradients are gone."""
         if self.parts and self.stage is not Stage.USED:

@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampguard.protocol.events import Backward, Breach, Clear, Event, Key, Place, Read, Refused, Step, Unscale, Update
+from ampguard.protocol.events import (
+    Backward,
+    Breach,
+    Clear,
+    Event,
+    Key,
+    Place,
+    Read,
+    Refused,
+    Rescale,
+    Step,
+    Unscale,
+    Update,
+)
 from ampguard.protocol.ledger import Ledger
 from ampguard.protocol.states import BREACHES, MOVES, Move, Stage
 
@@ -43,6 +56,7 @@ class Machine:
         self._handlers: dict[type, Callable[[Any], Sequence[Breach]]] = {
             Backward: self._backward,
             Unscale: self._unscale,
+            Rescale: self._rescale,
             Read: self._read,
             Step: self._step,
             Update: self._update,
@@ -134,6 +148,16 @@ class Machine:
         ledger.session = Stage.UNSCALED
         ledger.unscaled_at = event.where
         ledger.backwards_since_unscale = 0
+        return ()
+
+    def _rescale(self, event: Rescale) -> Sequence[Breach]:
+        ledger = self.ledger(event.optimizer)
+        stage = MOVES[ledger.stage, Move.RESCALE]
+        if stage is not ledger.stage:
+            ledger.multiply(event.scale)
+            self._enter(ledger, stage)
+        ledger.pending = None
+        ledger.session = Stage.EMPTY
         return ()
 
     def _suspect(self, ledger: Ledger, cause: str, event: Unscale, session: _Session) -> None:

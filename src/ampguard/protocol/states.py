@@ -35,6 +35,7 @@ class Move(Enum):
     BACKWARD_SCALED = "backward of a scaled loss"
     BACKWARD_PLAIN = "backward of a loss that was not scaled"
     UNSCALE = "the scaler unscales"
+    RESCALE = "a scaler multiplies by its scale again"
     CLIP = "clipping, or reading a norm"
     STEP = "the scaler steps"
     DIRECT_STEP = "the optimizer steps without the scaler"
@@ -72,6 +73,8 @@ MOVES: dict[tuple[Stage, Move], Stage] = {
     (_S.USED, _M.DIRECT_STEP): _S.USED,
     (_S.USED, _M.STEP): _S.USED,
     (_S.USED, _M.UNSCALE): _S.USED,
+    **{(stage, _M.RESCALE): stage for stage in Stage},
+    (_S.UNSCALED, _M.RESCALE): _S.SCALED,
     **{(stage, _M.CLEAR): _S.EMPTY for stage in Stage},
 }
 """Allowed moves. (A step that unscales by itself is two moves: UNSCALE, STEP.)"""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
@@ -25,6 +26,9 @@ class ScalerStepProbe:
         replace = self._witness.patches.replace
         replace(torch.amp.GradScaler, "unscale_", self._watch_unscale)
         replace(torch.amp.GradScaler, "step", self._watch_step)
+        rescaled = self._witness.moves.rescaled
+        note = self._witness.noting(after=lambda frame, scaler, own: rescaled(scaler, own, frame), of_gradients=True)
+        replace(compat.BorrowedScaler, "rescale_as", note)
 
     def _watch_unscale(self, original: Call) -> Call:
         witness, moves = self._witness, self._witness.moves
