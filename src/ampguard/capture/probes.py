@@ -11,6 +11,7 @@ import os
 
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.clipping import ClippingProbe
+from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.capture.probing.derivatives import DerivativeProbe
 from ampguard.capture.probing.edges import EdgeProbe
 from ampguard.capture.probing.functions import FunctionProbe
@@ -29,7 +30,7 @@ class Probes:
 
     def install(self) -> None:
         """Begin to observe."""
-        for probe in (ModuleProbe, DerivativeProbe, FunctionProbe, ClippingProbe, EdgeProbe):
+        for probe in (ModuleProbe, DerivativeProbe, FunctionProbe, CompilerProbe, ClippingProbe, EdgeProbe):
             probe(self._recorder, self._patches).install()
         self._updates.install()
         self._recorder.active = True
