@@ -19,7 +19,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
 from ampguard.diagnose.recurrence import calls_behind
-from ampguard.diagnose.sharded import bad_input
+from ampguard.diagnose.sharded import Awaited, bad_input, may_await, with_advice
 from ampguard.diagnose.skipped import SkippedSteps
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
@@ -95,6 +95,10 @@ class Casebook:
         self._unknown_since: int | None = None
         """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
         self._armed_until: int | None = None
+        self._awaited: list[Awaited] = []
+        """Bad results whose weights are spread over ranks, and yet to be gathered."""
+        self._told_later: list[Incident] | None = None
+        """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
@@ -109,12 +113,16 @@ class Casebook:
         )
         self.cases.append(case)
         if poisons and self._poisoned_by is None:
+            case.updates -= 1  # the update that did it may have been counted already
             self._poisoned_by = case
         self._tell(incident)
         return case
 
     def _tell(self, incident: Incident) -> None:
         """Tell of a new incident. What prints the first card imports libraries, and one of them draws from `random`."""
+        if self._told_later is not None:
+            self._told_later.append(incident)
+            return
         with neutral_thread():
             self._on_new(incident)
 
@@ -156,6 +164,8 @@ class Casebook:
 
     def _examine(self, bad: BadResult) -> None:
         started = time.perf_counter()
+        if any(a.weights.is_complete or a.updates != self._recorder.attempts for a in self._awaited):
+            self._settle_awaited()
         if self.is_used_up:
             return
         if self._is_consequence(bad) or self._is_known_skip(bad):
@@ -165,6 +175,10 @@ class Casebook:
         if isinstance(live, LiveTracing) and live.trace.ops:
             self._examine_trace(bad, live)
             return
+        self._investigate(bad, started)
+
+    def _investigate(self, bad: BadResult, started: float) -> None:
+        """Run it again, and say what is seen."""
         try:
             evidence = self._located(bad)
         except DoesNotRepeatError:
@@ -174,7 +188,9 @@ class Casebook:
                     self._unreplayable.append((bad, NOT_REPEATED))
             return
         except ReplayError as why:
-            if not bad.is_held_off or self._skipped.cannot_be_replayed():
+            if may_await(bad):
+                self._await_weights(bad, str(why))
+            elif not bad.is_held_off or self._skipped.cannot_be_replayed():
                 self._arm(bad, str(why))
             return
         except Exception as why:  # the module itself raised in its second run, or memory ran out
@@ -197,6 +213,49 @@ class Casebook:
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
         self._open(incident, evidence, bad)
+
+    def _await_weights(self, bad: BadResult, reason: str) -> None:
+        """Other ranks hold parts of the weights: replay when all have been gathered, which the backward pass does."""
+        incident = bad_input(bad, reason, self._rank)
+        if incident is not None:
+            self._open_unreplayed(incident, bad)
+            return
+        settle = lambda: self._recorder.barrier.call(self._settle_awaited, False)  # noqa: E731
+        self._awaited.append(Awaited(bad, reason, self._recorder.attempts, settle))
+        if self._awaited[-1].weights.problem is not None:
+            self._settle_awaited()
+
+    def _settle_awaited(self, is_last: bool = True) -> None:
+        """Weights have been gathered, or are about to change. `is_last`: what is missing now is not waited for."""
+        if not is_last and any(awaited.may_go_on for awaited in self._awaited):
+            return
+        settled, self._awaited = self._awaited, []
+        self._told_later = []
+        for awaited in reversed(settled):
+            awaited.end()
+        try:
+            for awaited in settled:
+                self._settle(awaited)
+        finally:
+            found, self._told_later = self._told_later, None
+        for incident in found:
+            self._tell(incident)
+
+    def _settle(self, awaited: Awaited) -> None:
+        cases, unknown_since, paused = len(self.cases), self._unknown_since, self._recorder.paused
+        self._recorder.paused = True
+        try:
+            if awaited.weights.is_complete:
+                with neutral_thread(), awaited.weights.in_place():
+                    self._investigate(awaited.bad, time.perf_counter())
+            else:
+                self._arm(awaited.bad, awaited.reason)
+        finally:
+            self._recorder.paused = paused
+            for case in self.cases[cases:]:
+                case.updates = awaited.updates
+            if unknown_since is None and self._unknown_since is not None:
+                self._unknown_since = awaited.updates
 
     def _look_for_underflow(self, bad: BadResult) -> None:
         """A suspicion: told only if a replay in float32 proves it."""
@@ -235,8 +294,9 @@ class Casebook:
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
+        budget = Budget.for_step(self._recorder.step_seconds, time.perf_counter())
         try:
-            return locate(bad, Replayer(bad, self._recorder))
+            return locate(bad, Replayer(bad, self._recorder), budget)
         except ChangedSinceError as changed:
             self._recorder.log.arguments.copies_large = True
             try:
@@ -246,14 +306,18 @@ class Casebook:
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
+        if self._awaited:
+            self._settle_awaited()
         for bad, reason in self._unreplayable:
-            incident = unexplained_incident(bad, reason, self._rank)
+            incident = with_advice(unexplained_incident(bad, reason, self._rank), bad)
             self.cases.append(Case(incident, ("", None, None, None), last_step=bad.step))
             self._tell(incident)
         self._unreplayable.clear()
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
+        if self._awaited:
+            self._settle_awaited(is_last=any(step > awaited.bad.step + 1 for awaited in self._awaited))
         if self._armed_until is not None and step > self._armed_until:
             self._disarm()
 

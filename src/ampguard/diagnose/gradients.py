@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampguard import numerics
 from ampguard.capture.record import BadResult
+from ampguard.diagnose.compiled_fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Chain, Link, chain_from
 from ampguard.errors import DoesNotRepeatError, ReplayError
@@ -153,13 +154,16 @@ class GradientEvidence(Evidence):
         return facts
 
 
-def locate_gradient(bad: BadResult, replayer: Replayer) -> GradientEvidence:
+def locate_gradient(bad: BadResult, replayer: Replayer, deadline: float = math.inf) -> Evidence:
     """Where bad gradients begin. One or two replays, three where the loss scale has no part in it.
 
     Raises ReplayError where the step cannot be run again, or has finite gradients when it is.
     """
     outcome = replayer.run()
     if not outcome.is_bad:
+        fault = fault_of_compiled_code(bad, replayer, outcome, deadline)
+        if fault is not None:
+            return fault
         raise DoesNotRepeatError("run again, the step has finite gradients")
     chain = earliest_chain(outcome)
     if chain is None:

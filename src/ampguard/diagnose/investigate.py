@@ -12,6 +12,7 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
+from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
@@ -52,16 +53,20 @@ class Budget:
         return time.perf_counter() > self.deadline
 
 
-def locate(bad: BadResult, replayer: Replayer) -> Evidence | None:
+def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> Evidence | None:
     """Where the failure begins. One traced replay.
 
     None where the bad values are infinities that the code meant to return. Raises ReplayError where the step cannot be
     run again or is not bad when it is.
     """
+    budget = budget or Budget.for_step(0.0, time.perf_counter())
     if bad.kind == "gradient":
-        return locate_gradient(bad, replayer)
+        return locate_gradient(bad, replayer, budget.deadline)
     outcome = replayer.run()
     if not outcome.is_bad:
+        fault = fault_of_compiled_code(bad, replayer, outcome, budget.deadline)
+        if fault is not None:
+            return fault
         raise ReplayError("the replayed step is finite: it does not repeat itself")
     chain = chain_of(outcome)
     if chain is None:
@@ -80,7 +85,10 @@ def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Incident:
         finding = with_terms(finding, terms_of(evidence))
         finding = dataclasses.replace(finding, explanation=finding.explanation + evidence.boundary())
     fixes = verified_fixes(evidence, finding, budget)
-    return incident_of(evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact")
+    incident = incident_of(
+        evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact"
+    )
+    return incident if not isinstance(evidence, CompiledFault) else evidence.named(incident)
 
 
 def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
@@ -275,6 +283,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     changed = changed_loss(evidence, outcome)
     if changed is not None:
         return Fix(proposal.action, proposal.target, proposal.how, False, changed)
+    if not outcome.is_bad and outcome.loss is not None:
+        evidence.losses_with[proposal.action] = outcome.loss
     return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome))
 
 
@@ -306,6 +316,8 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
     bad, op = evidence.bad, finding.op or evidence.op
     line = finding.line or op.line
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
+    if "disable-amp" in evidence.losses_with:
+        facts["loss_in_float32"] = evidence.losses_with["disable-amp"]
     if bad.names:
         facts["poisoned_buffers"] = list(bad.names)
     if bad.kind == "gradient" and bad.error is not None:

@@ -55,7 +55,7 @@ class Values:
                     return self.replaced[leaf].clone()
                 made = self._result(leaf)
                 with torch.set_grad_enabled(self.keeps_graph), self.mode:
-                    return made.clone()
+                    return made.clone() if self.mode.sees_operators else as_laid_out(made, made)
             return self._leaf(leaf, grad) if isinstance(leaf, Held) else leaf
 
         return map_leaves(tree, value)
@@ -123,7 +123,7 @@ class Values:
         wants = grad and source.requires_grad and source.is_floating_point()
         if wants and self.keeps_graph and id(held.tensor) in self.stand_ins:
             return self.stand_ins[id(held.tensor)]
-        copy = source.detach().clone()
+        copy = as_laid_out(source.detach(), held.tensor)
         self.mode.stand_ins[compat.storage_key(copy)] = (copy, held.tensor)
         if wants:
             self.stand_ins[id(held.tensor)] = copy.requires_grad_()
@@ -168,3 +168,16 @@ def low_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not numerics.is_low_precision(tensor.dtype) or tensor.dtype == dtype:
         return tensor
     return tensor.detach().to(dtype)
+
+
+def as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """A copy with the strides of `like`, also where that is a slice: kernels and compiled code depend on them."""
+    copy = tensor.clone()
+    is_plain = type(like) in (Tensor, nn.Parameter) and tensor.layout == like.layout == torch.strided
+    if not is_plain or tensor.shape != like.shape or copy.stride() == like.stride() or 0 in like.stride():
+        return copy
+    strided = torch.empty_strided(tensor.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
+    try:
+        return strided.copy_(copy)
+    except RuntimeError:  # elements that share their memory
+        return copy

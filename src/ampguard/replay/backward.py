@@ -75,7 +75,12 @@ def run_backward(
         found: Sequence[Tensor | None]
         try:
             found = torch.autograd.grad(
-                losses, leaves, given, retain_graph=True, create_graph=call.create_graph, allow_unused=True
+                losses,
+                leaves,
+                given,
+                retain_graph=mode.retains_graph,
+                create_graph=call.create_graph,
+                allow_unused=True,
             )
         except RuntimeError as refusal:
             if "heckpoint" not in str(refusal) or call.is_functional:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
+from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.record import (
     BackwardCall,
     BadResult,
@@ -40,7 +41,7 @@ from ampguard.replay.names import module_names, parameter_names
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
 from ampguard.replay.sharded import after_sharded_calls
 from ampguard.replay.trace import Trace, identical
-from ampguard.replay.tracer import ReplayMode
+from ampguard.replay.tracer import ReplayMode, Unwatching
 from ampguard.replay.variants import AS_IT_RAN, Captured, CodePlace, Variant
 
 
@@ -97,6 +98,8 @@ class Replayer:
             if held.copy is None and is_computed(held.tensor)
         ]
         for event in self.events:
+            if isinstance(event, RootCall) and type(event.module) is CompiledFunction and not event.prefix:
+                event.is_function = not compat.children_of(event.module)
             if isinstance(event, RootCall) and not event.is_function:
                 names = module_names(event.module, event.prefix)
                 self.names |= {k: v for k, v in names.items() if k not in self.names}
@@ -160,7 +163,9 @@ class Replayer:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
         started = time.perf_counter()
         trace = Trace()
-        mode = ReplayMode(variant, trace if traced else None, self.names)
+        compiled = variant.compiled
+        mode = (ReplayMode if compiled is None else Unwatching)(variant, trace if traced else None, self.names)
+        mode.retains_graph = compiled is None or compiled.retains_graph
         mode.boundary = Replayer._run_root.__code__
         mode.hidden = dict(self._hidden)
         if traced and variant is AS_IT_RAN:
@@ -174,12 +179,13 @@ class Replayer:
         with (
             neutral_thread(),
             quiet(),
-            compat.force_eager(),
+            compat.force_eager() if compiled is None else compiled.running(),
+            variant.within() if variant.within is not None else contextlib.nullcontext(),
             contextlib.ExitStack() as self._sandboxes,
-            self._graph(),
+            self._graph(compiled is not None),
             self._paused(),
             self._weight_casts(),
-            traced_modules(mode),
+            traced_modules(mode) if compiled is None else contextlib.nullcontext(),
             autocast_in(variant.convert),
         ):
             self._keep_reach_of_hooks()
@@ -199,7 +205,9 @@ class Replayer:
                     values.made[ref] = tensor
                 self._put_on_hooks(event, outputs)
                 ran.append((event, outputs))
-        if traced and variant is AS_IT_RAN:  # only now: a result may have been written to later, as in the step itself
+        if (
+            traced and variant is AS_IT_RAN
+        ) or compiled is not None:  # only now: a result may have been written to later, as in the step itself
             exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
         exact = (
             exact and not values.is_approximate and not (self.keeps_graph and self._casts.differ(trace, self.events))
@@ -239,9 +247,9 @@ class Replayer:
         self._casts = WeightCasts()
         return self._casts.used()
 
-    def _graph(self) -> contextlib.AbstractContextManager[Any]:
-        """Without gradients to compute, nothing need be saved for them."""
-        if self.keeps_graph:
+    def _graph(self, is_compiled: bool) -> contextlib.AbstractContextManager[Any]:
+        """Without gradients to compute, nothing need be saved for them. Compiled code has decided that already."""
+        if self.keeps_graph or is_compiled:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
 

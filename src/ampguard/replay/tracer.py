@@ -53,10 +53,13 @@ class CollectiveError(RuntimeError):
 class ReplayMode(compat.DispatchMode):
     """The dispatch mode of one replay."""
 
+    sees_operators = True
+
     def __init__(self, variant: Variant, trace: Trace | None, names: dict[int, str]) -> None:
         super().__init__()
         self.variant = variant
         self.trace = trace
+        self.retains_graph = True
         self.event: Event | None = None
         self.count = 0
         self.captured: dict[int, Captured] = {}
@@ -376,6 +379,18 @@ class ReplayMode(compat.DispatchMode):
     def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
         known = self._made_by.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
+
+
+class Unwatching(ReplayMode):
+    """In place of a mode where compiled code runs: it would see neither the operators nor the modules in there."""
+
+    sees_operators = False
+
+    def __enter__(self) -> Unwatching:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
 def may_have_made(func: Any, value: Tensor) -> bool:

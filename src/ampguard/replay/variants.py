@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ CodePlace = tuple[str, str | None, int | None]
 """An operator's name, and the file and line of the code that runs it."""
 
 
+class CompiledCode(Protocol):
+    """How compiled callables run in a replay; without one they run eagerly."""
+
+    retains_graph: bool
+    """Whether backward passes keep what they need for another one: compiled ones may refuse to."""
+
+    def running(self) -> AbstractContextManager[Any]:
+        """The context of one replay."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """How a replay differs from the step as it ran.
@@ -29,7 +40,8 @@ class Variant:
     `loss_scale_factor` multiplies the loss scale. `tensors` replaces held tensors (a batch, a parameter, a buffer) by
     identity, made ones by their reference. The operands and results of the operators in `capture` are kept. With
     `zero_shares` the zeros in each result of a backward pass are counted; `differentiate` names a part of the loss to be
-    differentiated in its place.
+    differentiated in its place. `compiled` lets compiled code run as such: no operator is seen then, and nothing else
+    can be changed. `within` is a context that the whole replay runs in (another backend of PyTorch's own).
     """
 
     convert: torch.dtype | None = None
@@ -42,6 +54,8 @@ class Variant:
     capture: frozenset[int] = frozenset()
     zero_shares: bool = False
     differentiate: Ref | None = None
+    compiled: CompiledCode | None = None
+    within: Callable[[], AbstractContextManager[Any]] | None = None
 
     def __hash__(self) -> int:
         return id(self)

@@ -1,0 +1,85 @@
+"""The smallest part of compiled code that is bad as compiled while everything around it runs eagerly."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from ampguard.replay.compiled import InParts, Part
+from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.variants import Variant
+
+MAX_REPLAYS = 40
+
+
+@dataclass(slots=True)
+class Search:
+    """Replays with some parts of the step's graphs compiled, as long as there is time for them."""
+
+    replayer: Replayer
+    bench: InParts
+    deadline: float = math.inf
+    replays: int = 0
+    refusals: int = 0
+    """Parts that could not be compiled by themselves, or not run."""
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() > self.deadline or self.replays >= MAX_REPLAYS
+
+    def outcome(self, parts: tuple[Part, ...]) -> Outcome | None:
+        """The step with these parts compiled; None where they cannot be."""
+        self.replays += 1
+        self.bench.parts = parts
+        try:
+            return self.replayer.run(Variant(compiled=self.bench), traced=False)
+        except Exception as error:
+            if "second time" in str(error) and not self.bench.retains_graph:
+                self.bench.retains_graph = True
+                return self.outcome(parts)
+            self.refusals += 1
+            return None
+
+    def is_bad(self, *parts: Part) -> bool:
+        outcome = self.outcome(parts)
+        return outcome is not None and outcome.is_bad
+
+    def wholes(self) -> list[Part]:
+        """Every graph of the step, whole."""
+        return [Part(i, 0, len(graph.nodes)) for i, graph in enumerate(self.bench.calls) if graph.nodes]
+
+
+def guilty_graph(search: Search) -> Part | None:
+    """The first graph that is enough to make the step bad; None where none is, alone, or time is up."""
+    wholes = search.wholes()
+    if not wholes or not search.is_bad(*wholes):
+        return None
+    low, high = 0, len(wholes)
+    while high - low > 1 and not search.is_over:
+        middle = (low + high) // 2
+        low, high = (low, middle) if search.is_bad(*wholes[:middle]) else (middle, high)
+    found = wholes[high - 1]
+    return found if high - low == 1 and (len(wholes) == 1 or search.is_bad(found)) else None
+
+
+def smallest_part(search: Search, whole: Part) -> tuple[Part, bool]:
+    """The smallest stretch of nodes that is bad compiled by itself, and whether it could be made no smaller.
+
+    First the end is brought forward, then the beginning back; every stretch that is returned was seen to be bad.
+    """
+    graph = search.bench.calls[whole.call]
+    cuts = graph.cuts
+    low, high = 0, len(cuts) - 1
+    while high - low > 1 and not search.is_over:
+        middle = (low + high) // 2
+        low, high = (low, middle) if search.is_bad(Part(whole.call, 0, cuts[middle])) else (middle, high)
+    if search.is_over:
+        return Part(whole.call, 0, cuts[high]), high == 1
+    begin, end = 0, high
+    if high > 1 and search.is_bad(Part(whole.call, cuts[high - 1], cuts[high])):
+        begin = high - 1  # as a rule it is one operator
+    while end - begin > 1 and not search.is_over:
+        middle = (begin + end) // 2
+        begin, end = (middle, end) if search.is_bad(Part(whole.call, cuts[middle], cuts[high])) else (begin, middle)
+    return Part(whole.call, cuts[begin], cuts[high]), high - low == 1 and end - begin == 1
