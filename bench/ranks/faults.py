@@ -1,6 +1,7 @@
 """Throw one fault at a random place into trainings of two and four ranks under the guard, and see how they end.
 
     python bench/ranks/faults.py --runs 200 --seed 0
+    python bench/ranks/faults.py --runs 200 --seed 0 --record faults.jsonl    go on after the last run in that file
 
 A run is good if no rank hangs, every rank that was not killed left its report, and the merged report says what was to be
 said: the failing rank and step for a fault of numbers, nothing for any other. Writes results.md beside this file.
@@ -9,11 +10,13 @@ said: the failing rank and step for a fault of numbers, nothing for any other. W
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import random
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -25,8 +28,18 @@ from ampguard.run.ranks import is_due
 
 HERE = Path(__file__).parent
 WITHIN_S = 120.0
-NUMBERS = ("nan-batch", "log", "overflow", "drift", "scale")
+CAUSES = {
+    "nan-batch": "nonfinite-input",
+    "log": "domain-error",
+    "overflow": "fp16-overflow",
+    "drift": "rank-divergence",
+    "scale": "rank-divergence",
+    "inside": "domain-error",
+}
+NUMBERS = tuple(CAUSES)
 OTHERS = ("none", "raise", "kill", "slow", "die-late", "kill-late")
+DRAWN = (*(fault for fault in NUMBERS if fault != "inside"), *OTHERS)
+"""What is thrown where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +71,16 @@ class Outcome:
     lost: list[int]
     problem: str
 
+    @property
+    def is_good(self) -> bool:
+        return not (self.hung or self.lost or self.problem)
 
-def chosen(rng: random.Random) -> Case:
-    fault = rng.choice((*NUMBERS, *OTHERS))
+
+def chosen(rng: random.Random, faults: Sequence[str]) -> Case:
+    fault = rng.choice(faults)
     engine = "ddp" if fault in ("drift", "scale") else rng.choice(("ddp", "fsdp"))
     ranks = rng.choice((2, 4))
-    policy = rng.choice(("observe", "skip")) if fault in ("nan-batch", "log") else "observe"
+    policy = rng.choice(("observe", "skip")) if fault in ("nan-batch", "log", "inside") else "observe"
     return Case(ranks, engine, fault, rng.randrange(ranks), rng.randrange(1, 12), policy)
 
 
@@ -107,9 +124,9 @@ def problem_of(case: Case, out: Path, ended: list[Ended]) -> str:
     if case.fault in ("drift", "scale"):  # all are compared with rank 0, which may be the odd one
         others = [rank for rank in range(case.ranks) if rank != 0] if case.on == 0 else [case.on]
         equal = max((step for step in range(case.at) if is_due(step)), default=None)
-        is_right = first.cause == "rank-divergence" and ranks == others and first.evidence["last_equal_step"] == equal
+        is_right = first.cause == CAUSES[case.fault] and ranks == others and first.evidence["last_equal_step"] == equal
     else:
-        is_right = first.step == case.at and ranks == [case.on] and len(told) == 1
+        is_right = (first.cause, first.step, ranks) == (CAUSES[case.fault], case.at, [case.on]) and len(told) == 1
     seen = f"{first.cause} in step {first.step} on ranks {ranks}, {len(told)} errors in all"
     return "" if is_right else f"told: {seen}"
 
@@ -122,11 +139,11 @@ def table(outcomes: list[Outcome], seed: int) -> str:
         "one thread a rank.",
         f"`python bench/ranks/faults.py --runs {len(outcomes)} --seed {seed}`",
         "",
-        "A report is wrong if it does not name the step and the rank of a fault of numbers, as the one error; for weights that",
-        "drift apart and for other loss scales, the ranks that differ and the last step after which they did not; or if it has",
-        "an error where the numbers were good. `die-late` and `kill-late`: the rank raises, or is killed, when its failing step",
-        "is run again; under FSDP2 none is, and it lives. A `kill` under FSDP2 or with four ranks may take the others the",
-        "20 s timeout of the process group.",
+        "A report is wrong if it does not name the cause, the step and the rank of a fault of numbers, as the one error; for",
+        "weights that drift apart and for other loss scales, the ranks that differ and the last step after which they did",
+        "not; or if it has an error where the numbers were good. `die-late` and `kill-late`: the rank raises, or is killed,",
+        "when its failing step is run again; under FSDP2 it need not be, and it lives. A `kill` under FSDP2 or with four",
+        "ranks may take the others the 20 s timeout of the process group.",
         "",
         "| fault | runs | with 4 ranks | FSDP2 | hung | lost a survivor's report | report wrong | longest, s |",
         "|---|---|---|---|---|---|---|---|",
@@ -145,27 +162,41 @@ def table(outcomes: list[Outcome], seed: int) -> str:
                 round(max(o.seconds for o in some)),
             ]
             lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
-    bad = [o for o in outcomes if o.hung or o.lost or o.problem]
+    bad = [o for o in outcomes if not o.is_good]
     lines += ["", "What went wrong:" if bad else "Nothing went wrong.", ""]
     lines += [f"- {o.case}: hung {o.hung}, lost {o.lost}; {o.problem}" for o in bad]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def recorded(file: Path) -> Iterator[Outcome]:
+    """The runs that were made before."""
+    for line in file.read_text().splitlines() if file.exists() else ():
+        values = json.loads(line)
+        yield Outcome(**{**values, "case": Case(**values["case"])})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", nargs="+", choices=(*NUMBERS, *OTHERS), default=DRAWN, help="those to choose from")
     parser.add_argument("--out", type=Path, default=HERE / "results.md")
+    parser.add_argument("--record", type=Path, help="keep every run in this file, and go on after the last one in it")
     asked = parser.parse_args()
     rng = random.Random(asked.seed)
-    outcomes = []
-    for number in range(asked.runs):
-        outcome = run(chosen(rng))
+    cases = [chosen(rng, asked.faults) for _ in range(asked.runs)]
+    outcomes = list(recorded(asked.record)) if asked.record else []
+    if [o.case for o in outcomes] != cases[: len(outcomes)]:
+        parser.error(f"{asked.record} holds other runs than those of --seed {asked.seed}: give another file")
+    for case in cases[len(outcomes) :]:
+        outcome = run(case)
         outcomes.append(outcome)
-        is_good = not (outcome.hung or outcome.lost or outcome.problem)
-        state = "ok" if is_good else f"{outcome.hung} {outcome.lost} {outcome.problem}"
-        print(f"{number:4d} {outcome.seconds:5.1f} s  {outcome.case}: {state}", flush=True)
+        state = "ok" if outcome.is_good else f"{outcome.hung} {outcome.lost} {outcome.problem}"
+        print(f"{len(outcomes) - 1:4d} {outcome.seconds:5.1f} s  {outcome.case}: {state}", flush=True)
         asked.out.write_text(table(outcomes, asked.seed))
+        if asked.record:
+            with asked.record.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 if __name__ == "__main__":

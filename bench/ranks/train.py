@@ -5,6 +5,7 @@ Run by every rank, with torchrun's variables in its environment. `--fault KIND -
 none        nothing
 nan-batch   the batch of one rank holds a NaN
 log         one rank's loss takes the logarithm of a negative number
+inside      one rank's batch makes a logarithm inside the model NaN
 overflow    the activations of one rank leave float16 (needs `--amp`)
 raise       one rank raises
 kill        one rank is killed
@@ -44,6 +45,7 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.1)
         self.calls_of_bad_batches = 0
         self.dies: str | None = None
+        self.has_log = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dies is not None and not torch.isfinite(x).all():
@@ -51,6 +53,8 @@ class Net(nn.Module):
             if self.calls_of_bad_batches > 1:
                 die(self.dies)
         h = self.norm(self.stem(x))
+        if self.has_log:
+            h = h + 0.01 * (100.0 - x.abs().amax(1, keepdim=True)).log()
         return self.head(self.drop(self.blocks(h)))
 
 
@@ -83,6 +87,8 @@ def batches(rank: int, step: int, asked: argparse.Namespace) -> tuple[Tensor, Te
         x[3, 5] = float("nan")
     if is_now(asked, rank, step) and asked.fault == "overflow":
         x *= 1e6
+    if is_now(asked, rank, step) and asked.fault == "inside":
+        x[6, 2] = 500.0
     return x, y
 
 
@@ -133,6 +139,7 @@ def train(asked: argparse.Namespace) -> str:
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.2)
     torch.manual_seed(rank)
+    net.has_log = asked.fault == "inside"
     net.dies = {"die-late": "raise", "kill-late": "kill"}.get(asked.fault)
     model = wrapped(net, asked.engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
