@@ -69,6 +69,46 @@ def test_no_policy_goes_on_for_ever(mode: str, policy: str) -> None:
     assert all(p.isfinite().all() for p in model_of(amp).parameters())
 
 
+@pytest.mark.parametrize("bad", [("one",), ("one", "two")])
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_so_many_in_a_row_are_steps_of_one_optimizer(mode: str, bad: tuple[str, ...]) -> None:
+    """One optimizer's good steps do not hide that the other never steps; two that are bad do not count twice."""
+    nets = {name: torch.nn.Linear(4, 1) for name in ("one", "two")}
+    optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in nets.items()}
+    amp = ampguard.Amp(nets, optimizers, precision=mode, patience=4)
+
+    def step() -> None:
+        for name, net in nets.items():
+            with amp.autocast():
+                loss = net(torch.ones(2, 4)).mean() * (NAN if name in bad else 1.0)
+            amp.backward(loss, optimizers=name)
+            amp.step(name)
+
+    for _ in range(3):
+        step()
+    with pytest.raises(NonfiniteError, match="4 steps in a row"):
+        step()
+    assert amp.verdicts.in_a_row == 4
+
+
+def test_a_row_goes_on_after_a_resume() -> None:
+    def begun() -> ampguard.Amp:
+        net = torch.nn.Linear(4, 1)
+        return ampguard.Amp(net, torch.optim.SGD(net.parameters(), 0.1), precision="fp32", patience=4)
+
+    def step(amp: ampguard.Amp) -> None:
+        amp.backward(model_of(amp)(torch.ones(2, 4)).mean() * NAN)
+        amp.step()
+
+    first, resumed = begun(), begun()
+    step(first), step(first)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.verdicts.in_a_row == 2
+    step(resumed)
+    with pytest.raises(NonfiniteError, match="4 steps in a row"):
+        step(resumed)
+
+
 def test_raise_ends_the_run_at_once_but_lets_a_scale_settle() -> None:
     amp = made("fp16", on_nonfinite="raise", init_scale=2.0**24)
     train(amp, range(15))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ampguard
 from ampguard.errors import NonfiniteError, ProtocolError, UsageError
+from ampguard.integrations.scaler import EngineScaler
 from ampguard.integrations.timm import NativeScaler, NativeScalerWithGradNormCount
 
 SGD = torch.optim.SGD
@@ -225,3 +226,22 @@ def test_a_run_that_cannot_go_on_ends() -> None:
     scaler = NativeScaler(patience=None)
     train(scaler, model, optimizer, 40, bad=tuple(range(40)), word="need_update")
     assert scaler.get_scale() == 2.0**-24  # not 0, from which no scale recovers
+
+
+def test_so_many_in_a_row_are_steps_of_one_optimizer() -> None:
+    """Two of a kind: the good steps of one do not end the other's row."""
+    scaler = EngineScaler("fp16", patience=4)
+    nets = [torch.nn.Linear(4, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+
+    def step() -> None:
+        for net, optimizer, factor in zip(nets, optimizers, (float("nan"), 1.0), strict=True):
+            optimizer.zero_grad()
+            scaler.backward(net(torch.ones(2, 4)).mean() * factor)
+            scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+    with pytest.raises(NonfiniteError, match="4 steps in a row"):
+        step()

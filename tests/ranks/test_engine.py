@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, WITHIN_S, TwoRanks
+from launching import ROOT, WITHIN_S, Ranks
 
 SCRIPT = str(Path(__file__).parent / "engine_of_two.py")
 
 
-def test_two_ranks_step_as_one_process_does(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_two_ranks_step_as_one_process_does(two_ranks: Ranks, tmp_path: Path) -> None:
     ended = two_ranks(SCRIPT, "several")
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     first, second = (json.loads(one.out.splitlines()[-1]) for one in ended)
@@ -39,6 +39,35 @@ def test_two_ranks_step_as_one_process_does(two_ranks: TwoRanks, tmp_path: Path)
             on_one = one[f"{kind} {precision} on one rank"]
             same_steps(on_one[:3], run[6:9], 0)
             assert on_one[3] == pytest.approx(run[9], rel=2e-4)
+    same_low_weights(first, one)
+    same_policies(first)
+    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["last-good-rank-0.pt", "last-good-rank-1.pt"]
+
+
+def same_low_weights(two: dict[str, Any], one: dict[str, Any]) -> None:
+    """Steps with cast weights are those of one process, and go on from a checkpoint with either number of ranks."""
+    for precision in ("O2", "bf16-true"):
+        same_steps(two[precision], one[precision], 0)
+        assert [step[0] for step in two[precision][:4]] == [False, False, True, False]
+        assert two[f"{precision} weights"] == pytest.approx(one[f"{precision} weights"], rel=2e-3)
+        assert two[f"{precision} resumed"] == two[precision][4:]
+        same_steps(one[f"{precision} resumed"], two[precision][4:], 0)
+    assert two["O2 accumulated"] == pytest.approx(one["O2 accumulated"], rel=2e-2)
+    assert len(two["refused"]) == 6
+    assert all("do    make Amp first" in text or "do    let FSDP cast" in text for text in two["refused"])
+
+
+def same_policies(two: dict[str, Any]) -> None:
+    """The batch of one rank was bad, and its loss alone: all go back together, or raise."""
+    for kind in ("ddp rollback", "fsdp rollback", "wrapped later"):
+        steps = two[kind]
+        assert [(skipped, made) for skipped, made, _ in steps] == [
+            *((False, made) for made in (1, 2, 3, 4)),
+            (True, 3),
+            (False, 4),
+        ]
+        assert steps[4][2] == steps[2][2]
+    assert [two[kind][4:] for kind in ("ddp raise", "fsdp raise")] == [["raised"], ["raised"]]
 
 
 def same_steps(run: list[Any], truth: list[Any], sent: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard.engine import arguments, closures
+from ampguard.engine.all_ranks import RanksOfModels
 from ampguard.engine.checkpoint import files, sharded
 from ampguard.engine.checkpoint.state import Checkpoint
 from ampguard.engine.followers import Followers
@@ -87,6 +88,8 @@ class Amp:
         self._names = parameter_names(self.models)
         self._name_nonfinite = name_nonfinite or self.policy.waits
         self.policy.prepare(self)
+        self.ranks = RanksOfModels(roots)
+        self.ranks.refuse_converting(self.mode)
 
         forced = arguments.force_patterns(self.models, force_fp32)  # from here on, models and optimizers are changed
         self.mode.convert(roots, list(self.optimizers.values()), forced)
@@ -97,7 +100,8 @@ class Amp:
         }
         self.stepper = Stepper(list(self.holdings.values()), self.mode, self.loss_scale, accumulate, max_grad_norm)
         patience = patience or (PATIENCE_WITH_SCALE if self.mode.scales_loss else PATIENCE)
-        self.verdicts = Verdicts(patience, self._stepped, self._skipped)
+        all_agree = self.ranks.all_agree if self.policy.waits else bool
+        self.verdicts = Verdicts(patience, self._stepped, self._skipped, all_agree)
         self._losses: list[Tensor] = []
         self._has_begun = False
         self._checkpoint = Checkpoint(self)
@@ -136,6 +140,8 @@ class Amp:
         for one in losses:
             arguments.refuse_loss(one)
         only = None if optimizers is None else self._chosen_of(optimizers)
+        if self.mode.keeps_masters:
+            self.mode.average_first(self.ranks.wrappers())
         self.stepper.backward(losses, only, retain_graph=retain_graph, create_graph=create_graph)
         self._losses += [one.detach() for one in losses]
 
@@ -235,6 +241,10 @@ class Amp:
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams and the count of skipped steps go on."""
         self._checkpoint.load(state, rng=False, skips=False)
+
+    def load_without_streams(self, state: Mapping[str, Any]) -> None:
+        """As `load_state_dict`, but the random streams go on: the state is another process's."""
+        self._checkpoint.load(state, rng=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file: whole, or not at all."""

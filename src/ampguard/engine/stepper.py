@@ -67,6 +67,7 @@ class Stepper:
         inputs = None if only is None else [p for holding in only for p in holding.inputs()]
         with self._mode.computing():
             torch.autograd.backward([self._scaled(loss) for loss in losses], inputs=inputs, **options)
+        self._mode.after_backward()
         self.rules.after_backward()
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -160,6 +161,7 @@ class Stepper:
         """Forget gradients."""
         for holding in chosen:
             holding.clear()
+            self._mode.cleared(holding.optimizer)
             self._found_when_unscaled.pop(holding.name, None)
             self.rules.cleared(holding)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,17 @@ class Verdict:
     not for the work that has been queued since.
     """
 
-    def __init__(self, result: StepResult, optimizers: tuple[str, ...], losses: Sequence[Tensor], flag: Tensor) -> None:
+    def __init__(
+        self,
+        result: StepResult,
+        optimizers: tuple[str, ...],
+        losses: Sequence[Tensor],
+        flag: Tensor,
+        keys: tuple[Hashable, ...] | None = None,
+    ) -> None:
+        """`keys`: what tells the optimizers apart, where their names do not."""
         self.result = result
+        self.keys = keys if keys is not None else optimizers
         self.optimizers = optimizers
         self.losses = losses
         self.is_known = flag.is_cpu
@@ -42,15 +51,34 @@ class Verdict:
 class Verdicts:
     """Steps that nobody has judged yet, and how many in a row were skipped."""
 
-    def __init__(self, patience: int, on_good: Callable[[Verdict], Any], on_bad: Callable[[BadStep], Any]) -> None:
+    def __init__(
+        self,
+        patience: int,
+        on_good: Callable[[Verdict], Any],
+        on_bad: Callable[[BadStep], Any],
+        all_agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """`all_agree`: whether a loss that is finite here is so on all ranks."""
+        self._all_agree = all_agree
         self.patience = patience
         self.steps = 0
         """Steps that were made."""
         self.attempts = 0
-        self.in_a_row = 0
+        self._in_a_row: dict[Hashable, int] = {}
+        self._in_a_row_before = 0
+        """Of an optimizer that nothing is known of since the state was loaded."""
         self._on_good = on_good
         self._on_bad = on_bad
         self._open: list[Verdict] = []
+
+    @property
+    def in_a_row(self) -> int:
+        """The longest row of skipped steps that an optimizer is in: the good steps of another do not end it."""
+        return max(self._in_a_row.values(), default=self._in_a_row_before)
+
+    @in_a_row.setter
+    def in_a_row(self, count: int) -> None:
+        self._in_a_row, self._in_a_row_before = {}, count
 
     def add(self, verdict: Verdict, wait: bool) -> None:
         """Judge it now if that waits for nothing, or at the next call."""
@@ -63,26 +91,27 @@ class Verdicts:
         while self._open:
             verdict = self._open.pop(0)
             if verdict.wait():
-                self.in_a_row += 1
+                for key in verdict.keys:
+                    self._in_a_row[key] = self._in_a_row.get(key, self._in_a_row_before) + 1
                 bad = self._bad_step(verdict)
                 self.attempts += 1
                 self._on_bad(bad)
             else:
-                self.in_a_row = 0
+                self._in_a_row.update(dict.fromkeys(verdict.keys, 0))
                 self.attempts += 1
                 self.steps += 1
                 self._on_good(verdict)
 
     def _bad_step(self, verdict: Verdict) -> BadStep:
         result = verdict.result
-        is_finite = all(bool(torch.isfinite(loss).all()) for loss in verdict.losses)
+        is_finite = self._all_agree(all(bool(torch.isfinite(loss).all()) for loss in verdict.losses))
         return BadStep(
             self.attempts,
             verdict.optimizers,
             result.nonfinite,
             result.loss_scale,
             is_finite,
-            self.in_a_row,
+            max(self._in_a_row[key] for key in verdict.keys),
             self.patience,
         )
 

@@ -135,7 +135,9 @@ class EngineScaler:
         self.norm = check.norm
         self.result = StepResult(check.norm, check.found_inf, before, names)
         losses, self._losses = self._losses, []
-        self._verdicts.add(Verdict(self.result, (own.holding.name,), losses, check.found_inf), wait=False)
+        self._verdicts.add(
+            Verdict(self.result, (own.holding.name,), losses, check.found_inf, (id(optimizer),)), wait=False
+        )
         return self.result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

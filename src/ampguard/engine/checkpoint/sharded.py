@@ -1,7 +1,8 @@
 """The state of an `Amp` on several ranks, through torch.distributed.checkpoint: every rank writes what it holds.
 
 Weights and optimizer state are stored under the names that the model gives them, so a run can go on with another number
-of ranks. The random streams are each process's own and are not stored: seed them when resuming.
+of ranks. Where a mode has weights of its own, which have no names, all ranks hold the same and one of them writes it. The
+random streams are each process's own and are not stored: seed them when resuming.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ampguard import compat
+from ampguard.engine.checkpoint import replicated
 from ampguard.engine.checkpoint.poison import nonfinite_leaves
 from ampguard.errors import CheckpointError, PoisonedStateError
 
@@ -25,46 +28,93 @@ FORMAT = 1
 
 def save_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
     """Write the checkpoint; every rank has to call this. Raises the same on all ranks, before anything is written."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
     _refuse_what_cannot_be_split(amp)
-    models, optimizers = _both(amp)
-    bad = nonfinite_leaves({"models": models, "optimizers": optimizers})
-    if _anywhere(bool(bad)):
-        where = f"`{bad[0]}` of this rank holds" if bad else "tensors of another rank hold"
-        raise PoisonedStateError(
-            f"the state is not saved: {where} NaN or Inf\n"
-            "  do    go on from the last checkpoint; `ampguard run` says where it began"
-        )
-    state = {"models": models, "optimizers": optimizers, "amp": json.dumps(_rest(amp))}
-    save(state, checkpoint_id=os.fspath(folder))
+    rest = {**_rest(amp), "replicated": _has_own_state(amp)}
+    state = {"amp": json.dumps(rest), **(_whole(amp) if rest["replicated"] else _named(amp))}
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # statistics of a batch differ: let them be one rank's
+    save(state, checkpoint_id=os.fspath(folder), planner=planner)
 
 
 def load_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
     """Go on from `save_sharded`, with any number of ranks; every rank has to call this. Raises CheckpointError."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
 
     _refuse_what_cannot_be_split(amp)
-    models, optimizers = _both(amp)
-    state = {"models": models, "optimizers": optimizers, "amp": ""}
-    try:
-        load(state, checkpoint_id=os.fspath(folder))
-    except Exception as error:
-        first = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"the checkpoint {os.fspath(folder)!r} was not loaded: {first}\n"
-            "  do    give the models and optimizers that amp.save_sharded() was called with, and its folder"
-        ) from error
-    rest = json.loads(state["amp"])
+    rest = json.loads(_loaded({"amp": ""}, folder)["amp"])
     _check(rest, amp)
+    if rest.get("replicated", False):
+        amp.load_without_streams(_whole_read(folder))
+        return
+    models, optimizers = _both(amp)
+    state = _loaded({"models": models, "optimizers": optimizers}, folder)
     set_state_dict(
         _all_models(amp),
         list(amp.optimizers.values()),
-        model_state_dict=models,
-        optim_state_dict=optimizers,
+        model_state_dict=state["models"],
+        optim_state_dict=state["optimizers"],
     )
     _load_rest(amp, rest)
+
+
+def _loaded(state: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        load(state, checkpoint_id=os.fspath(folder))
+    except Exception as error:
+        raise _not_loaded(folder, error) from error
+    return state
+
+
+def _whole_read(folder: str | os.PathLike[str]) -> Any:
+    try:
+        return replicated.read(folder)
+    except Exception as error:
+        raise _not_loaded(folder, error) from error
+
+
+def _not_loaded(folder: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    first = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    return CheckpointError(
+        f"the checkpoint {os.fspath(folder)!r} was not loaded: {first}\n"
+        "  do    give the models and optimizers that amp.save_sharded() was called with, and its folder"
+    )
+
+
+def _named(amp: Amp) -> dict[str, Any]:
+    """Weights and optimizer state by their names. Raises PoisonedStateError on all ranks where any holds NaN or Inf."""
+    models, optimizers = _both(amp)
+    bad = nonfinite_leaves({"models": models, "optimizers": optimizers})
+    _raise_on_all(f"`{bad[0]}` of this rank holds" if bad else None)
+    return {"models": models, "optimizers": optimizers}
+
+
+def _whole(amp: Amp) -> dict[str, Any]:
+    """The whole state of this rank, which is that of all. Raises PoisonedStateError on all ranks."""
+    problem, state = None, None
+    try:
+        state = amp.state_dict()
+    except PoisonedStateError as error:
+        problem = f"{str(error).splitlines()[0]}: tensors of this rank hold"
+    _raise_on_all(problem)
+    assert state is not None
+    return replicated.parts_of(state)
+
+
+def _raise_on_all(problem: str | None) -> None:
+    if _anywhere(problem is not None):
+        raise PoisonedStateError(
+            f"the state is not saved: {problem or 'tensors of another rank hold'} NaN or Inf\n"
+            "  do    go on from the last checkpoint; `ampguard run` says where it began"
+        )
+
+
+def _has_own_state(amp: Amp) -> bool:
+    """Whether the mode or averages hold tensors that belong to no name in a model."""
+    return bool(amp.mode.state_dict() or amp.followers.averages)
 
 
 def _both(amp: Amp) -> tuple[dict[str, Any], Any]:
@@ -127,14 +177,9 @@ def _refuse_what_cannot_be_split(amp: Amp) -> None:
         raise CheckpointError(
             "a sharded checkpoint is made between accumulation windows: call it after amp.step() has stepped"
         )
-    if amp.mode.state_dict() or amp.followers.averages:
-        what = (
-            "averages (ema=)"
-            if amp.followers.averages
-            else f"precision={amp.mode.name!r}, which has weights of its own"
-        )
+    if amp.followers.averages and any(compat.needs_other_ranks(model) for model in amp.models.values()):
         raise CheckpointError(
-            f"a sharded checkpoint cannot hold {what}: use amp.state_dict() on each rank, as many ranks as now"
+            "a sharded checkpoint of a model that is spread over ranks cannot hold averages (ema=): leave them out"
         )
 
 

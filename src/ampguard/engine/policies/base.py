@@ -25,6 +25,7 @@ class BadStep:
     loss_scale: float
     loss_is_finite: bool
     in_a_row: int
+    """Steps of this optimizer skipped one after another, whatever others did in between."""
     patience: int
 
     @property

@@ -7,13 +7,15 @@ steps before it that led there.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampguard import compat
 from ampguard.engine.casting import map_tensors
+from ampguard.engine.checkpoint import files
 from ampguard.engine.policies.base import BadStep, Policy, logger
 from ampguard.errors import PoisonedStateError, SetupError
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 class Rollback(Policy):
     """Keeps a snapshot of the state every `every` good steps: in memory, or in `folder` where one is given.
 
-    The random streams are not set back: the same noise would lead to the same failure.
+    Several ranks keep theirs, each its own, after the same step or not at all, and go back together. The random streams
+    are not set back: the same noise would lead to the same failure.
     """
 
     name = "rollback"
@@ -39,24 +42,34 @@ class Rollback(Policy):
         self._snapshot: Mapping[str, Any] | None = None
         self._taken_at: int | None = None
 
+    def prepare(self, amp: Amp) -> None:
+        if self.path is not None and compat.several_ranks():
+            self.path = self.path.with_name(f"last-good-rank-{torch.distributed.get_rank()}.pt")
+
     def begin(self, amp: Amp) -> None:
-        self.on_good_step(amp, amp.steps)
+        self._take(amp, amp.steps, bool)  # perhaps this rank alone evaluates first
 
     def on_good_step(self, amp: Amp, step: int) -> None:
-        if self._taken_at is not None and step - self._taken_at < self.every:
-            return
+        if self._taken_at is None or step - self._taken_at >= self.every:
+            self._take(amp, step, amp.ranks.all_agree)
+
+    def _take(self, amp: Amp, step: int, all_agree: Callable[[bool], bool]) -> None:
+        why, state = "that of another rank holds NaN or Inf", None
         try:
-            self._keep(amp)
+            state = amp.state_dict()
         except PoisonedStateError as error:
-            logger.warning("step %d: no snapshot is taken. %s", step, error)
+            why = str(error)
+        if not all_agree(state is not None) or state is None:
+            logger.warning("step %d: no snapshot is taken. %s", step, why)
             return
+        self._keep(state)
         self._taken_at = step
 
     def on_bad_step(self, amp: Amp, bad: BadStep) -> None:
         super().on_bad_step(amp, bad)
         if bad.is_settling:
             return
-        if self._taken_at is None:
+        if not amp.ranks.all_agree(self._taken_at is not None):
             logger.warning("%s: skipped; there is no good state yet to go back to", bad)
             return
         amp.roll_back(self._last())
@@ -64,12 +77,12 @@ class Rollback(Policy):
         self._taken_at = amp.steps
         logger.warning("%s: back to the state after step %d, the batch is left out", bad, amp.steps)
 
-    def _keep(self, amp: Amp) -> None:
+    def _keep(self, state: Mapping[str, Any]) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            amp.save(self.path)
+            files.save(dict(state), self.path)
         else:
-            self._snapshot = map_tensors(lambda t: t.detach().to("cpu", copy=True), amp.state_dict())
+            self._snapshot = map_tensors(lambda t: t.detach().to("cpu", copy=True), state)
 
     def _last(self) -> Mapping[str, Any]:
         if self.path is not None:

@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 
 from ampguard.compat import has_step_hooks, unscales_as_it_steps
 from ampguard.engine.step.kernels import family, is_sound
-from ampguard.engine.step.layout import are_plain, layout_of, lie_alike, types_agree, with_gradients
+from ampguard.engine.step.layout import Look, lie_alike, look_at_group, types_agree
 
 _FUSED_WORDS: dict[str, Any] = {"fused": True, "foreach": False}
 _PLAIN_WORDS: dict[str, Any] = {"fused": None}
@@ -47,16 +47,16 @@ class Way(enum.Enum):
                 yield
 
 
-def way_of(optimizer: Optimizer) -> Way:
+def way_of(optimizer: Optimizer, looks: Sequence[Look] = ()) -> Way:
     """The quickest way for the coming step, with the gradients as they are now.
 
     One of PyTorch's kernels is not taken where the script decided otherwise (`fused=False`, `foreach=True` or `False`,
     `differentiable=True`). Momentum that is missing is begun here, so that the kernel need not know which parameters
-    have a gradient for the first time.
+    have a gradient for the first time. `looks`: one at each group, taken for the check just before.
     """
     known = family(type(optimizer))
     if known is not None:
-        fits = all(_group_fits(optimizer, i, known) for i in range(len(optimizer.param_groups)))
+        fits = all(_group_fits(optimizer, i, known, looks) for i in range(len(optimizer.param_groups)))
         return Way.FUSED if fits else Way.PLAIN
     if unscales_as_it_steps(optimizer) and "grad_scaler" not in inspect.signature(optimizer.step).parameters:
         return Way.OWN
@@ -66,8 +66,13 @@ def way_of(optimizer: Optimizer) -> Way:
 def may_divide(optimizer: Optimizer) -> bool:
     """Whether the way of a step may be another than PLAIN. Looks at no tensor, and begins no momentum."""
     if family(type(optimizer)) is not None:
-        return not any(map(_is_decided, optimizer.param_groups))
+        return takes_kernel(optimizer)
     return unscales_as_it_steps(optimizer)
+
+
+def takes_kernel(optimizer: Optimizer) -> bool:
+    """Whether one of PyTorch's fused kernels may make the step, where all tensors suit it."""
+    return family(type(optimizer)) is not None and not any(map(_is_decided, optimizer.param_groups))
 
 
 def _is_decided(group: dict[str, Any]) -> bool:
@@ -140,17 +145,18 @@ def lengthened(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"], group["weight_decay"] = lr, weight_decay
 
 
-def _group_fits(optimizer: Optimizer, number: int, known: type[Optimizer]) -> bool:
+def _group_fits(optimizer: Optimizer, number: int, known: type[Optimizer], looks: Sequence[Look]) -> bool:
     group = optimizer.param_groups[number]
     if _is_decided(group):
         return False
-    parameters, gradients, is_plain = with_gradients(group["params"])
+    is_known = number < len(looks) and looks[number].is_of(group["params"])
+    look = looks[number] if is_known else look_at_group(optimizer, number)
+    parameters, gradients, layout = look.parameters, look.gradients, look.layout
     if not parameters:
         return True
-    if not are_plain(parameters):
+    if layout is None:
         return bool(group.get("fused"))  # a subclass of tensors, such as FSDP's shards, has operators of its own
-    layout = layout_of(optimizer, number, parameters)
-    if not is_plain or not types_agree(layout, parameters, gradients):
+    if not look.is_plain or not types_agree(layout, parameters, gradients):
         return False
     if not lie_alike(optimizer, layout, parameters, gradients):
         return False

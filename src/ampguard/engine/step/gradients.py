@@ -11,17 +11,18 @@ summed in a type wide enough that it cannot happen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ampguard.compat import norms_in, unscale_all_
-from ampguard.engine.step.layout import with_gradients
+from ampguard.engine.step.layout import Look, look_at
 from ampguard.engine.step.squares import sum_of_squares
 
 CPU = torch.device("cpu")
+CPU_ONLY = frozenset(("cpu",))
 CACHED = 1 << 21
 """Elements up to which writing gradients back is cheaper than one product for each (8 MiB of float32)."""
 
@@ -36,6 +37,8 @@ class GradientCheck:
     """1.0 where any gradient is Inf or NaN, else 0.0."""
     inverse_scale: Tensor
     """What the gradients are yet to be multiplied by; 1.0 without a loss scale."""
+    looks: Sequence[Look] = field(default=(), repr=False, compare=False)
+    """One at each group of the optimizer that steps at once; none where another call could come between."""
 
 
 def check_gradients(
@@ -48,11 +51,30 @@ def check_gradients(
     one must add up what belongs to one place first. Without any gradient the norm is 0. With `wants_norm=False` it is
     None, and a model of small tensors is looked at quicker.
     """
-    _, gradients, is_plain = with_gradients(list(parameters))
+    return _checked(look_at(list(parameters)), scale, wants_norm)
+
+
+def check_groups(looks: Sequence[Look], scale: Tensor | None, wants_norm: bool) -> GradientCheck:
+    """The same of one optimizer's groups, which were looked at already, and which the next call steps."""
+    look = looks[0] if len(looks) == 1 else _joined(looks)
+    check = _checked(look, scale, wants_norm)
+    return GradientCheck(check.norm, check.found_inf, check.inverse_scale, looks)
+
+
+def _joined(looks: Sequence[Look]) -> Look:
+    asked = [p for look in looks for p in look.asked]
+    parameters = [p for look in looks for p in look.parameters]
+    gradients = [g for look in looks for g in look.gradients]
+    return Look(asked, parameters, gradients, all(look.is_plain for look in looks))
+
+
+def _checked(look: Look, scale: Tensor | None, wants_norm: bool) -> GradientCheck:
+    gradients, layout = look.gradients, look.layout
     with torch.no_grad():
-        is_on_cpu = False not in [g.is_cpu for g in gradients] and (scale is None or scale.is_cpu)
-        if is_on_cpu and is_plain:
-            return _on_host(gradients, scale, wants_norm)
+        are_on_cpu = layout.kinds == CPU_ONLY if layout is not None else False not in [g.is_cpu for g in gradients]
+        if are_on_cpu and look.is_plain and (scale is None or scale.is_cpu):
+            elements = layout.elements if layout is not None else None
+            return _on_host(gradients, scale, wants_norm, elements)
         check = _on_device(gradients, scale)
         return check if wants_norm else GradientCheck(None, check.found_inf, check.inverse_scale)
 
@@ -63,8 +85,9 @@ def unscale_gradients(parameters: Iterable[Tensor], scale: Tensor) -> GradientCh
     None, with nothing changed, where they are not all plain tensors without gaps, of one device and one type that keeps
     small numbers (float32 or float64).
     """
-    _, gradients, is_plain = with_gradients(list(parameters))
-    if not gradients or not is_plain or not _are_alike(gradients):
+    look = look_at(list(parameters))
+    gradients = look.gradients
+    if not gradients or not look.is_plain or not _are_alike(gradients):
         return None
     here = gradients[0].device
     with torch.no_grad():
@@ -84,9 +107,11 @@ def _are_alike(gradients: list[Tensor]) -> bool:
         return False
 
 
-def _on_host(gradients: list[Tensor], scale: Tensor | None, wants_norm: bool) -> GradientCheck:
+def _on_host(
+    gradients: list[Tensor], scale: Tensor | None, wants_norm: bool, elements: int | None = None
+) -> GradientCheck:
     inverse = 1.0 if scale is None else 1.0 / scale.item()
-    if not wants_norm and (found := _found_together(gradients)) is not None:
+    if not wants_norm and (found := _found_together(gradients, elements)) is not None:
         return GradientCheck(None, found, _scalar(inverse))
     if {g.layout for g in gradients} - {torch.strided}:
         gradients = [_dense(g) for g in gradients]
@@ -96,10 +121,10 @@ def _on_host(gradients: list[Tensor], scale: Tensor | None, wants_norm: bool) ->
     return GradientCheck(_scalar(norm * inverse) if wants_norm else None, _scalar(found_inf), _scalar(inverse))
 
 
-def _found_together(gradients: list[Tensor]) -> Tensor | None:
+def _found_together(gradients: list[Tensor], elements: int | None) -> Tensor | None:
     """1.0 where one of some gradients that fit the cache is Inf or NaN; None where the kernel does not take them."""
     try:
-        if sum(map(Tensor.numel, gradients)) > CACHED:
+        if (sum(map(Tensor.numel, gradients)) if elements is None else elements) > CACHED:
             return None
         found_inf = torch.zeros((), dtype=torch.float32, device=CPU)
         unscale_all_(gradients, found_inf, torch.ones_like(found_inf))  # times 1: every element stays as it is

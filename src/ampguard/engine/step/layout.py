@@ -6,6 +6,7 @@ each optimizer, as long as the same tensors lie at the same addresses.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,28 @@ class Layout:
     kinds: frozenset[str]
     """Kinds of devices."""
     is_contiguous: bool
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at some parameters and their gradients, for a check and for the step that follows it at once."""
+
+    asked: list[Tensor]
+    parameters: list[Tensor]
+    """Those that have a gradient."""
+    gradients: list[Tensor]
+    is_plain: bool
+    """Whether no gradient is of a subclass of tensors."""
+    layout: Layout | None = None
+    """Of the parameters, where an optimizer holds them and they are plain."""
+
+    def is_of(self, parameters: list[Tensor]) -> bool:
+        """Whether it was a look at these, and their gradients are still the same, as far as the ends show."""
+        if len(parameters) != len(self.asked) or not all(map(operator.is_, parameters, self.asked)):
+            return False
+        kept = self.parameters
+        return not kept or (kept[0].grad is self.gradients[0] and kept[-1].grad is self.gradients[-1])
 
 
 _layouts: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[_Places, Layout]]] = weakref.WeakKeyDictionary()
@@ -39,14 +62,25 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     return set(map(type, tensors)) <= _PLAIN
 
 
-def with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
+def look_at(asked: list[Tensor]) -> Look:
     """The parameters that have a gradient, the gradients, and whether all gradients are plain."""
-    gradients: list[Any] = [p.grad for p in parameters]
+    parameters = asked
+    gradients: list[Any] = [p.grad for p in asked]
     types = set(map(type, gradients))
     if _NoneType in types:
-        parameters = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        parameters = [p for p, gradient in zip(asked, gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in gradients if gradient is not None]
-    return parameters, gradients, types - {_NoneType} <= _PLAIN
+        types.discard(_NoneType)
+    return Look(asked, parameters, gradients, types <= _PLAIN)
+
+
+def look_at_group(optimizer: Optimizer, number: int) -> Look:
+    """The same of an optimizer's group, and how its plain parameters lie in memory."""
+    look = look_at(optimizer.param_groups[number]["params"])
+    if not look.parameters or not are_plain(look.parameters):
+        return look
+    layout = layout_of(optimizer, number, look.parameters)
+    return Look(look.asked, look.parameters, look.gradients, look.is_plain, layout)
 
 
 def layout_of(optimizer: Optimizer, number: int, parameters: list[Tensor]) -> Layout:
@@ -66,6 +100,7 @@ def _looked_at(parameters: list[Tensor]) -> Layout:
         frozenset(p.dtype for p in parameters),
         frozenset(p.device.type for p in parameters),
         all(p.layout is torch.strided and p.is_contiguous() for p in parameters),
+        sum(map(Tensor.numel, parameters)),
     )
 
 

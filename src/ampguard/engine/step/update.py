@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.optim import LBFGS, Optimizer
 
 from ampguard.compat import local_part, multiply_all_, stored_values
 from ampguard.engine.step.foreach import as_foreach
-from ampguard.engine.step.fused import Way, can_lengthen, lengthened, may_divide, way_of
-from ampguard.engine.step.gradients import GradientCheck, check_gradients, unscale_gradients
+from ampguard.engine.step.fused import Way, can_lengthen, lengthened, may_divide, takes_kernel, way_of
+from ampguard.engine.step.gradients import GradientCheck, check_gradients, check_groups, unscale_gradients
+from ampguard.engine.step.layout import Look, look_at_group
 from ampguard.errors import UsageError
 
 CLIP_EPSILON = 1e-6
@@ -36,6 +38,10 @@ def check_for_update(
     optimizers that cannot divide gradients in their own pass get them divided in the check's, also where the step will
     be skipped; with `may_write=False` they do not.
     """
+    optimizers = list(optimizers)
+    looks = _looks(optimizers[0], parameters) if len(optimizers) == 1 else None
+    if looks is not None:
+        return check_groups(looks, scale, wants_norm=max_norm is not None)
     if max_norm is not None:
         return check_gradients(parameters, scale)
     if may_write and scale is not None and not any(map(may_divide, optimizers)):
@@ -43,6 +49,17 @@ def check_for_update(
         if check is not None:
             return check
     return check_gradients(parameters, scale, wants_norm=False)
+
+
+def _looks(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Look] | None:
+    """One look at each group, where these are the parameters and a fused kernel may step them: it looks there too."""
+    if not takes_kernel(optimizer):
+        return None
+    groups = optimizer.param_groups
+    held = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
+    if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
+        return None
+    return [look_at_group(optimizer, number) for number in range(len(groups))]
 
 
 def apply_update(
@@ -74,14 +91,14 @@ def apply_update(
         _step_with_closure(optimizer, check, max_norm, closure)
     elif check.found_inf.is_cpu:
         if not check.found_inf.item():
-            _step_by(optimizer, _host_factor(check, max_norm), write_back)
+            _step_by(optimizer, _host_factor(check, max_norm), write_back, check.looks)
     else:
         _step_on_device(optimizer, check, _device_factor(check, max_norm), write_back)
 
 
-def _step_by(optimizer: Optimizer, factor: float, write_back: bool) -> None:
+def _step_by(optimizer: Optimizer, factor: float, write_back: bool, looks: Sequence[Look] = ()) -> None:
     """Step on the gradients times a number that the host knows."""
-    way = way_of(optimizer)
+    way = way_of(optimizer, looks)
     if factor != 1.0 and (way is Way.PLAIN or (write_back and not _writes_back(optimizer, way))):
         _multiply_gradients(optimizer, _number(factor))
         factor = 1.0
@@ -103,7 +120,7 @@ def _step_by(optimizer: Optimizer, factor: float, write_back: bool) -> None:
 
 def _step_on_device(optimizer: Optimizer, check: GradientCheck, factor: Tensor, write_back: bool) -> None:
     """The same with a factor and a verdict that lie on a device; only a plain step waits for the verdict."""
-    way = way_of(optimizer)
+    way = way_of(optimizer, check.looks)
     if way is Way.PLAIN:
         if not check.found_inf.item():
             _multiply_gradients(optimizer, factor)
