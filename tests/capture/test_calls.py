@@ -436,3 +436,49 @@ def test_a_scaler_that_comes_late_is_followed(guard: Guard) -> None:
             training.opt.step()  # past the scaler
 
     assert protocol(guard(body)) == ["bypassed-scaler"]
+
+
+class ClipsInside(torch.optim.SGD):
+    """As detectron2 makes its optimizers."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def test_clipping_inside_the_optimizers_own_step_comes_after_unscaling(guard: Guard) -> None:
+    def body() -> None:
+        training = Training(make=ClipsInside)
+        for _ in range(20):
+            training.step()
+
+    assert protocol(guard(body)) == []
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_call_of_the_routine_that_is_refused_is_told(explicit: bool, guard: Guard) -> None:
+    """Late in the run the same calls come as always, but some gradients are float16 now."""
+
+    def body() -> None:
+        training = Training()
+        for i in range(24):
+            training.opt.zero_grad()
+            if i == 20:
+                training.model.half()
+            training.scaler.scale(training.loss()).backward()
+            if explicit:
+                training.scaler.unscale_(training.opt)
+            training.scaler.step(training.opt)
+            training.scaler.update()
+
+    told: list[Any] = []
+
+    def caught() -> None:
+        with pytest.raises(ValueError, match="unscale FP16") as error:
+            body()
+        told.append(error)
+
+    run = guard(caught)
+    assert told
+    assert protocol(run) == ["fp16-parameters"]
+    assert run.first.step == 20

@@ -102,6 +102,7 @@ class FlightRecorder:
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self._has_root = False
+        self._first_root = 0
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
         self.functions = AppliedFunctions()
@@ -162,7 +163,8 @@ class FlightRecorder:
         events = log.record.events
         events.append(root)
         if self.between_steps:
-            self.schedule.begins(len(events) > 1 and events[0].index >= log.iteration_start)
+            self.schedule.begins(len(events) > 1 and events[-2].index >= log.iteration_start)
+            self._first_root = index
             self.between_steps = False
         root.started = time.perf_counter()
         return root
@@ -361,6 +363,8 @@ class FlightRecorder:
         self._step_started = now
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
+        if self.schedule.wonders(self.steps.count):
+            self.schedule.prefix_was(self.log.uses_prefix(self._first_root))
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False

@@ -16,10 +16,16 @@ PREFIX_OPS = 48
 """Operators before the first module of a step (preprocessing) that are taped."""
 
 EMPTY_PREFIXES = 4
-"""Steps in a row in which nothing was computed before the first module, after which it is no longer expected."""
+"""Steps in a row in which nothing that a step needs was computed before its first module, after which it is not taped."""
+
+LOOK_AGAIN = 32
+"""Steps between two in which it is taped all the same, or in which it is seen whether it is still needed."""
 
 FIRST_STEPS = 2
 """Steps of a run whose time says nothing."""
+
+FIRST_LOOKS = 8
+"""Steps at the beginning of a run in each of which it is seen."""
 
 
 class TapeSchedule:
@@ -35,12 +41,24 @@ class TapeSchedule:
         self.has_no_prefix = False
         """Whether nothing is taped between an optimizer's step and the first module."""
         self._wants_prefix = True
+        self._has_prefix = False
         self._clears_between_steps = False
         self._empty_prefixes = 0
 
     def begins(self, has_prefix: bool) -> None:
         """The first module of a step is called; `has_prefix`: something was computed before."""
-        self._empty_prefixes = 0 if has_prefix else self._empty_prefixes + 1
+        self._has_prefix = has_prefix
+        if not has_prefix:
+            self._empty_prefixes += 1
+
+    def wonders(self, steps: int) -> bool:
+        """Whether to look if the step that ends has used what was computed before its first module."""
+        is_asked = self._empty_prefixes > 0 or steps < FIRST_LOOKS or steps % LOOK_AGAIN == 1
+        return self._has_prefix and is_asked
+
+    def prefix_was(self, used: bool) -> None:
+        """What was computed before the first module (a metric of the last step, say) was used, or not."""
+        self._empty_prefixes = 0 if used else self._empty_prefixes + 1
 
     def exhausted(self, has_root: bool) -> None:
         """The tape met more operators than it may follow, in a step that has called a module or not."""
@@ -55,7 +73,9 @@ class TapeSchedule:
         self.keeps_calls = min(seconds, usual_seconds) < LONG_STEP  # a single slow step does not count
         self.is_functional = not has_root
         is_empty = not self._wants_prefix or self._empty_prefixes >= EMPTY_PREFIXES
-        self.has_no_prefix = has_root and is_empty
+        looks_again = self._wants_prefix and steps % LOOK_AGAIN == 0
+        self.has_no_prefix = has_root and is_empty and not looks_again
+        self._has_prefix = False
 
     def comes_next(self, is_last: bool) -> bool:
         """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, only that (`is_last`)."""

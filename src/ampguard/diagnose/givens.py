@@ -182,8 +182,12 @@ def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTens
 
 def _goes_into_model(evidence: Evidence) -> bool:
     """Whether the bad value reached the result through a module with parameters."""
-    models = {event.index for event in evidence.events() if _is_model(event)}
+    models = _models(evidence)
     return any(link.op.event in models for link in evidence.chain.links)
+
+
+def _models(evidence: Evidence) -> set[int]:
+    return {event.index for event in evidence.events() if _is_model(event)}
 
 
 def _carries_data(evidence: Evidence) -> bool:
@@ -203,10 +207,13 @@ def _carries_data(evidence: Evidence) -> bool:
 
 
 def _is_of_the_batch(evidence: Evidence, element: Tensor) -> bool:
-    """Whether a tensor is an argument of a module with parameters, or came from the DataLoader."""
+    """Whether a tensor, or what was made of it before, went into a module with parameters, or came from the DataLoader."""
     if evidence.replayer is not None and evidence.replayer.name_in_batch(element) is not None:
         return True
-    return any(held.tensor is element and _is_model(event) for event, _, held in evidence.held())
+    if any(held.tensor is element and _is_model(event) for event, _, held in evidence.held()):
+        return True
+    models = _models(evidence)
+    return evidence.given is not None and evidence.given.reader.event not in models and _goes_into_model(evidence)
 
 
 def _is_model(event: Event) -> bool:

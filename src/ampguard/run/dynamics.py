@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.frames import user_line
 from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.patches import Patches
+from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Event, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.vitals import StepVitals, Vitals
@@ -280,7 +280,7 @@ class LearningDynamics:
             self._optimizers = [ref for ref in self._optimizers if ref() is not None]
             self._optimizers.append(weakref.ref(optimizer))
         if id(optimizer) not in self._lines:
-            line = user_line(sys._getframe(1))
+            line = script_line(sys._getframe(1))
             if line is not None:
                 self._lines[id(optimizer)] = line
 

@@ -391,7 +391,10 @@ class Moves:
 
     def measured(self, gradients: Any, clips: bool, frame: Frame) -> None:
         """The norm of some gradients was computed, or they were clipped."""
+        divided = self.stepping[1] if self.stepping is not None and self.unscaled_inside else None
         for watch in self.whose(gradients):
+            if watch is divided:
+                continue  # within the scaler's own step, which has unscaled
             breaches = self.machine.feed(Read(watch, script_line(frame), clips))
             self.tell(breaches, self.recorder.steps.count)
 

@@ -122,7 +122,7 @@ class Scans:
         flat = share_memory(lost, others)
         if not flat:
             lost = [p for p in lost if p.requires_grad]
-            if not lost or not (look_alike(lost, others) or all(held_by_optimizers_only(p, held) for p in lost)):
+            if not lost or not (look_alike(lost, others) or any(held_by_optimizers_only(p, held) for p in lost)):
                 return None
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {

@@ -49,7 +49,11 @@ class ScalerStepProbe:
             if routine.is_on:
                 of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
                 if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
-                    return original(self_, optimizer)
+                    try:
+                        return original(self_, optimizer)
+                    except Exception as error:
+                        guarded(moves.refused, "unscale_", self_, optimizer, error, frame)
+                        raise
             guarded(self._before_unscale, self_, optimizer, sys._getframe(1))
             try:
                 result = original(self_, optimizer)
@@ -81,6 +85,9 @@ class ScalerStepProbe:
                     moves.stepping = (of, watch, None)
                     try:
                         return original(self_, optimizer, *args, **kwargs)
+                    except Exception as error:
+                        guarded(moves.refused, "step", self_, optimizer, error, frame)
+                        raise
                     finally:
                         moves.stepping = None
                         self._stepped_as_usual(of, watch)

@@ -81,7 +81,11 @@ class ScalingProbe:
                 frame = sys._getframe(1)
                 if routine.matches(("update", of, frame.f_code, frame.f_lasti)):
                     of.scale = moves.fresh = None
-                    return original(self_, *args, **kwargs)
+                    try:
+                        return original(self_, *args, **kwargs)
+                    except Exception as error:
+                        guarded(moves.refused, "update", self_, None, error, frame)
+                        raise
             if moves.machine.open:
                 guarded(moves.before_update, of)
             try:

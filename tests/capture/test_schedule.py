@@ -1,0 +1,73 @@
+"""What is computed between two steps is taped where the next step uses it, and not where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ampguard
+from ampguard.run.session import Session
+
+STEPS, BAD = 70, 66
+
+Prepare = Callable[[int, Tensor], Tensor]
+Measure = Callable[[Tensor, Tensor], Any]
+
+
+def trained(session: Session, prepare: Prepare, measure: Measure | None) -> list[bool]:
+    """Whether the time between two steps was taped, step by step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    batches = [(torch.rand(5, 4) + 0.5, torch.randint(0, 3, (5,))) for _ in range(STEPS)]
+    taped = []
+    for step, (x, y) in enumerate(batches):
+        x = prepare(step, x)
+        out = model(x)
+        loss = functional.cross_entropy(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        taped.append(not session._recorder.schedule.has_no_prefix)
+        if measure is not None:
+            measure(out, y)
+    return taped
+
+
+def accuracy(out: Tensor, y: Tensor) -> float:
+    return float((out.argmax(1) == y).float().mean())
+
+
+def standardized(x: Tensor) -> Tensor:
+    return (x - x.mean()) / x.std()
+
+
+def test_metrics_of_the_last_step_are_not_taped(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        taped = trained(session, lambda step, x: x, accuracy)
+    assert taped[0]
+    assert sum(taped[8:]) == 2  # it is looked at again now and then
+
+
+@pytest.mark.parametrize("begins", [0, 20, 63])
+@pytest.mark.parametrize("measure", [None, accuracy])
+def test_preprocessing_is_told_also_where_it_begins_late(begins: int, measure: Measure | None, tmp_path: Path) -> None:
+    def prepare(step: int, x: Tensor) -> Tensor:
+        if step == BAD:
+            x = torch.full_like(x, 0.25)
+        return standardized(x) if step >= begins else x
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        taped = trained(session, prepare, measure)
+    (incident,) = session.report.incidents
+    assert (incident.cause, incident.step) == ("division-by-zero", BAD)
+    assert incident.location is not None
+    assert incident.location.code == "return (x - x.mean()) / x.std()"
+    if begins == 0:
+        assert all(taped)
