@@ -32,6 +32,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     file: str | None = None
     code: str | None = None
     verified_fixes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] | None = None
     note: str = ""
 
 
@@ -74,6 +75,7 @@ def claim_of(report: Report) -> Claim:
         file=first.location.file if first.location else None,
         code=first.location.code.strip() if first.location else None,
         verified_fixes=tuple(fix.action for fix in first.fixes if fix.verified is True),
+        ranks=tuple(first.evidence.get("ranks", (first.rank,))),
         note=_in_words(first),
     )
 
@@ -91,7 +93,7 @@ def _cells(truth: Truth, claim: Claim) -> dict[str, bool | None]:
     """Every column of a fault. Nothing is right about a failure that was not found."""
     named_line = claim.file is not None and PurePath(claim.file).name == PurePath(truth.file).name
     right = {
-        "step": claim.step in truth.steps,
+        "step": claim.step in truth.steps and _right_ranks(truth, claim),
         "mode": claim.mode == truth.mode,
         "cause": claim.cause in truth.cause,
         "module": any(name in truth.module for name in claim.modules),
@@ -108,6 +110,11 @@ def _cells(truth: Truth, claim: Claim) -> dict[str, bool | None]:
     return cells
 
 
+def _right_ranks(truth: Truth, claim: Claim) -> bool:
+    """Whether a claim that speaks of ranks names those of the truth."""
+    return truth.ranks is None or claim.ranks is None or sorted(claim.ranks) == sorted(truth.ranks)
+
+
 def share(scores: Sequence[Score], column: str) -> tuple[int, int]:
     """(right, asked) over the rows that have this column."""
     cells = [getattr(row, column) for row in scores]
@@ -119,6 +126,7 @@ def _in_words(incident: Incident) -> str:
         f"{PurePath(incident.location.file).name}: {incident.location.code.strip()}" if incident.location else "no line"
     )
     fixes = ",".join(fix.action for fix in incident.fixes if fix.verified) or "none"
-    when = f"step {incident.step} {incident.mode}"
+    ranks = incident.evidence.get("ranks", [incident.rank])
+    when = f"step {incident.step} {incident.mode}" + (f" ranks {ranks}" if ranks != [0] else "")
     module = "null" if incident.module is None else repr(incident.module)
     return f"{incident.cause} | {when} | {module} | {incident.op} | {where} | verified: {fixes}"

@@ -18,6 +18,7 @@ from .scoring import COLUMNS, Claim, Score, claim_of, score
 from .truth import Case
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 BASELINES = {"detect-anomaly": "detect_anomaly", "hf-debug": "hf_debug", "msprobe": "msprobe"}
 SPEAKS_OF = {
     "ampguard": COLUMNS,
@@ -47,28 +48,36 @@ def copy_case(case: Case, room: Path) -> Path:
 
 def run_bare(case: Case, room: Path, timeout: float) -> Run:
     """The script as it is: what its exit status must stay."""
-    return _run([sys.executable, *case.command], copy_case(case, room), timeout)
+    return run_command([*launcher(case), *case.command], copy_case(case, room), timeout)
+
+
+def launcher(case: Case) -> list[str]:
+    """What starts a script or a `-m` module: Python, or torchrun with as many ranks as the case wants."""
+    if case.ranks == 1:
+        return [sys.executable]
+    return [*TORCHRUN, "--nproc-per-node", str(case.ranks)]
 
 
 def run_tool(tool: str, case: Case, room: Path, timeout: float, bare: Status) -> Score:
     """One case under one tool, scored."""
     if tool == "ampguard":
         return _run_ampguard(case, room, timeout, bare)
-    claim_file = room / "claim.json"
     module = f"bench.faults.baselines.{BASELINES[tool]}"
-    run = _run([sys.executable, "-m", module, str(claim_file), *case.command], copy_case(case, room), timeout)
+    command = [*launcher(case), "-m", module, str(room / "claim.json"), *case.command]
+    run = run_command(command, copy_case(case, room), timeout)
     (room / "output.txt").write_text(run.output, encoding="utf-8")
-    if run.status == "timeout" or not claim_file.is_file():
+    claims = [msgspec.json.decode(path.read_bytes(), type=Claim) for path in sorted(room.glob("claim*.json"))]
+    if run.status == "timeout" or not claims:
         claim = Claim(found=False, note=f"no answer ({run.status}): {_last_line(run.output)}")
     else:
-        claim = msgspec.json.decode(claim_file.read_bytes(), type=Claim)
+        claim = next((one for one in claims if one.found), claims[0])
     return score(case, claim, speaks_of=SPEAKS_OF[tool])
 
 
 def _run_ampguard(case: Case, room: Path, timeout: float, bare: Status) -> Score:
     out = room / "run"
-    command = [sys.executable, "-m", "ampguard", "run", "--out", str(out), *case.command]
-    run = _run(command, copy_case(case, room), timeout)
+    command = [*launcher(case), "-m", "ampguard", "run", "--out", str(out), *case.command]
+    run = run_command(command, copy_case(case, room), timeout)
     (room / "output.txt").write_text(run.output, encoding="utf-8")
     try:
         claim = claim_of(from_json((out / "report.json").read_bytes()))
@@ -77,16 +86,28 @@ def _run_ampguard(case: Case, room: Path, timeout: float, bare: Status) -> Score
     return score(case, claim, same_exit=run.status == bare)
 
 
-def _run(command: list[str], folder: Path, timeout: float) -> Run:
+def run_command(command: list[str], folder: Path, timeout: float) -> Run:
+    """A process in `folder` that finds ampguard and the benchmarks; its two outputs as one text."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "NO_COLOR": "1"}
     start = time.monotonic()
+    process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    status: Status
     try:
-        done = subprocess.run(
-            command, cwd=folder, env=env, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-        )
-    except subprocess.TimeoutExpired as expired:
-        return Run("timeout", (expired.stdout or b"").decode(errors="replace"), time.monotonic() - start)
-    return Run(done.returncode, done.stdout.decode(errors="replace"), time.monotonic() - start)
+        output, _ = process.communicate(timeout=timeout)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        output, status = _stopped(process), "timeout"
+    return Run(status, output.decode(errors="replace"), time.monotonic() - start)
+
+
+def _stopped(process: subprocess.Popen[bytes], grace_s: float = 15.0) -> bytes:
+    """Asked to end, then killed: torchrun passes the first on to its ranks, which the second would leave behind."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=grace_s)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 def _last_line(output: str) -> str:

@@ -31,6 +31,8 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     line: str | list[str]
     fixes: list[str]
     severity: list[Severity] = msgspec.field(default_factory=lambda: ["warning", "error"])
+    ranks: list[int] | None = None
+    """With several ranks, all of those where it happened."""
 
     @property
     def steps(self) -> list[int]:
@@ -51,6 +53,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     module_form: bool = False
     entry: str = "train.py"
     requires: list[str] = []
+    ranks: int = 1
     truth: Truth | None = None
     folder: Path = Path()
 

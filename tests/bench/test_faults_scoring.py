@@ -121,6 +121,21 @@ def test_alternatives_are_accepted() -> None:
     assert row.is_perfect
 
 
+@pytest.mark.parametrize(("ranks", "right"), [([1], True), ([0, 1], False), (None, False)])
+def test_a_truth_of_several_ranks_asks_which(ranks: list[int] | None, right: bool) -> None:
+    case = msgspec.structs.replace(FAULT, truth=msgspec.structs.replace(TRUTH, ranks=[1]))
+    evidence = {} if ranks is None else {"ranks": ranks}
+    row = score(case, claim_of(report(incident(evidence=evidence))))
+    assert row.step is right
+    assert score(case, Claim(found=True, step=12)).step is True  # a tool that does not speak of ranks
+
+
+def test_a_case_of_two_ranks_is_launched_so(tmp_path: Path) -> None:
+    script = "import os, sys; sys.exit(0 if os.environ.get('WORLD_SIZE') == '2' else 5)"
+    case = write_case(tmp_path / "cases", "h-ranks", script, ranks=2)
+    assert run_bare(case, tmp_path / "room", timeout=120).status == 0
+
+
 def test_a_fix_is_not_asked_for_where_a_replay_cannot_show_one() -> None:
     case = msgspec.structs.replace(FAULT, truth=msgspec.structs.replace(TRUTH, fixes=[]))
     row = score(case, claim_of(report(incident(fixes=()))))

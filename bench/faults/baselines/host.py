@@ -6,6 +6,7 @@ A person who sees a tool's exception knows in which iteration of the loop it cam
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import weakref
@@ -127,4 +128,7 @@ def is_pytorch(file: str) -> bool:
 
 
 def write_claim(path: Path, claim: Claim) -> None:
+    """Write what this rank claims; each rank of a launch into a file of its own."""
+    if "RANK" in os.environ:
+        path = path.with_stem(f"{path.stem}-{os.environ['RANK']}")
     path.write_bytes(msgspec.json.encode(claim))

@@ -1,0 +1,71 @@
+"""A wrapper that leaves its child's name out of `state_dict` leaves it out of the modules' names as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampguard import compat
+from ampguard.replay.names import module_names
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 1)
+
+
+class Hiding(nn.Module):
+    """Two names for one child, of which a checkpoint has none."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self._forward = net
+        self._original = net
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original.state_dict(*args, **kwargs)
+
+
+class Prefixing(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)
+
+
+def names(root: nn.Module) -> set[str]:
+    return set(module_names(root).values())
+
+
+def test_a_wrapper_that_hides_its_child_has_no_name() -> None:
+    assert names(Hiding(Net())) == {"", "encoder", "head"}
+    assert names(Hiding(Hiding(Net()))) == {"", "encoder", "head"}
+    assert isinstance(compat.unwrapped(Hiding(Net())), Net)
+
+
+@pytest.mark.parametrize("wrapper", [Prefixing, nn.Sequential])
+def test_a_module_whose_checkpoint_names_its_child_is_no_wrapper(wrapper: type[nn.Module]) -> None:
+    prefix = "0" if wrapper is nn.Sequential else "net"
+    assert names(wrapper(Net())) == {"", prefix, f"{prefix}.encoder", f"{prefix}.head"}
+
+
+def test_a_module_with_a_tensor_of_its_own_is_no_wrapper() -> None:
+    root = Hiding(Net())
+    root.temperature = nn.Parameter(torch.ones(()))
+    assert "_forward.encoder" in names(root)
+
+
+def test_fabrics_wrapper_is_looked_through() -> None:
+    pytest.importorskip("lightning")
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup(Net())
+    assert names(model) == {"", "encoder", "head"}
