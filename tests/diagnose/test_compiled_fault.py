@@ -260,6 +260,37 @@ def test_wrong_derivative_is_found(guard: Guard, scale: float | None) -> None:
     assert ["every GELU" in fix.how for fix in first.fixes if fix.verified] == [True, False]  # both are wrong
 
 
+def test_slice_of_a_batch_keeps_its_strides(guard: Guard) -> None:
+    """Else what the script compiled for it would not be found again."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net()
+        compiled = torch.compile(net, backend=wrong_gelu(1))
+        train(lambda x: compiled(torch.cat([x, x], dim=1)[:, 2:6]), net)
+
+    first = guard(body).first
+    assert (first.cause, first.evidence["rung"]) == ("backend-fault", "replay")
+    assert first.evidence["fails_as_compiled"]
+
+
+def test_without_time_the_whole_graph_is_named(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budget, "for_step", staticmethod(lambda seconds, started: Budget(-math.inf)))
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net()
+        train(torch.compile(net, backend=wrong_gelu(1)), net)
+
+    run = guard(body)
+    first = run.first
+    assert run.faults == 0, run.stderr
+    assert first.cause == "backend-fault"
+    assert not first.evidence["region_is_smallest"]
+    assert "aten.gelu.default" in first.evidence["region"]
+    assert {fix.verified for fix in first.fixes} == {None}
+
+
 def test_what_does_not_repeat_itself_is_not_the_backends_fault(guard: Guard) -> None:
     runs = []
 

@@ -420,14 +420,20 @@ class Casebook:
         if updates is None or self._recorder.attempts <= updates or bad.kind == "raised":
             return False
         if case is None:
-            return any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall))
-        if case.consequences % 16 == 0:  # parameters that went bad stay so, unless a checkpoint is loaded
-            modules = [e.module for e in bad.record.events if isinstance(e, RootCall)]
-            if not any(has_bad_parameters(module) for module in modules):
-                return False
+            return self._reads_bad_parameters(bad, updates)
+        is_asked = case.consequences % 16 == 0  # parameters that went bad stay so, unless a checkpoint is loaded
+        if is_asked and not self._reads_bad_parameters(bad, updates):
+            return False
         case.consequences += 1
         case.last_step = bad.step
         return True
+
+    def _reads_bad_parameters(self, bad: BadResult, updates: int) -> bool:
+        """Whether a parameter is not finite: of the modules that were called, or of an optimizer that stepped since."""
+        if any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall)):
+            return True
+        groups = [group for o in self._recorder.stepped_since(updates) for group in o.param_groups]
+        return any(not is_finite(p.detach()) for group in groups for p in group["params"])
 
     def _count_as_known(self, bad: BadResult) -> None:
         """Investigations are used up: count it to the last incident of its mode, without looking."""

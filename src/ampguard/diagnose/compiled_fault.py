@@ -152,8 +152,11 @@ def fault_of_compiled_code(bad: BadResult, replayer: Replayer, eager: Outcome, d
 
 
 def run_as_compiled(search: Search) -> Outcome | None:
-    """The step with its compiled code as it is; None where that cannot be run again without harm."""
-    if any(compat.has_graphs_of_device(graph.backend) for graph in search.bench.calls):
+    """The step with its compiled code as it is; None where that cannot be run again without harm.
+
+    With several ranks it could wait for the others, unseen; of CUDA graphs the results would be overwritten.
+    """
+    if compat.several_ranks() or any(compat.has_graphs_of_device(graph.backend) for graph in search.bench.calls):
         return None
     code = AsCompiled()
     for retains in (False, True):

@@ -74,12 +74,12 @@ def smallest_part(search: Search, whole: Part) -> tuple[Part, bool]:
     while high - low > 1 and not search.is_over:
         middle = (low + high) // 2
         low, high = (low, middle) if search.is_bad(Part(whole.call, 0, cuts[middle])) else (middle, high)
-    if search.is_over:
-        return Part(whole.call, 0, cuts[high]), high == 1
+    if high - low > 1:
+        return Part(whole.call, 0, cuts[high]), False
     begin, end = 0, high
     if high > 1 and search.is_bad(Part(whole.call, cuts[high - 1], cuts[high])):
-        begin = high - 1  # as a rule it is one operator
+        begin = high - 1  # as a rule it is one operator, so this is tried even when time is up
     while end - begin > 1 and not search.is_over:
         middle = (begin + end) // 2
         begin, end = (middle, end) if search.is_bad(Part(whole.call, cuts[middle], cuts[high])) else (begin, middle)
-    return Part(whole.call, cuts[begin], cuts[high]), high - low == 1 and end - begin == 1
+    return Part(whole.call, cuts[begin], cuts[high]), end - begin == 1

@@ -113,7 +113,10 @@ class Replayer:
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
         if not self.events:
-            raise ReplayError("nothing that led to the bad result was recorded")
+            raise ReplayError(
+                "nothing that led to the bad result was recorded: it was made by a transform of torch.func, in compiled code "
+                "that differentiates by itself, or outside PyTorch"
+            )
         functions = forward_code_of_functions() if self.keeps_graph else frozenset()
         for event in self.events:
             if isinstance(event, GlueOp) and not event.grad and event.line and event.line.code in functions:
