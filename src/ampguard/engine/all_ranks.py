@@ -65,8 +65,15 @@ class RanksOfModels:
         return bool(flag)
 
     def _groups(self) -> list[Any]:
-        """Of DDP those that promise equal weights now, of shards each dimension of their mesh; in the same order everywhere."""
-        groups = [ddp.process_group for ddp in self.wrappers() if compat.replicated_by(ddp) is not None]
+        """Of DDP those that have averaged the gradients, of shards each dimension of their mesh; in the same order everywhere.
+
+        Gradients that were not averaged are bad on one rank alone, and the others would not come.
+        """
+        groups = [
+            ddp.process_group
+            for ddp in self.wrappers()
+            if compat.replicated_by(ddp) is not None and compat.averaged_last_gradients(ddp)
+        ]
         for model in self._models:
             meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
             groups += [group for mesh in dict.fromkeys(meshes) if mesh is not None for group in mesh.get_all_groups()]

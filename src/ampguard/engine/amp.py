@@ -176,7 +176,7 @@ class Amp:
         scale = self.stepper.scale
         before = scale.clone() if scale is not None else None
         check = self.stepper.check(chosen)
-        parameters = [p for h in chosen for p in h.parameters]
+        parameters = (p for h in chosen for p in h.parameters)  # seldom asked for
         names = nonfinite_names(parameters, self.name_of, check.found_inf, self._name_nonfinite)
         self.stepper.apply(chosen, check)
         self.stepper.end_iteration(chosen, check.found_inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class Verdicts:
 
 
 def nonfinite_names(
-    parameters: Sequence[Tensor], name_of: Callable[[Tensor], str], flag: Tensor, even_if_slow: bool
+    parameters: Iterable[Tensor], name_of: Callable[[Tensor], str], flag: Tensor, even_if_slow: bool
 ) -> Callable[[], tuple[str, ...]] | None:
     """Who will name the parameters with non-finite gradients; None where that would cost a further read.
 

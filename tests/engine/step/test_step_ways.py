@@ -9,7 +9,7 @@ import torch
 from sequences import SCALE, Ours, Theirs, assert_alike, copies, give, parameters
 from torch import Tensor, nn, optim
 
-from ampguard.engine.step import apply_update, check_gradients, kernels
+from ampguard.engine.step import apply_update, check_for_update, check_gradients, kernels
 from ampguard.engine.step.fused import Way, way_of
 from ampguard.engine.step.kernels import is_sound
 from ampguard.errors import UsageError
@@ -289,3 +289,31 @@ def test_defaults_of_the_script_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     assert changed.loss_scale.value.dtype is torch.float32
     for a, b in zip(plain.parameters, changed.parameters, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_look_taken_for_the_check_is_not_believed_when_gradients_are_others(several: bool) -> None:
+    """The step may only use it where nothing has come between: a gradient that lies otherwise would be misread."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(6, 4)) for _ in range(3)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}] if several else parameters
+    optimizer = optim.SGD(groups, lr=0.5)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    check = check_for_update([optimizer], parameters)
+    assert len(check.looks) == (2 if several else 1)
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.randn(4, 6).t()
+    apply_update(optimizer, check)
+    for p, old in zip(parameters, before, strict=True):
+        assert torch.allclose(p, old - 0.5 * p.grad)
+
+
+def test_no_look_is_kept_of_other_parameters_than_the_optimizers() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer = optim.SGD(parameters[:1], lr=0.5)
+    assert not check_for_update([optimizer], parameters).looks
+    assert not check_for_update([optim.RMSprop(parameters)], parameters).looks
