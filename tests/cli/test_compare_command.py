@@ -78,6 +78,7 @@ def test_the_same_seeds(folder: Path) -> None:
         ((), "Missing argument 'SCRIPT'"),
         (("train.py", "--precisions", "fp32,fp8"), "'fp8' is not one of fp32, fp16, bf16"),
         (("train.py", "--precisions", "fp32,fp32"), "name each precision once"),
+        (("train.py", "--precisions", "fp32,O2", "--eval"), "--eval with 'O2'"),
         (("train.py", "--steps", "0"), "--steps"),
         (("nowhere.py",), "nowhere.py: no such script"),
         (("train.py", "--out", "."), "is not empty"),
