@@ -241,7 +241,19 @@ def clipped_by_assignment(loop: Loop) -> None:
         p.grad = p.grad * (1.0 / norm).clamp(max=1.0)  # <- here
 
 
-CLIPPED = [clipped_by_a_tensor, clipped_by_a_number, clipped_together, clipped_by_assignment]
+def clipped_by_augmented_assignment(loop: Loop) -> None:
+    coefficient = min(1.0, 1.0 / (float(tensor_norm(loop.grads())) + 1e-6))
+    for p in loop.model.parameters():
+        p.grad *= coefficient  # <- here
+
+
+CLIPPED = [
+    clipped_by_a_tensor,
+    clipped_by_a_number,
+    clipped_together,
+    clipped_by_assignment,
+    clipped_by_augmented_assignment,
+]
 
 
 def only(run: Watched) -> Incident:

@@ -201,3 +201,18 @@ def test_step_is_located_once_more_without_side_effects(guard: Guard, monkeypatc
     found = at_failure(guard, monkeypatch, failing([1.0, 100.0]), look)
     assert len(found) == 3
     assert len(set(found)) == 1
+
+
+def test_bound_that_is_not_enough_is_tightened(guard: Guard) -> None:
+    """exp(80) is a number, its square is none."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 100.0)
+
+    def body() -> None:
+        (model(torch.ones(3, 2)).exp() ** 2).mean().backward()
+
+    first = guard(body).first
+    assert first.cause == "overflow"
+    assert [(fix.how, fix.verified) for fix in first.fixes if fix.action == "clamp"] == [
+        ("(model(torch.ones(3, 2)).clamp(max=10).exp() ** 2).mean().backward()", True)
+    ]

@@ -61,6 +61,8 @@ class Evidence:
         self.given: Given | None = chain.given
         self.intended = chain.intended
         self.converts = converted_at is not None
+        self.losses_with: dict[str, float] = {}
+        """The loss of the failing step with each fix that was seen to work, by its action."""
 
     # --- where --------------------------------------------------------------------------------------------------------
 

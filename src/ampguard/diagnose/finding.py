@@ -23,13 +23,17 @@ Trial = Callable[[Evidence], Variant]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A fix and how to try it. `trial` is None where a replay cannot show it; `search` asks for the smallest region."""
+    """A fix and how to try it. `trial` is None where a replay cannot show it; `search` asks for the smallest region.
+
+    `otherwise` is tried in its place where it was not enough: the same fix, tighter.
+    """
 
     action: str
     target: str | None
     how: str
     trial: Trial | None = None
     search: bool = False
+    otherwise: Proposal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,8 +249,17 @@ def unexplained(evidence: Evidence) -> Finding:
 
 def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tuple[Fix, ...]:
     """Try each proposal on the failing step; what works first, then what was not tried, then what did not work."""
-    fixes = [fix for proposal in finding.proposals if (fix := tried(evidence, proposal, budget)) is not None]
+    fixes = [fix for proposal in finding.proposals if (fix := tried_in_turn(evidence, proposal, budget)) is not None]
     return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
+
+
+def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
+    """The proposal, or a tighter one that works where it does not."""
+    fix = tried(evidence, proposal, budget)
+    if fix is None or fix.verified is not False or proposal.otherwise is None:
+        return fix
+    tighter = tried_in_turn(evidence, proposal.otherwise, budget)
+    return tighter if tighter is not None and tighter.verified else fix
 
 
 def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:

@@ -8,6 +8,8 @@ counts with plain numbers is noted before it, so that the step can be run again 
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +45,9 @@ class OwnSteps:
         self._is_own: dict[type, bool] = {}
         self._steps = 0
         self._counters: Counters | None = None
-        self._told: set[int] = set()
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        """For each optimizer, which of its parameters were not finite before its first step: not its doing."""
 
     def is_own(self, optimizer: Optimizer) -> bool:
         """Whether its class has a `step` that is not PyTorch's."""
@@ -57,21 +61,22 @@ class OwnSteps:
     def before(self, optimizer: Optimizer) -> None:
         """Note what it counts."""
         self._counters = counters_of(optimizer)
+        if optimizer not in self._known:
+            self._known[optimizer] = {id(p) for p in bad_ones(parameters_of([optimizer]))}
 
     def after(self, optimizer: Optimizer, has_arguments: bool, frame: Frame) -> None:
         """A parameter that is not finite although its optimizer's gradients are is the step's own doing."""
         counters, self._counters = self._counters, None
         self._steps += 1
-        if counters is None or has_arguments or id(optimizer) in self._told:
+        if counters is None or has_arguments or optimizer in self._told:
             return  # a closure would run the model again
-        held = [p for p in parameters_of([optimizer]) if p.is_floating_point() and compat.has_values(p)]
+        held = parameters_of([optimizer])
         if not all(p.is_cpu for p in held) and self._steps > CLOSELY_STEPS and self._steps & (self._steps - 1):
             return
-        with torch.no_grad(), compat.unseen():
-            bad = [p for p in held if not is_finite(p.detach())]
-            if not bad or not all(p.grad is None or is_finite(p.grad) for p in held):
-                return
-        self._told.add(id(optimizer))
+        bad = [p for p in bad_ones(held) if id(p) not in self._known.get(optimizer, ())]
+        if not bad or bad_ones([p.grad for p in held if p.grad is not None]):
+            return
+        self._told.add(optimizer)
         self._tell(optimizer, bad, counters, frame)
 
     def _tell(self, optimizer: Optimizer, bad: list[Tensor], counters: Counters, frame: Frame) -> None:
@@ -79,6 +84,12 @@ class OwnSteps:
         watch = moves.watches.optimizer(optimizer)
         facts = {"parameters": bad, "counters": counters}
         moves.tell([Breach("optimizer-underflow", watch, None, None, script_line(frame), None, facts)], moves.attempt)
+
+
+def bad_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are not finite. Waits for the device."""
+    with torch.no_grad(), compat.unseen():
+        return [t for t in tensors if t.is_floating_point() and compat.has_values(t) and not is_finite(t.detach())]
 
 
 def counters_of(optimizer: Optimizer) -> Counters:

@@ -311,7 +311,9 @@ class ReadWindow:
             factor = abs(float(clip.factor))
             factor = 1.0 / factor if clip.is_division and factor else factor
             wanted = min(1.0, factor * found.scale)
-            if not factor or abs(factor / wanted - 1.0) < NOT_CLIPPED:
+            if not factor:  # their norm has overflowed: by how much they are wrong, another step will show
+                return {clip.watch}
+            if abs(factor / wanted - 1.0) < NOT_CLIPPED:
                 return set()
             facts |= {"multiplied_by": factor, "should_be": wanted, "update_too_small_by": wanted / factor}
         breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))

@@ -71,7 +71,7 @@ class Use:
     is_raw: bool = False
     """It is used as if it were free of the scale."""
     clips: bool = False
-    """Gradients are multiplied by it."""
+    """Something is multiplied by it in place, as gradients are that are clipped."""
 
 
 def use_of_number(spots: list[Spot], power: float) -> Use:
@@ -196,7 +196,9 @@ class _Units:
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._assign(node.target, node.value)
         elif isinstance(node, ast.AugAssign):
-            self._set(node.target, self._combined(node.op, self.power(node.target), self.power(node.value), node.value))
+            by = self.power(node.value)
+            self.clips = self.clips or (bool(by) and isinstance(node.op, (ast.Mult, ast.Div)))
+            self._set(node.target, self._combined(node.op, self.power(node.target), by, node.value))
         elif isinstance(node, (ast.Return, ast.Expr)) and node.value is not None:
             power = self.power(node.value)
             if isinstance(node, ast.Return):

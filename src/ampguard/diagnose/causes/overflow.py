@@ -11,6 +11,7 @@ Not this       a result that float32 holds: see fp16-overflow.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,9 @@ LARGEST_EXPONENT = {
     torch.float64: {"exp": 700.0, "expm1": 700.0, "exp2": 1000.0, "sinh": 700.0, "cosh": 700.0},
 }
 """A round number below the exponent at which the result leaves the type; bfloat16 has float32's range."""
+
+TIGHTER_EXPONENTS = (80.0, 10.0)
+"""Where the largest exponential is cast, multiplied or squared later on, and overflows there."""
 
 
 @cause("overflow")
@@ -49,7 +53,7 @@ def overflow(evidence: Evidence) -> Finding | None:
         result = f"its result is {spelled(evidence.kind)}" + (" in float64 as well" if dtype == torch.float32 else "")
     proposals: list[Proposal] = list(stable.proposals(evidence))
     if evidence.op.short_name in LARGEST_EXPONENT[torch.float32]:
-        proposals.append(clamp_fix(evidence, 0, None, _largest_exponent(evidence)))
+        proposals.append(_bounded_exponent(evidence, _largest_exponent(evidence)))
     else:
         proposals.append(_bounded_operand(evidence, peak))
     return Finding(
@@ -71,6 +75,13 @@ def _grew_on_the_way(evidence: Evidence) -> bool:
 def _largest_exponent(evidence: Evidence) -> float:
     dtype = evidence.precision if evidence.precision == torch.float16 else evidence.result_dtype
     return LARGEST_EXPONENT.get(dtype, LARGEST_EXPONENT[torch.float32])[evidence.op.short_name]
+
+
+def _bounded_exponent(evidence: Evidence, bound: float) -> Proposal:
+    """The operand clamped to the bound, or to a tighter one where that is not enough."""
+    tighter = next((b for b in TIGHTER_EXPONENTS if b < bound), None)
+    fix = clamp_fix(evidence, 0, None, bound)
+    return fix if tighter is None else replace(fix, otherwise=_bounded_exponent(evidence, tighter))
 
 
 def _bounded_operand(evidence: Evidence, peak: float) -> Proposal:

@@ -57,9 +57,16 @@ class _FirstBad(compat.DispatchMode):
 
 
 def update_alone(
-    optimizer: Optimizer, parameter: Tensor, elements: Tensor, dtype: torch.dtype | None = None, **changes: Any
+    optimizer: Optimizer,
+    parameter: Tensor,
+    elements: Tensor,
+    dtype: torch.dtype | None = None,
+    gradient_of: float | None = None,
+    **changes: Any,
 ) -> Update | None:
     """Update these elements of the parameter (flat positions) in `dtype`, with options of the group changed.
+
+    `gradient_of`: what each element's gradient is instead of its own.
 
     None where the optimizer does not work element by element, or refuses.
     """
@@ -71,6 +78,8 @@ def update_alone(
     stand_in = nn.Parameter(values.clone())
     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     stand_in.grad = _picked(gradient, elements, dtype)
+    if gradient_of is not None:
+        stand_in.grad.fill_(gradient_of)
     state = {
         key: _copied(value, parameter, elements, dtype) for key, value in optimizer.state.get(parameter, {}).items()
     }

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ampguard.capture.copies import wide_norm
 from ampguard.capture.weights import WeightSample, watchable
+from ampguard.diagnose.dynamics.doing import could_have_moved
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.fits import kendall, smoothed
 from ampguard.diagnose.dynamics.proportion import healthy_norm, is_near_zero, ordinary_norm
@@ -91,7 +92,8 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     """A divergence of one or two updates: no climb can be seen, the weights tell.
 
     Either the failing batch is healthy on the weights of a few steps ago, and those have moved far; or, where these steps
-    were not kept, the weights have grown many times over since they were last looked at.
+    were not kept, the weights have grown many times over since they were last looked at (before the first look: beyond
+    the size that weights of their shapes ordinarily have), and the optimizer's updates can have done it.
     """
     losses = situation.trajectory.loss_series()
     if not losses:
@@ -104,14 +106,45 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
         had_grown = look is not None and has_outgrown(remedies.norm_before, look, remedies.noticed_at)
         began = remedies.noticed_at - 1 if had_grown else remedies.began_at
         return told(incident, situation, fall_from(losses, began), None, remedies)
-    if any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
-        return None  # the weights have grown, by whatever hand, and a wider type bears them
-    now = weight_norm_now(look.optimizer()) if look is not None else None
-    if look is None or not look.weight_norm or not is_number(now) or not has_outgrown(now, look, situation.step):
+    usual = max(abs(loss) for step, loss in losses if look is None or step <= max(look.step, losses[0][0]))
+    if not is_out_of_range(incident, usual):
+        return None  # a wider type bears these weights
+    rise = max(abs(loss) for _, loss in losses) / usual if usual else 1.0
+    growth = growth_by_optimizer(look, situation, rise)
+    if growth is None:
         return None
-    usual = max(abs(loss) for step, loss in losses if step <= max(look.step, losses[0][0]))
     within = [step for step, loss in losses if abs(loss) <= 2 * usual]
-    return told(incident, situation, fall_from(losses, within[-1]), now / look.weight_norm, remedies)
+    return told(incident, situation, fall_from(losses, within[-1]), growth, remedies, since_look=look is not None)
+
+
+def is_out_of_range(incident: Incident, usual: float) -> bool:
+    """Whether the failing step fails in float32 as well, or has a loss there that is out of all proportion."""
+    if not any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
+        return True
+    wide = incident.evidence.get("loss_in_float32")
+    return is_number(wide) and abs(wide) >= RISEN_STEEPLY * usual > 0
+
+
+def growth_by_optimizer(look: WeightSample | None, situation: Situation, rise: float) -> float | None:
+    """By which factor the weights have outgrown what health explains, where the optimizer's updates can have done it.
+
+    Against the last look at them; before the first look, against their ordinary size. None where they have not.
+    `rise`: the largest loss since, against the largest one of before.
+    """
+    if look is not None:
+        optimizer, now = look.optimizer(), weight_norm_now(look.optimizer())
+        if optimizer is None or not look.weight_norm or not is_number(now):
+            return None
+        updates = situation.step - look.step + 1
+        by_it = could_have_moved(optimizer, now - look.weight_norm, updates, situation.trajectory, rise)
+        return now / look.weight_norm if by_it and has_outgrown(now, look, situation.step) else None
+    for optimizer in situation.optimizers:
+        now, ordinary = weight_norm_now(optimizer), ordinary_norm(watchable(optimizer))
+        if not ordinary or not is_number(now) or now < GREW_SUDDENLY * ordinary:
+            continue
+        if could_have_moved(optimizer, now - ordinary, situation.step, situation.trajectory, rise):
+            return now / ordinary
+    return None
 
 
 def has_outgrown(norm: float, look: WeightSample, step: int) -> bool:
@@ -201,8 +234,14 @@ def weight_norm_now(optimizer: Optimizer | None) -> float | None:
 
 
 def told(
-    incident: Incident, situation: Situation, rise: Rise, grown: float | None, remedies: Remedies | None
+    incident: Incident,
+    situation: Situation,
+    rise: Rise,
+    grown: float | None,
+    remedies: Remedies | None,
+    since_look: bool = True,
 ) -> Incident:
+    """The failure as the end of a divergence. `grown`: of the weights; against their ordinary size without a look."""
     trajectory = situation.trajectory
     facts: dict[str, Any] = {
         "began_at_step": rise.began,
@@ -212,7 +251,10 @@ def told(
         "ended_as": incident.cause,
     }
     text = f"The training diverged from step {rise.began} on: {course_in_words(incident, rise)}"
-    if grown is not None:
+    if grown is not None and not since_look:
+        facts["weights_beyond_ordinary"] = grown
+        text += f", the weights are {number(grown)} times as large as weights of their shapes ordinarily begin"
+    elif grown is not None:
         facts["weights_grew_by"] = grown
         text += f", the norm of the weights grew by a factor of {number(grown)}"
     norms = [point for point in trajectory.recent_norms() if point[0] >= rise.began]

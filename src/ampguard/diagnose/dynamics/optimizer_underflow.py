@@ -5,6 +5,7 @@ What happens   Adam divides by sqrt(exp_avg_sq) + eps. With float16 weights its 
 Why it hurts   the weights are NaN after a step whose loss and gradients were fine; every later step fails.
 Instead        keep the weights in float32 and use autocast (or float32 master weights); at the very least an eps that
                the precision has, such as 1e-4.
+               An optimizer of your own: its divisors need an epsilon; the line of its step is named.
 Not this       gradients that are not finite: see gradient-overflow. Updates too small to count: see lost-update.
 """
 

@@ -13,6 +13,9 @@ from ampguard.diagnose.protocol.telling import BREACH_RULES, incident_of
 from ampguard.incident import Incident
 from ampguard.protocol.events import Breach
 
+POISONS = "optimizer-underflow"
+"""What makes weights non-finite: failures after it are its doing."""
+
 MAX_CASES = 24
 """Different breaches told in full; what comes after them is most likely their doing."""
 
@@ -62,14 +65,23 @@ class ProtocolDesk:
 
     def _open(self, key: tuple[Any, ...], incident: Incident) -> None:
         self._cases[key] = Case(incident, ("", None, None, None), last_step=incident.step)
+        known = next((c for c in self._casebook.cases if is_told_as(c.incident, incident)), None)
+        if known is not None:  # a look at the weights has seen it as well
+            self._cases[key] = known
+            return
         self._on_told(incident)
-        self._cases[key] = self._casebook.add(incident)
+        self._cases[key] = self._casebook.add(incident, poisons=incident.cause == POISONS)
 
     def _incident(self, breach: Breach, step: int) -> Incident:
         protocol.load()
         assert self._models is not None
         scene = Scene(breach, self._models)
         return incident_of(scene, BREACH_RULES[breach.cause](scene), step, self._rank)
+
+
+def is_told_as(known: Incident, incident: Incident) -> bool:
+    """Whether this failure of an optimizer's arithmetic was told already."""
+    return known.cause == incident.cause == POISONS and known.step == incident.step
 
 
 def _key(breach: Breach) -> tuple[Any, ...]:

@@ -26,6 +26,8 @@ class Telling:
     module: str | None = None
     dtype: str | None = None
     phase: Phase = "protocol"
+    op: str | None = None
+    """The operator, where numbers of an optimizer's own arithmetic broke."""
 
 
 BreachRule = Callable[[Scene], Telling]
@@ -66,7 +68,7 @@ def incident_of(scene: Scene, told: Telling, step: int, rank: int) -> Incident:
         severity=told.severity,
         cause=scene.breach.cause,
         module=told.module,
-        op=None,
+        op=told.op,
         dtype=told.dtype,
         location=_location(told.line),
         explanation=told.explanation,

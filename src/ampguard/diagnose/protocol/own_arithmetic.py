@@ -1,0 +1,118 @@
+"""optimizer-underflow, in an optimizer that is not PyTorch's: its own arithmetic makes the weights non-finite.
+
+What happens   the gradients are finite, and the step divides by a norm or a moment that is 0, or squares what is large.
+Why it hurts   the weights are NaN or Inf after a step whose loss and gradients were fine; every later step fails.
+Instead        an epsilon in every divisor that can be 0 (one that the weights' precision has); clip gradients before
+               the step; keep the optimizer's state in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.diagnose.protocol.scene import Scene, at, listed
+from ampguard.diagnose.protocol.telling import Telling, breach
+from ampguard.diagnose.words import number
+from ampguard.incident import Fix
+from ampguard.numerics import dtype_name, is_low_precision
+from ampguard.replay.own_step import BadOperator, OwnStep, SteppedAgain
+
+DIVISIONS = frozenset({"div", "addcdiv", "_foreach_div", "_foreach_addcdiv", "reciprocal", "rsqrt", "pow"})
+EPSILON = {torch.float16: 1e-4, torch.bfloat16: 1e-6}
+"""What is added to a divisor, where the precision has no 1e-8 or it is lost beside anything."""
+
+
+@breach("optimizer-underflow")
+def optimizer_underflow(scene: Scene) -> Telling:
+    bad: list[Tensor] = scene.facts["parameters"]
+    count = sum(int((~p.detach().isfinite()).sum()) for p in bad)
+    of = sum(p.numel() for p in bad)
+    evidence: dict[str, Any] = {"name": scene.parameters[0], "bad_elements": count, "elements": of}
+    watch = scene.breach.optimizer
+    optimizer = watch.ref() if isinstance(watch, OptimizerWatch) else None
+    module = owner_of(scene.parameters[0])
+    step = OwnStep.of(optimizer, scene.facts["counters"]) if optimizer is not None else None
+    ran = step.again() if step is not None else None
+    first = ran.first if ran is not None and not ran.is_finite else None
+    kind = type(optimizer).__name__
+    head = f"The step of {kind} made {listed(scene.parameters)} not finite although all its gradients are: "
+    if optimizer is None or step is None or first is None:
+        text = f"{head}{count} of {of} elements are NaN or Inf. Run again on copies, the step does not do it once more."
+        return Telling(text, scene.again, (), evidence=evidence, phase="optimizer", module=module)
+    evidence |= {"operator": first.op, "max_abs_operand": first.largest}
+    text = f"{head}{first.name} at {at(first.line)} {_why(first)}. {count} of {of} elements became NaN or Inf."
+    return Telling(
+        text,
+        first.line or scene.again,
+        tuple(sorted(_cures(step, first, optimizer), key=lambda fix: not fix.verified)),
+        evidence=evidence,
+        module=module,
+        dtype=dtype_name(first.dtype),
+        phase="optimizer",
+        op=first.op,
+    )
+
+
+def owner_of(name: str) -> str | None:
+    """The module of a parameter; None where it hangs in none.
+
+    >>> owner_of("body.0.weight"), owner_of("scale"), owner_of("a tensor of shape (2,)")
+    ('body.0', '', None)
+    """
+    return None if name.startswith("a tensor") else name.rpartition(".")[0]
+
+
+def _is_by_zero(first: BadOperator) -> bool:
+    return first.name in DIVISIONS and first.zero_at is not None
+
+
+def _why(first: BadOperator) -> str:
+    if _is_by_zero(first):
+        return "divides by 0"
+    limit = number(torch.finfo(first.dtype).max)
+    return f"gives a result that is not finite from operands of up to {number(first.largest)} ({first.dtype} ends at {limit})"
+
+
+def _cures(step: OwnStep, first: BadOperator, optimizer: Optimizer) -> Iterator[Fix]:
+    """Each tried on the step that failed, on copies."""
+    code = first.line.location().code if first.line is not None else "the division"
+    if _is_by_zero(first):
+        eps = EPSILON.get(first.dtype, 1e-8)
+        ran = step.again(lambda func, args: _with_epsilon(args, first.zero_at, eps), first)
+        yield _fix("add-epsilon", f"add {eps:g} to what is 0 there: {code}", ran)
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    if any(is_low_precision(dtype) for dtype in dtypes):
+        ran = step.again(dtype=torch.float32)
+        yield _fix("fp32-parameters", "keep the model in float32 (no .half()) and run it under torch.autocast", ran)
+    if not _is_by_zero(first):
+        norm = _norm(optimizer)
+        if norm > 1.0:
+            ran = step.again(gradient_factor=1.0 / norm)
+            how = "before the step: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+            yield _fix("clip-gradients", f"{how}  # their norm is {number(norm)}", ran)
+
+
+def _fix(action: str, how: str, ran: SteppedAgain | None) -> Fix:
+    verified = None if ran is None else ran.is_finite
+    outcome = {None: None, True: "the same update is finite", False: "it is still not finite"}[verified]
+    return Fix(action, None, how, verified, outcome)
+
+
+def _with_epsilon(args: tuple[Any, ...], position: int | None, eps: float) -> tuple[Any, ...]:
+    """The operands with `eps` added to the divisor."""
+    return tuple(_plus(arg, eps) if i == position else arg for i, arg in enumerate(args))
+
+
+def _plus(value: Any, eps: float) -> Any:
+    return [item + eps for item in value] if isinstance(value, (list, tuple)) else value + eps
+
+
+def _norm(optimizer: Optimizer) -> float:
+    grads = [p.grad.double().norm() for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return float(torch.stack(grads).norm()) if grads else 0.0

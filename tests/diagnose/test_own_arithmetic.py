@@ -1,0 +1,171 @@
+"""Optimizers that a script wrote itself and whose step leaves the numbers: the operator and the line of the step are named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from watching import fingerprint, seed_everything
+
+Guard = Callable[..., Any]
+
+
+class Own(torch.optim.Optimizer):
+    """What the optimizers below have in common: the loop over the parameters."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.update(p, self.state[p]), alpha=group["lr"])
+        self.count += 1
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Normalised(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        return p.grad / p.grad.norm()  # <- here
+
+
+class CountsFromZero(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + 0.1 * p.grad
+        return state["m"] / (1.0 - 0.9**self.count)  # <- here
+
+
+class StateCountsFromZero(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        t = state.setdefault("t", 0)
+        state["t"] = t + 1
+        return p.grad / (1.0 - 0.9**t)  # <- here
+
+
+class FourthPower(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        state["v"] = 0.9 * state.get("v", torch.zeros_like(p)) + p.grad**4  # <- here
+        return p.grad * state["v"].mean()
+
+
+class HandMadeAdam(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        state["v"] = 0.999 * state.get("v", torch.zeros_like(p)) + 0.001 * p.grad * p.grad
+        return p.grad / (state["v"].sqrt() + 1e-8)  # <- here
+
+
+class Net(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 12)
+        self.head = nn.Linear(12, 3)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x) * self.scale))
+
+
+def train(
+    kind: type[Own],
+    loss_scale: float,
+    dtype: torch.dtype = torch.float32,
+    dead: bool = False,
+    with_scaler: bool = False,
+) -> dict[str, Any]:
+    """Four steps; from the third on the loss is `loss_scale` times as large."""
+    seed_everything()
+    model = Net(1.0).to(dtype)
+    if dead:
+        nn.init.constant_(model.body.bias, -100.0)
+    optimizer = kind(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=with_scaler)
+    for step in range(4):
+        loss = F.cross_entropy(model(torch.randn(8, 6, dtype=dtype)).float(), torch.randint(3, (8,)))
+        optimizer.zero_grad()
+        scaler.scale(loss * (loss_scale if step >= 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return fingerprint(model, optimizer)
+
+
+def marked(kind: type[Own]) -> int:
+    lines, first = inspect.getsourcelines(kind)
+    return first + next(i for i, line in enumerate(lines) if "# <- here" in line)
+
+
+CASES = {
+    "a norm that is 0": (Normalised, {"loss_scale": 1.0, "dead": True}, 0, "div", {"add-epsilon"}),
+    "an attribute counts from 0": (CountsFromZero, {"loss_scale": 1.0}, 0, "div", {"add-epsilon"}),
+    "a state counts from 0": (StateCountsFromZero, {"loss_scale": 1.0}, 0, "div", {"add-epsilon"}),
+    "a fourth power": (FourthPower, {"loss_scale": 1e12}, 2, "pow", {"clip-gradients"}),
+    "float16 squares": (HandMadeAdam, {"loss_scale": 1.0, "dtype": torch.float16, "dead": True}, 0, "div", {"add-epsilon"}),
+    "through a scaler": (Normalised, {"loss_scale": 1.0, "dead": True, "with_scaler": True}, 0, "div", {"add-epsilon"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_line_of_the_step_is_named_and_a_cure_is_seen_to_work(guard: Guard, name: str) -> None:
+    kind, options, step, op, cures = CASES[name]
+    unguarded = train(kind, **options)
+
+    run = guard(lambda: train(kind, **options))
+
+    assert run.faults == 0, run.stderr
+    assert run.result == unguarded, "the training is as without the guard"
+    assert [i.cause for i in run.report.incidents if i.severity == "error"] == ["optimizer-underflow"], run.stderr
+    incident = run.first
+    assert (incident.step, incident.phase) == (step, "optimizer")
+    assert incident.op is not None
+    assert op in incident.op
+    assert incident.location is not None
+    assert incident.location.line == marked(kind)
+    assert cures <= {fix.action for fix in incident.fixes if fix.verified}
+    assert incident.module in ("body", "head")
+
+
+@pytest.mark.parametrize("kind", [Normalised, HandMadeAdam, FourthPower, StateCountsFromZero])
+def test_what_stays_finite_is_not_accused(guard: Guard, kind: type[Own]) -> None:
+    class Sound(kind):  # type: ignore[misc,valid-type]
+        def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+            return super().update(p, state).nan_to_num(0.0, 0.0, 0.0)
+
+    run = guard(lambda: train(Sound, 1.0, dead=True))
+
+    assert run.faults == 0
+    assert [i for i in run.report.incidents if i.cause == "optimizer-underflow"] == []
+
+
+def test_gradients_that_are_bad_are_not_the_steps_doing(guard: Guard) -> None:
+    run = guard(lambda: train(FourthPower, 1e40))
+
+    assert run.faults == 0
+    assert "optimizer-underflow" not in run.causes
+
+
+def test_parameters_that_were_bad_before_are_not_its_doing(guard: Guard) -> None:
+    """Memory that was never initialised, and that the model does not use."""
+
+    def body() -> None:
+        seed_everything()
+        model = Net(1.0)
+        model.spare = nn.Parameter(torch.full((3,), float("nan")))
+        optimizer = HandMadeAdam(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+            optimizer.step()
+
+    run = guard(body)
+
+    assert run.faults == 0
+    assert "optimizer-underflow" not in run.causes
