@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_in
+from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_of
 
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""
@@ -26,7 +26,7 @@ def still_used(events: list[Event], later: list[Event], iteration_start: int) ->
     present = {e.index for e in events} - beyond
     for event in (*reversed(later), *reversed(events)) if kept else ():
         if event.index in kept:
-            kept |= {ref.event for ref in refs_in((event.args, event.kwargs))} & present
+            kept |= {ref.event for ref in refs_of(event)} & present
     return kept
 
 
@@ -55,7 +55,7 @@ def beyond_memory(alive: list[Event], kept: set[int]) -> set[int]:
         if size > KEPT_BYTES or not root.modes.grad:
             beyond.add(root.index)
     for event in alive if beyond else ():  # what was made from them cannot be replayed either
-        if event.index in kept and any(ref.event in beyond for ref in refs_in((event.args, event.kwargs))):
+        if event.index in kept and any(ref.event in beyond for ref in refs_of(event)):
             beyond.add(event.index)
     return beyond
 

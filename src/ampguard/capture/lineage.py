@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in
+from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in, refs_of
 from ampguard.numerics import is_finite
 
 
@@ -29,7 +29,7 @@ def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
         if isinstance(event, RootCall) and not event.is_function:
             return True
         if isinstance(event, (GlueOp, RootCall)):
-            stack.extend(r.event for r in refs_in((event.args, event.kwargs)) if is_float(record, r))
+            stack.extend(r.event for r in refs_of(event) if is_float(record, r))
     return False
 
 
@@ -53,7 +53,7 @@ def wants_gradient(record: StepRecord, ref: Ref) -> bool:
         elif event.grad:
             if any(held.tensor.requires_grad for held in held_in((event.args, event.kwargs))):
                 return True
-            stack += [r.event for r in refs_in((event.args, event.kwargs))]
+            stack += [r.event for r in refs_of(event)]
     return False
 
 
@@ -63,7 +63,7 @@ def events_behind_gradients(record: StepRecord) -> set[int]:
     for event in reversed(record.events):
         wants = event.index in reached or (event.modes.grad if isinstance(event, RootCall) else event.grad)
         if wants:
-            reached |= {ref.event for ref in refs_in((event.args, event.kwargs))}
+            reached |= {ref.event for ref in refs_of(event)}
     return reached
 
 
@@ -82,7 +82,7 @@ def nonfinite_number_behind(record: StepRecord, ref: Ref) -> Ref | None:
                 return current
             continue
         if isinstance(event, GlueOp):
-            stack += refs_in((event.args, event.kwargs))
+            stack += refs_of(event)
     return None
 
 

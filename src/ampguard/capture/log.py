@@ -31,7 +31,7 @@ from ampguard.capture.record import (
     StepRecord,
     TapedCall,
     held_in,
-    refs_in,
+    refs_of,
 )
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
@@ -164,7 +164,7 @@ class EventLog:
     def uses_prefix(self, first_root: int) -> bool:
         """Whether any event of this iteration from `first_root` on was given what one before it has made."""
         later = (event for event in self.record.events if event.index >= first_root)
-        refs = (ref for event in later for ref in refs_in((event.args, event.kwargs)))
+        refs = (ref for event in later for ref in refs_of(event))
         return any(self.iteration_start <= ref.event < first_root for ref in refs)
 
     def is_one_computation(self, began: int, output: Any) -> bool:
@@ -244,7 +244,7 @@ class EventLog:
         if self.goes_on_after_backward or not has_gradient or not events or not events[0].index < closed <= op.index:
             return
         if op.grad and any(op.floating) and op.func is not torch.ops.aten.detach.default:
-            self.goes_on_after_backward = any(r.event < closed for r in refs_in((op.args, op.kwargs)))
+            self.goes_on_after_backward = any(r.event < closed for r in refs_of(op))
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
         """Whatever an operator returned; with `writes`, operands that it wrote to."""
@@ -403,7 +403,7 @@ class EventLog:
     def _keep_roots(self, events: list[Event]) -> bool:
         """Of a finished iteration keep the calls of modules whose results are in use. False where they need others."""
         live = [event for event in events if type(event) is RootCall and has_live_result(event)]
-        if len(live) > KEPT_ROOTS or any(refs_in((root.args, root.kwargs)) for root in live):
+        if len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False
         known = self._producers
         self._producers = {

@@ -388,6 +388,12 @@ def refs_in(tree: Any) -> list[Ref]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Ref)]
 
 
+def refs_of(event: Event) -> list[Ref]:
+    """Every reference to an earlier event in what an event was given, swapped parameters included."""
+    state = event.swapped_state if type(event) is RootCall else None
+    return refs_in((event.args, event.kwargs, state) if state else (event.args, event.kwargs))
+
+
 def held_in(tree: Any) -> list[Held]:
     """Every held tensor in a tree of arguments."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Held)]

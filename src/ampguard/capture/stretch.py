@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.copies import Snapshot, distance
-from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord, held_in, refs_in
+from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord, held_in, refs_of
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 
@@ -141,7 +141,7 @@ def needed_events(record: StepRecord) -> list[Event]:
         event = by_index.get(pending.pop())
         if event is None:
             continue
-        found = {ref.event for ref in refs_in((event.args, event.kwargs))} | set(record.writers.get(event.index, ()))
+        found = {ref.event for ref in refs_of(event)} | set(record.writers.get(event.index, ()))
         pending += found - wanted
         wanted |= found
     return [event for event in record.events if event.index in wanted]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord, held_in, refs_in
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord, held_in, refs_of
 
 NO_GRAD = "ran under `torch.no_grad()` (or `inference_mode`)"
 DETACH = "cut the graph (`.detach()`, `.data`)"
@@ -52,11 +52,11 @@ def in_words(places: list[Cut]) -> str:
 
 def _behind(event: Event, record: StepRecord, passes: Callable[[Event], bool] = lambda event: True) -> Iterator[Event]:
     """The events that `passes` lets through whose results went into `event`, the latest first."""
-    used = {ref.event for ref in refs_in((event.args, event.kwargs))}
+    used = {ref.event for ref in refs_of(event)}
     for maker in reversed(record.events):
         if maker.index in used and maker.index < event.index and passes(maker):
             yield maker
-            used |= {ref.event for ref in refs_in((maker.args, maker.kwargs))}
+            used |= {ref.event for ref in refs_of(maker)}
 
 
 def _is_open(event: Event) -> bool:

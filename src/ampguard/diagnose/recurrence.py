@@ -6,7 +6,7 @@ the output and the loss of an evaluation. What they have in common is the call o
 
 from __future__ import annotations
 
-from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, refs_in
+from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, refs_of
 
 
 def calls_behind(bad: BadResult) -> frozenset[int]:
@@ -24,5 +24,5 @@ def calls_behind(bad: BadResult) -> frozenset[int]:
         if isinstance(event, RootCall):
             found.add(index)
         if isinstance(event, (GlueOp, RootCall)):
-            stack += [ref.event for ref in refs_in((event.args, event.kwargs))]
+            stack += [ref.event for ref in refs_of(event)]
     return frozenset(found)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampguard import numerics
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_of
 
 
 def events_behind(bad: BadResult) -> list[Event]:
@@ -32,13 +32,10 @@ def events_behind(bad: BadResult) -> list[Event]:
         event = by_index.get(pending.pop())
         if event is None:
             continue
-        state = event.swapped_state if isinstance(event, RootCall) else {}
         if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_in((event.args, event.kwargs))):
             pending += [e.index for e in record.events if isinstance(e, RootCall) and e.index < event.index]
             wanted |= set(pending)
-        more = {ref.event for ref in refs_in((event.args, event.kwargs, state))} | set(
-            record.writers.get(event.index, ())
-        )
+        more = {ref.event for ref in refs_of(event)} | set(record.writers.get(event.index, ()))
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]
