@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_lines import ENVIRONMENT, EXAMPLES
 
-import ampguard
 from ampguard.report.store import read_report
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{HERE}:{Path(ampguard.__file__).parents[1]}",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 def ran(name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_lines import ENVIRONMENT, EXAMPLES
 
-import ampguard
 from ampguard.report.store import read_report
 
 pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{HERE}:{Path(ampguard.__file__).parents[1]}",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 @pytest.mark.parametrize(("words", "scale"), [("", "65536"), ("--burst 2", "32768"), ("--plugin lightning", "65536")])

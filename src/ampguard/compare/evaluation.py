@@ -13,24 +13,12 @@ from rich.console import Console
 from ampguard.compare.runs import OUTPUT, Subject, run_command, run_environment
 from ampguard.compare.table import plain_lines
 from ampguard.errors import RunFolderError
+from ampguard.report.differences import Difference
 from ampguard.report.store import read_report
 
 SCHEMA = "ampguard.compare-eval/1"
 COLUMNS = ("module", "class", "precision", "error", "of its inputs", "not finite", "step")
 SHOWN = 20
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """The worst that one precision does to one module's output; shares of float32's, see docs/overrides.md."""
-
-    module: str
-    kind: str
-    precision: str
-    error: float
-    input_error: float
-    lost: float
-    input_lost: float
-    step: int
 
 
 class Evaluation(msgspec.Struct, frozen=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ from ampguard.capture.record import RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.replay.names import module_names
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
+from ampguard.report.differences import Difference
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.module_outputs import ModuleOutputs, relative_error
 from ampguard.run.overrides.plan import Plan
@@ -29,31 +31,6 @@ CALLS_PER_STEP = 4
 """Of one model, between two optimizer steps: an evaluation's first batches."""
 
 MOST_CALLS = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The worst that one precision does to one module's output.
-
-    `error`: its relative difference from float32's in the 2-norm, `lost`: the share of elements that are finite in float32
-    only; `input_error` and `input_lost`: the same of what it was given then. `step`: the training steps made before.
-    """
-
-    module: str
-    kind: str
-    precision: str
-    error: float
-    input_error: float
-    lost: float
-    input_lost: float
-    step: int
-
-    @property
-    def badness(self) -> tuple[bool, int, float, float]:
-        """The larger the worse. Worst is where finite inputs become something else, and there the innermost module."""
-        loses = self.lost > 0.0 and self.input_lost == 0.0
-        depth = self.module.count(".") + bool(self.module) if loses else 0
-        return loses, depth, self.lost, self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +137,8 @@ class Evaluations:
     def as_dict(self) -> dict[str, Any]:
         """For the report: the worst first."""
         worst = sorted(self._worst.values(), key=lambda d: d.badness, reverse=True)
-        return {"calls": self._calls, "precisions": list(self._precisions), "modules": [asdict(d) for d in worst]}
+        return {
+            "calls": self._calls,
+            "precisions": list(self._precisions),
+            "modules": [msgspec.structs.asdict(d) for d in worst],
+        }
