@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from digits_loops import IMAGES, LABELS, batches, furthest, network
+from several_optimizers import Step, one_backward
 from torch import Tensor, nn
 
 accelerate = pytest.importorskip("accelerate")
@@ -92,16 +93,6 @@ def test_float16_is_real_on_the_cpu() -> None:
 
 
 # --- several optimizers -----------------------------------------------------------------------------------------------
-
-Step = Callable[[Any, list[Any], list[Any], list[Tensor], int], None]
-
-
-def one_backward(acc: Any, parts: list[Any], optimizers: list[Any], losses: list[Tensor], number: int) -> None:
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    acc.backward(torch.stack(losses).sum())
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def clipped(acc: Any, parts: list[Any], optimizers: list[Any], losses: list[Tensor], number: int) -> None:

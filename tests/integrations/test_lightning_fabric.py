@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from digits_loops import IMAGES, LABELS, batches, furthest, network
+from several_optimizers import Step, one_backward
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, of many kinds
@@ -57,17 +57,6 @@ def test_one_optimizer_learns_as_with_fabrics_own(package: str, clip: float | No
     bad = (0, 4) if precision == "16-mixed" else ()
     theirs = trained(own_plugin(package, precision), package, bad, clip)
     assert furthest(theirs, trained(GuardedPrecision(precision, "cpu"), package, bad, clip)) < 1e-6
-
-
-Step = Callable[[Any, list[Any], list[Any], list[Tensor], int], None]
-
-
-def one_backward(fabric: Any, parts: list[Any], optimizers: list[Any], losses: list[Tensor], number: int) -> None:
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    fabric.backward(torch.stack(losses).sum())
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def clipped(fabric: Any, parts: list[Any], optimizers: list[Any], losses: list[Tensor], number: int) -> None:

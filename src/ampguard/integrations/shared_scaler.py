@@ -22,11 +22,11 @@ from ampguard.engine import misuse
 from ampguard.engine.casting import tensors_in
 from ampguard.engine.result import StepResult
 from ampguard.engine.step import GradientCheck, check_gradients
-from ampguard.errors import ProtocolError, SetupError
+from ampguard.errors import SetupError
 from ampguard.integrations.left_over import Mark, are_as_marked, marks_of
 from ampguard.integrations.raw_backward import RawBackwards
 from ampguard.integrations.scaler import EngineScaler
-from ampguard.integrations.updating import Updating, divide
+from ampguard.integrations.updating import Updating, divide, no_gradients
 from ampguard.integrations.users_line import shown, users_line
 
 Listener = Callable[[Optimizer, Tensor], None]
@@ -250,7 +250,7 @@ class SharedScaler(EngineScaler):
 
     def _checked(self, own: Updating, wants_norm: bool) -> GradientCheck:
         if not own.holding.has_gradients():
-            raise _no_gradients(own)
+            raise no_gradients(own.holding)
         check = super()._checked(own, wants_norm)
         hidden = self._hidden.pop(id(own.holding.optimizer), None)
         if hidden is None:
@@ -296,16 +296,6 @@ class SharedScaler(EngineScaler):
             f"call {self._backward_call} instead of loss.backward()",
             again=users_line(),
         )
-
-
-def _no_gradients(own: Updating) -> ProtocolError:
-    return misuse.error(
-        "no-gradients",
-        f"a step of `{own.holding.name}`, but none of its {len(own.holding.parameters)} parameters has a gradient",
-        "check that the loss depends on them (frozen? detached? toggled off? moved or copied after the optimizer was "
-        "made?), and that nothing clears gradients between the backward pass and the step",
-        again=users_line(),
-    )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from ampguard.engine.holding import Holding
 from ampguard.engine.setup import parameters_of
 from ampguard.engine.step import GradientCheck, check_gradients
 from ampguard.errors import ProtocolError
+from ampguard.integrations.users_line import users_line
 
 
 @dataclass
@@ -59,9 +60,9 @@ def no_gradients(holding: Holding) -> ProtocolError:
     return misuse.error(
         "no-gradients",
         f"a step of `{holding.name}`, but none of its {len(holding.parameters)} parameters has a gradient",
-        "check that the loss depends on them (frozen? detached? moved or copied after the optimizer was made?), and "
-        "that nothing clears gradients between the backward pass and the step",
-        again=misuse.calling_line(),
+        "check that the loss depends on them (frozen? detached? toggled off? moved or copied after the optimizer was "
+        "made?), and that nothing clears gradients between the backward pass and the step",
+        again=users_line(),
     )
 
 
