@@ -943,3 +943,14 @@ def run_uncompiled(codes: list[Any]) -> None:
     if skip is not None:
         for code in codes:
             skip(code)
+
+
+def communication_hooks(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """What sends DDP's gradients instead of its own all-reduce, each with its state; the C++ hook as its Python twin."""
+    hooks = list(getattr(ddp, "_comm_hooks", ()))
+    facts: dict[str, Any] = getattr(ddp, "_get_ddp_logging_data", dict)()
+    if not hooks and str(facts.get("comm_hook", "")).endswith("FP16_COMPRESS"):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        hooks.append((fp16_compress_hook, ddp.process_group))
+    return hooks

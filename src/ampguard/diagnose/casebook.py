@@ -21,6 +21,7 @@ from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import Awaited, bad_input, may_await, with_advice
 from ampguard.diagnose.skipped import SkippedSteps
+from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
@@ -99,6 +100,8 @@ class Casebook:
         """Bad results whose weights are spread over ranks, and yet to be gathered."""
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
+        self.weights_bad_since: int | None = None
+        """The first step in which a look at the weights found some that were not finite."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
@@ -182,6 +185,8 @@ class Casebook:
         try:
             evidence = self._located(bad)
         except DoesNotRepeatError:
+            if compat.several_ranks() and self._is_lost_on_the_wire(bad):
+                return
             if not bad.is_held_off and bad.error is None:  # anomaly detection also raises for what reaches no parameter
                 self._changed_gradients.append(bad)
                 if not compat.several_ranks():  # else another rank's gradients are to blame, and it says so
@@ -213,6 +218,16 @@ class Casebook:
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
         self._open(incident, evidence, bad)
+
+    def _is_lost_on_the_wire(self, bad: BadResult) -> bool:
+        """Whether this rank's finite gradients were too large for the type in which they were sent: it is told then."""
+        try:
+            incident = overflow_on_the_wire(bad, Replayer(bad, self._recorder), self._rank)
+        except Exception:  # a hook that cannot be run on gradients alone
+            return False
+        if incident is not None:
+            self._open_unreplayed(incident, bad)
+        return incident is not None
 
     def _await_weights(self, bad: BadResult, reason: str) -> None:
         """Other ranks hold parts of the weights: replay when all have been gathered, which the backward pass does."""
@@ -390,6 +405,9 @@ class Casebook:
             facts["since_step"] = first.step
             facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
+        elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
+            facts["since_step"] = None
+            text += f" {reason} The steps before this one did not use it: initialisation or a checkpoint."
         elif self._recorder.judge.last_good_step is not None:
             facts["since_step"] = self._recorder.judge.last_good_step
             if changed is not None or self._unreplayable:
@@ -408,6 +426,16 @@ class Casebook:
             )
             self._unreplayable = [(b, why) for b, why in self._unreplayable if b.kind != "gradient"]
         return msgspec.structs.replace(incident, explanation=text, evidence=facts)
+
+    def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
+        """What shows that a parameter was bad while the losses were still finite; None where nothing does."""
+        last_good, seen = self._recorder.judge.last_good_step, self.weights_bad_since
+        if seen is not None and last_good is not None and seen < last_good:
+            return f"The weights were not finite already in step {seen}, when they were looked at."
+        written = facts.get("times_written")
+        if facts.get("is_trained") and written is not None and written < len(self._recorder.stepped_since(0)):
+            return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
+        return None
 
     def _note_poison(self, bad: BadResult, case: Case) -> None:
         for name in bad.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
+from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.replicas import Replica, Replicas
 from ampguard.capture.record import RootCall
 from ampguard.capture.recorder import FlightRecorder
@@ -21,6 +23,9 @@ from ampguard.run.ranks_exchange import KEPT, Check, Exchange, Sums, first_here
 
 COURSE = 72
 """Steps of which loss scale and skipping are kept: more than lie between two comparisons."""
+
+PATIENCE_S = 10.0
+"""At the end of a run that trained past DDP's wrapper: how long the first rank may take to come as far as this one."""
 
 
 def is_due(step: int) -> bool:
@@ -51,6 +56,7 @@ class RankWatch:
         self._tell = tell
         self._barrier = FaultBarrier(on_fault)
         self._replicas = Replicas()
+        self._replicas.install(self._barrier.call)
         self._later = NumbersLater()
         self._course: deque[tuple[int, float | None, bool | None]] = deque(maxlen=COURSE)
         self._pairs: dict[int, _Pair] = {}
@@ -64,13 +70,17 @@ class RankWatch:
         if is_due(step):
             self._barrier.call(self._check, step)
 
+    def undo(self) -> None:
+        """Take the patches out."""
+        self._replicas.undo()
+
     def close(self) -> None:
         """The run ends: what is left is compared now."""
         self._barrier.call(self._close)
 
     def _check(self, step: int) -> None:
         events = self._recorder.log.record.events
-        self._replicas.look(event.module for event in events if isinstance(event, RootCall))
+        self._replicas.look([event for event in events if isinstance(event, RootCall)])
         if not self._replicas.known:
             return
         self._flush()
@@ -79,7 +89,7 @@ class RankWatch:
             found = replica.sums() if pair is not None else None
             if found is not None and pair is not None:
                 names, sums = found
-                self._later.ask(as_parts(sums), pair.receiver(step, names))
+                self._later.ask(as_parts(sums), pair.receiver(step, names, replica.past))
         self._later.poll()
 
     def _pair_up(self, replica: Replica) -> _Pair | None:
@@ -94,7 +104,7 @@ class RankWatch:
         self._flush()
         self._later.poll(wait=True)
         for pair in self._pairs.values():
-            pair.compare(is_last=True)
+            pair.close()
 
 
 class _Pair:
@@ -113,36 +123,43 @@ class _Pair:
         self._first = first
         self._course = course
         self._tell = tell
-        self._waiting: deque[tuple[Check, Sums]] = deque(maxlen=KEPT)
+        self._waiting: deque[tuple[Check, Sums, PastWrapper | None]] = deque(maxlen=KEPT)
         self._last_equal: int | None = None
         self._has_told = False
 
-    def receiver(self, step: int, names: list[str]) -> Callable[[list[float | None]], None]:
+    def receiver(self, step: int, names: list[str], past: PastWrapper | None) -> Callable[[list[float | None]], None]:
         def came(parts: list[float | None]) -> None:
             sums = from_parts(parts)
             check = Check(step, digest_of(sums), list(self._course))
             if self._rank == self._first:
                 self._exchange.write(check, Sums(names, sums))
             elif not self._has_told:
-                self._waiting.append((check, Sums(names, sums)))
+                self._waiting.append((check, Sums(names, sums), past))
                 self.compare()
 
         return came
 
     def compare(self, is_last: bool = False) -> None:
-        """Compare those checks of ours that the first rank has made as well."""
+        """Compare those checks of ours that the first rank has made as well. What it has yet to make is waited for."""
         while self._waiting and not self._has_told:
-            mine, sums = self._waiting[0]
+            mine, sums, past = self._waiting[0]
             theirs = self._exchange.check_of(mine.step)
-            if theirs is None:
-                if is_last or len(self._waiting) > 1:
-                    self._waiting.popleft()
-                    continue
+            if theirs is None and not is_last and self._exchange.newest() < mine.step:
                 return
             self._waiting.popleft()
-            self._judge(mine, sums, theirs)
+            if theirs is not None:
+                self._judge(mine, sums, theirs, past)
 
-    def _judge(self, mine: Check, sums: Sums, theirs: Check) -> None:
+    def close(self) -> None:
+        """Compare what is left. Ranks that do not wait for each other in DDP may be far apart: the first is given time."""
+        until = time.monotonic() + PATIENCE_S
+        self.compare()
+        while any(past for *_, past in self._waiting) and not self._has_told and time.monotonic() < until:
+            time.sleep(0.05)
+            self.compare()
+        self.compare(is_last=True)
+
+    def _judge(self, mine: Check, sums: Sums, theirs: Check, past: PastWrapper | None) -> None:
         course = first_difference(mine.course, theirs.course)
         if mine.digest == theirs.digest and course is None:
             self._last_equal = mine.step
@@ -150,7 +167,10 @@ class _Pair:
         other = self._exchange.sums_of(mine.step) if mine.digest != theirs.digest else None
         names = [] if other is None else differing(sums, other)
         self._has_told = True
-        difference = Difference(mine.step, self._rank, self._first, self._last_equal, names, len(sums.names), course)
+        past = past if names and course is None else None
+        difference = Difference(
+            mine.step, self._rank, self._first, self._last_equal, names, len(sums.names), course, past
+        )
         self._tell(rank_divergence(difference, mine.digest))
 
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-KEPT = 8
-"""Checks that stay on disk: ranks that train together are never so far apart."""
+KEPT = 16
+"""Checks that stay on disk: all of the first 64 steps. Ranks that wait for each other in collectives are never so far apart."""
 
 _SIGNED_IN = re.compile(r"\.rank-(\d+)-\d+")
 
@@ -62,6 +62,10 @@ class Exchange:
     def check_of(self, step: int) -> Check | None:
         """What the first rank had after a step; None where it has not said so (yet, or any more)."""
         return self._read(self._folder / f"{step}.json", Check)
+
+    def newest(self) -> int:
+        """The last step of which the first rank has told; -1 before it has told of any."""
+        return max((int(file.stem) for file in self._folder.glob("[0-9]*.json")), default=-1)
 
     def sums_of(self, step: int) -> Sums | None:
         return self._read(self._folder / f"{step}.sums", Sums)

@@ -144,6 +144,8 @@ class Session:
                 self._overrides.undo()
             self._calls.undo()
             self._probes.undo()
+            if self._ranks is not None:
+                self._ranks.undo()
             self._dynamics.finish()
         try:
             self._conclude(error)

@@ -1,26 +1,44 @@
-"""The models that DistributedDataParallel keeps the same on several ranks, found among the modules that are called."""
+"""The models that DistributedDataParallel keeps the same on several ranks: those that are called, or of which a part is."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ampguard import compat
+from ampguard.capture.patches import Patches
 from ampguard.capture.ranks.checksums import bit_sum
+from ampguard.capture.ranks.past_wrapper import PastWrapper, past_wrapper
+from ampguard.capture.record import RootCall
 
 
 class Replica:
     """One DDP model of this process. `ranks`: of the processes that hold the same weights, in order."""
 
-    def __init__(self, ddp: nn.parallel.DistributedDataParallel, number: int) -> None:
+    def __init__(self, ddp: DistributedDataParallel, number: int) -> None:
         self.number = number
         self.ranks: list[int] = sorted(torch.distributed.get_process_group_ranks(ddp.process_group))
         self.is_promised = True
         """False once DDP has stopped to promise equal weights (`join`, post-local SGD): it is never asked again."""
+        self.past: PastWrapper | None = None
+        """How the iteration that was looked at last has trained it without calling DDP; None where it has not."""
+        self._is_left_alone = False
         self._ddp = weakref.ref(ddp)
+
+    def look(self, calls: Sequence[RootCall], in_no_sync: weakref.WeakSet[DistributedDataParallel]) -> None:
+        """See how the iteration that made these calls has used it. `in_no_sync`: whose `no_sync()` was entered."""
+        ddp = self._ddp()
+        if ddp is not None and self.is_promised:
+            past = past_wrapper(ddp, calls)
+            self._is_left_alone = past is not None and ddp in in_no_sync
+            self.past = None if self._is_left_alone else past
 
     def sums(self) -> tuple[list[str], list[Tensor]] | None:
         """Names and bit sums of its weights; None where nothing is to be compared after this step."""
@@ -29,25 +47,81 @@ class Replica:
         if ddp is None or replicated is None:
             self.is_promised = False
             return None
-        if not compat.averaged_last_gradients(ddp):
+        is_expected = self.past is not None or compat.averaged_last_gradients(ddp)
+        if self._is_left_alone or not is_expected:
             return None  # inside no_sync(), or after a call without gradients
         with torch.no_grad():
             return [name for name, _ in replicated], [bit_sum(p) for _, p in replicated]
 
 
 class Replicas:
-    """All DDP models seen so far."""
+    """All DDP models seen so far, in the order in which they, or parts of them, were called: the same on all ranks."""
 
     def __init__(self) -> None:
         self.known: list[Replica] = []
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._added: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._uncalled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet(made_before())
+        self._in_no_sync: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        """Those whose `no_sync()` was entered since the last look."""
+        self._patches = Patches()
 
-    def look(self, roots: Iterable[nn.Module]) -> None:
-        """Find the DDP models among modules that are called; each module is looked at once."""
-        for root in roots:
-            if root not in self._looked_at:
-                self._looked_at.add(root)
-                for module in root.modules():
-                    if isinstance(module, nn.parallel.DistributedDataParallel):
-                        self._looked_at.add(module)
-                        self.known.append(Replica(module, len(self.known)))
+    def install(self, guarded: Callable[..., Any]) -> None:
+        """Hear of each DDP model that is made, and of each `no_sync()`. `guarded(function, ...)` calls what may fail."""
+
+        def watch_init(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+                original(self, *args, **kwargs)
+                guarded(made, self)
+
+            return __init__
+
+        def watch_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def no_sync(self: DistributedDataParallel) -> Any:
+                guarded(left_alone, self)
+                return original(self)
+
+            return no_sync
+
+        made, left_alone = self._uncalled.add, self._in_no_sync.add
+        self._patches.replace(DistributedDataParallel, "__init__", watch_init)
+        self._patches.replace(DistributedDataParallel, "no_sync", watch_no_sync)
+
+    def undo(self) -> None:
+        """Take the patches out."""
+        self._patches.undo()
+
+    def look(self, calls: Sequence[RootCall]) -> None:
+        """Find the DDP models among what an iteration has called, and how it went about them."""
+        for call in calls:
+            self._find_under(call.module)
+        for ddp in list(self._uncalled):
+            if past_wrapper(ddp, calls) is not None:
+                self._add(ddp)
+        for replica in self.known:
+            replica.look(calls, self._in_no_sync)
+        self._in_no_sync.clear()
+
+    def _find_under(self, root: nn.Module) -> None:
+        """Each module is looked at once."""
+        if root not in self._looked_at:
+            self._looked_at.add(root)
+            for module in root.modules():
+                if isinstance(module, DistributedDataParallel):
+                    self._add(module)
+
+    def _add(self, ddp: DistributedDataParallel) -> None:
+        self._uncalled.discard(ddp)
+        if ddp not in self._added:
+            self._added.add(ddp)
+            self.known.append(Replica(ddp, len(self.known)))
+
+
+def made_before() -> list[DistributedDataParallel]:
+    """The DDP models that are there already."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []  # and without a process group there is none
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return [ddp for ddp in found if "module" in ddp._modules]

@@ -2,7 +2,8 @@
 
 What happens   one rank alone skips a step, changes its loss scale, loads another checkpoint, or writes to its weights.
                DistributedDataParallel copies the weights once, when it is made, and averages gradients from then on: it
-               never looks whether the weights are still the same.
+               never looks whether the weights are still the same. And it averages only after a call of its own: what
+               `model.module(x)` trains, past the wrapper, each rank trains by itself.
 Why it hurts   every rank adds the mean gradient to other weights. Nothing fails; the loss is that of no model, and the
                checkpoint, which rank 0 writes, is not what the others trained.
 Instead        decide on all ranks alike: reduce the condition first, torch.distributed.all_reduce(found_inf, op=MAX), and
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.incident import Fix, Incident
 
 MAX_NAMES = 12
@@ -35,6 +37,10 @@ WRITE_EVERYWHERE = (
     "do on every rank what changes weights outside the optimizer (initialisation, loading, clamping, an average), from the "
     "same numbers"
 )
+CALL_THE_WRAPPER = (
+    "call the DistributedDataParallel model itself, model(x), for what is differentiated; put what is called by another name "
+    "(model.module.loss(x)) into the forward of one module, and wrap that"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Difference:
     """Where a rank differs from the first of those that hold the same model.
 
     `parameters`: the weights that differ, of `of` in all. `course`: the first step in which the loss scale or skipping
-    differs, as (step, "scale" or "skipped", this rank's, the other's).
+    differs, as (step, "scale" or "skipped", this rank's, the other's). `past`: the call that this rank trained past DDP.
     """
 
     step: int
@@ -52,13 +58,16 @@ class Difference:
     parameters: list[str]
     of: int
     course: tuple[int, str, Any, Any] | None
+    past: PastWrapper | None = None
 
 
 def rank_divergence(difference: Difference, digest: str) -> Incident:
     """The incident, told by the rank that differs from the first. `digest`: what stands for this rank's weights."""
     course = difference.course
     step = difference.step if course is None else min(course[0], difference.step)
-    fixes = [Fix("call-order", None, WRITE_EVERYWHERE)] if course is None else _fixes_of(course[1])
+    past = difference.past
+    unseen = CALL_THE_WRAPPER if past is not None else WRITE_EVERYWHERE
+    fixes = [Fix("call-order", None, unseen)] if course is None else _fixes_of(course[1])
     if difference.parameters:
         fixes.append(Fix("load-weights", None, SYNCHRONISE))
     evidence: dict[str, Any] = {
@@ -72,6 +81,8 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
     }
     if course is not None:
         evidence |= {"differs": course[1], "here": course[2], "there": course[3]}
+    if past is not None:
+        evidence["trained_past_wrapper"] = {"module": past.part, "type": past.type_name}
     return Incident(
         step=step,
         rank=difference.rank,
@@ -79,10 +90,10 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
         phase="optimizer",
         severity="error",
         cause="rank-divergence",
-        module=None,
+        module=past.part if past is not None else None,
         op=None,
         dtype=None,
-        location=None,
+        location=past.line.location() if past is not None and past.line is not None else None,
         explanation=" ".join(_sentences(difference)),
         evidence=evidence,
         fixes=tuple(fixes),
@@ -116,4 +127,10 @@ def _sentences(d: Difference) -> list[str]:
         )
     elif d.course is not None and d.course[1] == "scale":
         found.append("Gradients that are multiplied by different numbers were averaged.")
+    if d.past is not None:
+        which = f"`{d.past.part}` ({d.past.type_name})" if d.past.part else f"`{d.past.type_name}`"
+        found.append(
+            f"{which} was called past its DistributedDataParallel wrapper, and the wrapper was not called in this step: so DDP "
+            f"averaged no gradients, and each rank updated its weights by its own."
+        )
     return found

@@ -1,0 +1,34 @@
+"""Training past DDP's wrapper is told with the call; what leaves the weights equal, or is said to be meant, is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launching import Ranks
+
+from ampguard.report.store import read_report
+
+SCRIPT = str(Path(__file__).parent / "wrapped_trainings.py")
+FAULTY = {  # the step after which they differ, the module, the line
+    "never_called": (0, "", "model.module(x).square().mean().backward()"),
+    "made_before": (0, "", "model.module(x).square().mean().backward()"),
+    "called_without_gradients": (0, "", "(model.module(x) - acted - 1).square().mean().backward()"),
+    "called_before": (4, "", "(model if i < 4 else model.module)(x).square().mean().backward()"),
+    "inside_another": (0, None, "loss(x).backward()"),
+    "a_part": (0, "value", "model.module.value(x).square().mean().backward()"),
+}
+HEALTHY = ("accumulated", "evaluated", "frozen", "unused", "on_their_own", "averaged_by_hand", "two_players")
+
+
+def test_trainings_past_the_wrapper(two_ranks: Ranks, tmp_path: Path) -> None:
+    ended = two_ranks(SCRIPT, *FAULTY, *HEALTHY)
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "a fault of its own" not in ended[0].err + ended[1].err
+    for name, (step, module, code) in FAULTY.items():
+        incident = read_report(tmp_path / name).incidents[0]
+        assert (incident.cause, incident.step, incident.rank) == ("rank-divergence", step, 1), name
+        assert (incident.module, incident.location and incident.location.code) == (module, code), name
+        assert "past its DistributedDataParallel wrapper" in incident.explanation
+        assert [fix.action for fix in incident.fixes] == ["call-order", "load-weights"]
+    for name in HEALTHY:
+        assert read_report(tmp_path / name).incidents == (), name
