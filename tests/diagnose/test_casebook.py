@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -293,3 +294,30 @@ def test_update_that_is_not_finite_although_its_gradients_are(guard: Guard) -> N
     assert "The parameter `weight` was not finite" in incident.explanation
     assert "the gradients of that update were finite" in incident.explanation
     assert [fix.action for fix in incident.fixes] == ["load-weights"]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, partial(torch.optim.AdamW, fused=True)])
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_weights_that_were_bad_before_any_step_used_them(
+    make: Callable[..., torch.optim.Optimizer], all_of_it: bool, guard: Guard
+) -> None:
+    """The losses before were finite, and no update has done it: to initialise them is the advice."""
+
+    def body() -> None:
+        seed_everything()
+        table, extra = nn.Embedding(6, 4), nn.Parameter(torch.full((4,), math.nan))
+        with torch.no_grad():
+            table.weight[5] = math.nan
+        optimizer = make([*table.parameters(), extra], lr=1e-2)
+        for step in range(8):
+            late = step == 6
+            rows = torch.tensor([0, 1, 5 if late and not all_of_it else 2])
+            out = table(rows).pow(2).sum()
+            optimizer.zero_grad()
+            (out + extra.sum() if late and all_of_it else out).backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.step) == ("nonfinite-parameter", 6)
+    assert "step 1, when they were looked at" in incident.explanation
+    assert [fix.action for fix in incident.fixes if fix.verified] == ["initialise-parameter"]

@@ -16,6 +16,9 @@ from ampguard.capture.record import Line
 _HIDDEN_ROOTS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
+_GENERATED = ("<frozen", "<eval_with_key")
+"""Modules inside the interpreter, and the code of `torch.fx` graphs (`<eval_with_key>.3`): no file that anybody wrote."""
+
 MAX_LINES = 1 << 14
 _is_user: dict[int, tuple[bool, CodeType]] = {}
 """By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
@@ -30,7 +33,7 @@ def is_user_code(code: CodeType) -> bool:
     known = _is_user.get(id(code))
     if known is None:
         file = code.co_filename
-        hidden = file.startswith(_HIDDEN_ROOTS) or file.startswith("<frozen") or file == "<string>"
+        hidden = file.startswith((*_HIDDEN_ROOTS, *_GENERATED)) or file == "<string>"
         known = _is_user[id(code)] = (not hidden and "__torch_package__" not in file, code)
     return known[0]
 

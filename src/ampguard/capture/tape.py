@@ -77,6 +77,8 @@ class GlueTape(compat.DispatchMode):
         """Whether the glue of steps like these is kept call by call."""
         self.is_on_stack = False
         """Whether calls or operators come by, recorded or not."""
+        self.is_barred = False
+        """True inside a compiled training step: Dynamo's state of dispatch and a mode that comes or goes there do not agree."""
         self.is_of_calls = False
         """Whether calls come by, not operators."""
         self._has_met_modes = False
@@ -96,6 +98,7 @@ class GlueTape(compat.DispatchMode):
             self.left = limit
         elif (
             limit > 0
+            and not self.is_barred
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
             and compat.dispatch_modes_on() == 0

@@ -6,6 +6,7 @@ It has a fault barrier of its own: if something here goes wrong it is said once 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -143,6 +144,9 @@ class LearningDynamics:
 
     def _on_look(self, sample: WeightSample) -> None:
         self.trajectory.look(sample)
+        norm, casebook = sample.weight_norm, self._casebook
+        if norm is not None and not math.isfinite(norm) and casebook.weights_bad_since is None:
+            casebook.weights_bad_since = sample.step
         self._ask("look", sample.step)
         for text in suspicion.gradient_underflow(self._situation(sample.step)) if self._is_in_half() else ():
             self.note(EventRow(sample.step, "gradient-underflow-suspected", text))

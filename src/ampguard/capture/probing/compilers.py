@@ -30,6 +30,8 @@ class CompilerProbe:
         self._patches.replace(torch, "compile", self._watch_compile)
         for name in ("trace", "trace_module"):
             self._patches.replace(torch.jit, name, self._off_tape)
+        if "torch._dynamo.eval_frame" in sys.modules:  # perhaps something is compiled already
+            self._recorder.barrier.call(self._hide)
 
     def _watch_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder = self._recorder
@@ -43,9 +45,28 @@ class CompilerProbe:
             if not isinstance(model, (types.FunctionType, types.MethodType)):
                 return made
             called = recorder.barrier.call(recorded, recorder, model, made)
-            return made if called is None else called
+            return self._without_tape(made) if called is None else called
 
         return compile
+
+    def _without_tape(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled function that differentiates: Dynamo puts back the dispatch state of its entry, the tape's with it."""
+        recorder = self._recorder
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tape = recorder.tape
+            if not recorder.active or recorder.paused or torch.compiler.is_compiling() or tape.is_barred:
+                return compiled(*args, **kwargs)
+            recorder.barrier.call(tape.leave)
+            tape.is_barred = True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                tape.is_barred = False
+                recorder.barrier.call(recorder.resume_tape)
+
+        return call
 
     def _hide(self) -> None:
         """Where compiled code stops at a call of ours (`backward`, a hook), Dynamo would compile our frames."""

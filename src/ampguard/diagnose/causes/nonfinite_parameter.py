@@ -8,6 +8,7 @@ Instead        initialise it, load an older checkpoint, and repair what poisoned
 
 from __future__ import annotations
 
+from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
@@ -33,6 +34,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "role": state.role,
             "values": facts.as_dict(),
             "is_trained": state.held.requires_grad,
+            "times_written": version_of(state.held),
             "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
         },
         proposals=(
