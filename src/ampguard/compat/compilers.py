@@ -1,0 +1,168 @@
+"""Compiled code, and the kernels behind operators."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ampguard.compat.modes import HAS_CUDA, cuda_is_in_use
+
+
+def may_compile() -> bool:
+    """Whether `torch.compile` was ever asked for: what it compiles depends on the function modes that are on."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    backends = getattr(frames, "cached_backends", None)
+    return backends is None or any(callable(backend) for backend in backends.values())
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of the module run compiled code."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def force_eager() -> Any:
+    """A context in which compiled callables run eagerly, so that a replay sees every operator."""
+    return _with_stance("force_eager")
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process: operators inside compiled code cannot be watched."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)
+    return bool(counters and counters.get("frames", {}).get("total", 0))
+
+
+def as_compiled() -> Any:
+    """A context in which compiled callables run what they have compiled, and raise where they would compile anew."""
+    return _with_stance("fail_on_recompile")
+
+
+@contextlib.contextmanager
+def _with_stance(stance: str) -> Iterator[None]:
+    """A stance of `torch.compiler`, also where compiled code has stopped and we are called from the middle of it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _outside_compiled_code(), torch.compiler.set_stance(stance):
+        yield
+
+
+@contextlib.contextmanager
+def _outside_compiled_code() -> Iterator[None]:
+    """Nothing is compiled on this thread for as long, but for what asks for it anew."""
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    switch = getattr(frames, "set_eval_frame", None)
+    if switch is None:
+        yield
+        return
+    before = switch(None)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+@contextlib.contextmanager
+def compiling_through(wrap: Callable[[Any], Any]) -> Iterator[bool]:
+    """A context in which compiled callables compile with `wrap(their own backend)`; yields whether that can be.
+
+    What they have compiled stays theirs: Dynamo keeps compiled code by backend.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    chosen = getattr(frames, "_callback_from_stance", None)
+    innermost, wrapped = getattr(frames, "innermost_backend", None), getattr(frames, "_create_wrapped_callback", None)
+    if frames is None or config is None or chosen is None or innermost is None or wrapped is None:
+        yield False
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        backend = wrap(innermost(callback)) if callable(callback) else None
+        return callback if backend is None else wrapped(backend)
+
+    frames._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
+    try:
+        with (
+            _outside_compiled_code(),
+            config.patch(recompile_limit=config.recompile_limit + 8),
+        ):  # at the limit Dynamo would give the function up
+            yield True
+    finally:
+        frames._callback_from_stance = chosen  # type: ignore[attr-defined]
+
+
+def has_graphs_of_device(backend: object) -> bool:
+    """Whether a backend of `torch.compile` replays CUDA graphs: their results are overwritten by the next run."""
+    if not (HAS_CUDA and cuda_is_in_use()):
+        return False
+    inductor = sys.modules.get("torch._inductor.config")
+    everywhere = getattr(getattr(inductor, "triton", None), "cudagraphs", False)
+    return bool(getattr(backend, "config", {}).get("triton.cudagraphs", everywhere)) or "cudagraph" in name_of(backend)
+
+
+def without_device_graphs(backend: Any) -> Any:
+    """The backend; a copy of it where it would replay CUDA graphs, which does not."""
+    if not has_graphs_of_device(backend):
+        return backend
+    if not isinstance(getattr(backend, "config", None), dict):
+        raise RuntimeError(
+            f"the backend {name_of(backend)} replays CUDA graphs, and the next run would overwrite their results"
+        )
+    plain = copy.copy(backend)
+    plain.config = {**backend.config, "triton.cudagraphs": False}
+    return plain
+
+
+def backend_called(name: str) -> Any:
+    """The backend of `torch.compile` of this name."""
+    return sys.modules["torch._dynamo"].lookup_backend(name)
+
+
+def name_of(backend: object) -> str:
+    """What a backend of `torch.compile` is called: "inductor", "aot_eager", the name of a function of the user's."""
+    for attribute in ("compiler_name", "__name__"):
+        name = getattr(backend, attribute, None)
+        if isinstance(name, str):
+            return name
+    inner = getattr(backend, "compiler_fn", None)
+    return name_of(inner) if inner is not None and inner is not backend else type(backend).__name__
+
+
+def allow_one_more_compilation() -> None:
+    """Let Dynamo keep one more compiled version of each function: one of them is ours, and not the script's."""
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    if config is not None:
+        config.recompile_limit += 1
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """A context in which the CPU's products and convolutions are PyTorch's own, and not oneDNN's."""
+    was_on, switch = getattr(torch._C, "_get_mkldnn_enabled", None), getattr(torch._C, "_set_mkldnn_enabled", None)
+    if was_on is None or switch is None:
+        yield
+        return
+    before = was_on()
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+def run_uncompiled(codes: list[Any]) -> None:
+    """Let Dynamo run frames of these codes as they are: not compile them where compiled code has stopped and calls them.
+
+    Where it follows a call from inside compiled code it still sees through them.
+    """
+    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip is not None:
+        for code in codes:
+            skip(code)

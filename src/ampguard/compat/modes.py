@@ -1,0 +1,194 @@
+"""Modes, transforms and tracing: what is on just now."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_current_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+
+_dispatch_depth: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+
+_function_depth: Callable[[], int] | None = getattr(torch._C, "_len_torch_function_stack", None)
+
+_tracing_state: Callable[[], object | None] | None = getattr(torch._C, "_get_tracing_state", None)
+
+_without_modes: Callable[[], Any] | None = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
+
+_functorch = getattr(torch._C, "_functorch", None)
+
+_peek_interpreter: Callable[[], object | None] | None = getattr(_functorch, "peek_interpreter_stack", None)
+
+_push: Callable[[Any], None] | None = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
+
+_pop: Callable[[Any], Any] | None = getattr(torch._C, "_pop_torch_dispatch_stack", None)
+
+_top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
+
+_push_function: Callable[[Any], None] | None = getattr(torch._C, "_push_on_torch_function_stack", None)
+
+_pop_function: Callable[[], Any] | None = getattr(torch._C, "_pop_torch_function_stack", None)
+
+_top_function: Callable[[int], Any] | None = getattr(torch._C, "_get_function_stack_at", None)
+
+HAS_CUDA = torch.backends.cuda.is_built()
+"""Whether this PyTorch could use CUDA at all: if not, it need not be asked in every step."""
+
+
+def cuda_is_in_use() -> bool:
+    """Whether this process has initialised CUDA."""
+    return bool(getattr(torch.cuda, "_initialized", False)) and torch.cuda.is_initialized()
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return _current_graph_task_id is not None and _current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Whether autograd's engine or a functorch transform is running on this thread."""
+    if _current_graph_task_id is not None and _current_graph_task_id() != -1:
+        return True
+    return _peek_interpreter is not None and _peek_interpreter() is not None
+
+
+def dispatch_depth() -> int:
+    """How many TorchDispatchModes are active on this thread."""
+    return _dispatch_depth() if _dispatch_depth is not None else 0
+
+
+def is_top_dispatch_mode(mode: TorchDispatchMode) -> bool:
+    """Whether `mode` is the innermost active dispatch mode, so that leaving it does not disturb another."""
+    depth = dispatch_depth()
+    if depth == 0 or _top_mode is None:
+        return False
+    return _top_mode(depth - 1) is mode
+
+
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` is recording: it compares two runs and must see the script's operators only."""
+    return _tracing_state is not None and _tracing_state() is not None
+
+
+def unseen() -> Any:
+    """A context in which the script's own function and dispatch modes do not see our operators."""
+    stack = contextlib.ExitStack()
+    if _function_depth is not None and _function_depth():
+        stack.enter_context(torch._C.DisableTorchFunction())
+    if dispatch_depth() and _without_modes is not None:
+        stack.enter_context(_without_modes())
+    return stack
+
+
+def _none_active() -> int:
+    return 0
+
+
+dispatch_modes_on: Callable[[], int] = _dispatch_depth or _none_active
+"""How many dispatch modes are active on this thread. PyTorch's own function, as it is asked at every edge of a step."""
+
+
+def _no_task() -> int:
+    return -1
+
+
+def _no_interpreter() -> None:
+    return None
+
+
+graph_task: Callable[[], int] = _current_graph_task_id or _no_task
+"""Number of the backward pass that runs on this thread, -1 where none does; PyTorch's own function."""
+
+interpreter: Callable[[], object | None] = _peek_interpreter or _no_interpreter
+"""The functorch transform that is active on this thread, None where none is; PyTorch's own function."""
+
+tracing_state: Callable[[], object | None] = _tracing_state or _no_interpreter
+"""What `torch.jit.trace` records into, None where it does not; PyTorch's own function."""
+
+function_modes_on: Callable[[], int] = _function_depth or _none_active
+"""How many function modes are active on this thread."""
+
+
+def in_functorch() -> bool:
+    """Whether a functorch transform (`vmap`, `torch.func.grad`) is active: its tensors cannot be replayed."""
+    return _peek_interpreter is not None and _peek_interpreter() is not None
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that neither imports Dynamo at its first operator nor keeps `torch.compile` from compiling."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+        self._is_plainly_pushed = False
+
+    def begin(self) -> None:
+        """Make this the innermost mode of the thread.
+
+        What `__enter__` does beside that is there for compiled code to ask, and can be left out before anything is compiled.
+        """
+        self._is_plainly_pushed = _push is not None and _pop is not None and "torch._inductor" not in sys.modules
+        if _push is not None and self._is_plainly_pushed:
+            _push(self)
+        else:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Take this mode off; it must be the innermost."""
+        if _pop is not None and self._is_plainly_pushed:
+            _pop(None)
+        else:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode that is put on the stack and taken off without a frame of PyTorch's own."""
+
+    is_available = _push_function is not None and _pop_function is not None and _top_function is not None
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether this is the mode that would see a call."""
+        depth = function_modes_on()
+        return depth > 0 and _top_function is not None and _top_function(depth - 1) is self
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+push_function_mode: Callable[[FunctionMode], Any] = _push_function or _nothing
+"""Make a mode the innermost of the thread."""
+
+pop_function_mode: Callable[[], Any] = _pop_function or _nothing
+"""Take the innermost mode off."""
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a functorch transform has wrapped; the stacked one under `vmap`."""
+    is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
+    unwrap = getattr(_functorch, "get_unwrapped", None)
+    while is_wrapped is not None and unwrap is not None and is_wrapped(tensor):
+        tensor = unwrap(tensor)
+    return tensor
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are on, the innermost last."""
+    stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
+    return list(stack()) if stack is not None else []

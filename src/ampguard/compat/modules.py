@@ -1,0 +1,126 @@
+"""Modules: their own parts, wrappers, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+def loader_iterators() -> list[type]:
+    """The classes whose `__next__` fetches a batch."""
+    base = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+    return [base] if base is not None else []
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name: the dictionary itself, not a copy. Empty for a ScriptModule, whose is in C++."""
+    return _own(module, "_parameters")
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own buffers by name: the dictionary itself. Empty for a ScriptModule."""
+    return _own(module, "_buffers")
+
+
+def children_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own children by name: the dictionary itself. Empty for a ScriptModule."""
+    return _own(module, "_modules")
+
+
+def _own(module: torch.nn.Module, name: str) -> dict[str, Any]:
+    found = module.__dict__.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Every hook of the module, and those on its parameters' gradients."""
+    places = [
+        getattr(module, n, None)
+        for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    ]
+    places += [getattr(p, "_backward_hooks", None) for p in parameters_of(module).values() if p is not None]
+    return [hook for hooks in places if hooks for hook in list(hooks.values())]
+
+
+class Paused(Protocol):
+    """Something that is out of the way at times."""
+
+    paused: bool
+
+
+def call_while_paused(watcher: Paused, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """An `nn.Module.__call__` that does what PyTorch's own does while `watcher` is paused, without a second frame.
+
+    A call inside another module then costs nothing. Every other call goes to `otherwise(module, *args, **kwargs)`.
+    """
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if watcher.paused:
+            if self._compiled_call_impl is not None:
+                return self._compiled_call_impl(*args, **kwargs)
+            return self._call_impl(*args, **kwargs)
+        return otherwise(self, *args, **kwargs)
+
+    return __call__
+
+
+def functional_call() -> tuple[Any, str] | None:
+    """Where `torch.func.functional_call` runs a module on other parameters than its own."""
+    from torch.nn.utils import stateless
+
+    return (stateless, "_functional_call") if hasattr(stateless, "_functional_call") else None
+
+
+def is_wrapper(module: torch.nn.Module) -> str | None:
+    """The attribute behind which `module` hides the user's module, or None where it is no wrapper."""
+    name = type(module).__name__
+    where = type(module).__module__
+    if where.startswith("ampguard."):
+        return getattr(type(module), "hides", None)
+    if not where.startswith("torch."):
+        return hidden_from_its_state(module)
+    known = {
+        "OptimizedModule": "_orig_mod",
+        "DistributedDataParallel": "module",
+        "DataParallel": "module",
+        "AveragedModel": "module",
+        "CheckpointWrapper": "_checkpoint_wrapped_module",
+        "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    }
+    return known.get(name)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's module behind PyTorch's wrappers (`torch.compile`, DDP, DataParallel, checkpoint wrappers)."""
+    while True:
+        attribute = is_wrapper(module)
+        if attribute is None:
+            return module
+        inner = getattr(module, attribute, None)
+        if not isinstance(inner, torch.nn.Module):
+            return module
+        module = inner
+
+
+def only_forwards_to_call_impl(call: Any) -> bool:
+    """Whether `nn.Module.__call__` does nothing but choose between `_compiled_call_impl` and `_call_impl`."""
+    code = getattr(call, "__code__", None)
+    return code is not None and code.co_names == ("_compiled_call_impl", "_call_impl")
+
+
+def flat_weights_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The list of its parameters that a recurrent module keeps beside them."""
+    return {key: value for key, value in vars(module).items() if key in ("_flat_weights", "_flat_weight_refs")}
+
+
+def hidden_from_its_state(module: torch.nn.Module) -> str | None:
+    """The attribute of the only child, where the module's own `state_dict` leaves it out of the names (Fabric's does)."""
+    if type(module).state_dict is torch.nn.Module.state_dict or module._parameters or module._buffers:
+        return None
+    children = {key: child for key, child in module._modules.items() if child is not None}
+    if not children or len({id(unwrapped(child)) for child in children.values()}) != 1:
+        return None
+    key, child = next(iter(children.items()))
+    return key if module.state_dict().keys() == unwrapped(child).state_dict().keys() else None

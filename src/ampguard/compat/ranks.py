@@ -1,0 +1,137 @@
+"""Several ranks: DDP, FSDP2, sharded tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def needs_other_ranks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module gathers parameters from other ranks: FSDP of either kind, tensor parallelism."""
+    if "torch.distributed.tensor" not in sys.modules and "torch.distributed.fsdp" not in sys.modules:
+        return False
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(
+        k for name in ("FSDPModule", "FullyShardedDataParallel") if (k := getattr(fsdp, name, None)) is not None
+    )
+    sharded = any(isinstance(inner, kinds) for inner in module.modules()) if kinds else False
+    return sharded or any(hasattr(p, "_local_tensor") for p in module.parameters())
+
+
+def distributed_is_on() -> bool:
+    """Whether this process has joined a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
+    return distributed_is_on() and torch.distributed.get_world_size() > 1
+
+
+def collective_timeout() -> float | None:
+    """Seconds after which the default process group gives a collective up; None where that is not known."""
+    if not several_ranks():
+        return None
+    try:
+        group = torch.distributed.group.WORLD
+        backend = group._get_backend(torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu"))  # type: ignore[union-attr]
+        return float(backend.options._timeout.total_seconds())
+    except Exception:  # another backend, another release
+        return None
+
+
+def replicated_by(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]] | None:
+    """The parameters that DDP keeps the same on every rank; None where it does not promise to.
+
+    It does not under `join` (ranks that have run out of data fall behind) and with post-local SGD, where ranks go their
+    own ways between averages.
+    """
+    join = getattr(ddp, "_join_config", None)
+    hooks = getattr(ddp, "_comm_hooks", ())
+    if getattr(join, "enable", False) or any(type(state).__name__ == "PostLocalSGDState" for _, state in hooks):
+        return None
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    named: Iterator[tuple[str, torch.nn.Parameter]] = ddp.module.named_parameters()
+    return [(n, p) for n, p in named if p.requires_grad and n not in ignored and not hasattr(p, "_local_tensor")]
+
+
+def averaged_last_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP's last call was followed by an all-reduce: not so under `no_sync()`."""
+    return bool(getattr(ddp, "require_forward_param_sync", True))
+
+
+def fsdp_states(module: torch.nn.Module) -> list[Any]:
+    """What `fully_shard` keeps for the modules under one; empty where PyTorch does not say."""
+    known = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    state_of = getattr(known, "_get_module_fsdp_state", None)
+    found = [state_of(inner) for inner in module.modules()] if state_of is not None else []
+    return list({id(state): state for state in found if state is not None}.values())
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that are gathered together: each has `wait_for_unshard()` and `is_unsharded`."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    one = getattr(state, "_fsdp_param_group", None) if groups is None else None
+    found = list(groups) if groups is not None else [one] if one is not None else []
+    return [group for group in found if hasattr(group, "wait_for_unshard") and hasattr(group, "is_unsharded")]
+
+
+def fsdp_parameters(group: Any) -> list[tuple[list[tuple[torch.nn.Module, str]], Any]]:
+    """Of a group that is gathered now: each parameter in full, with every (module, name) where it hangs."""
+    found = []
+    for kept in group.fsdp_params:
+        info = kept._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        found.append(([(info.module, info.param_name), *shared], kept._unsharded_param))
+    return found
+
+
+def fsdp_trains(group: Any) -> bool:
+    """Whether an optimizer may change any parameter of the group."""
+    return any(kept.sharded_param.requires_grad for kept in group.fsdp_params)
+
+
+def fsdp_hooks(state: Any) -> list[tuple[torch.nn.Module, dict[int, Any], int, bool]]:
+    """The hooks around forward that gather and cast: module, the dictionary and the key of each, and if it runs before."""
+    both = (getattr(state, "_pre_forward_hook_handle", None), getattr(state, "_post_forward_hook_handle", None))
+    handles = {id(one): one for handle in both for one in getattr(handle, "handles", (handle,)) if one is not None}
+    places = [
+        (module, hooks, is_before)
+        for module in getattr(state, "_modules", ())
+        for hooks, is_before in ((module._forward_pre_hooks, True), (module._forward_hooks, False))
+    ]
+    return [(m, hooks, h.id, first) for h in handles.values() for m, hooks, first in places if h.id in hooks]
+
+
+def fsdp_precision(state: Any) -> Any:
+    """The `MixedPrecisionPolicy` of a module given to `fully_shard`; None where it is not known."""
+    return getattr(state, "_mp_policy", None)
+
+
+def fsdp_input_device(state: Any) -> torch.device | None:
+    """Where the outermost module given to `fully_shard` puts its inputs first; None where it leaves them."""
+    device = getattr(state, "_device", None) if getattr(state, "_is_root", False) else None
+    return device if device is not None and device.type != "cpu" else None
+
+
+def before_fully_shard(module: torch.nn.Module) -> type:
+    """The class that a module had before `fully_shard` gave it another."""
+    kind = type(module)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is None or not isinstance(module, sharded):
+        return kind
+    return next((base for base in kind.__bases__ if base is not sharded), kind)
+
+
+def communication_hooks(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """What sends DDP's gradients instead of its own all-reduce, each with its state; the C++ hook as its Python twin."""
+    hooks = list(getattr(ddp, "_comm_hooks", ()))
+    facts: dict[str, Any] = getattr(ddp, "_get_ddp_logging_data", dict)()
+    if not hooks and str(facts.get("comm_hook", "")).endswith("FP16_COMPRESS"):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        hooks.append((fp16_compress_hook, ddp.process_group))
+    return hooks

@@ -1,0 +1,159 @@
+"""Tensors: memory, versions, hooks, and operators on many at once."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_flatten: Callable[[Any], torch.Tensor] | None = getattr(torch._C._nn, "flatten_dense_tensors", None)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind `tensor`; 0 where it has none (sparse, meta of a subclass)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return 0
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are numbers to look at: not so for meta and fake tensors, and for empty ones."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return False
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is None or not isinstance(tensor, fake.FakeTensor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's version counter; -1 for inference tensors, which keep none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+plain_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""`version_of` for the hot path; raises RuntimeError for an inference tensor."""
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, in one call where PyTorch has one."""
+    together = getattr(torch, "_foreach_norm", None)
+    return list(together(tensors)) if together is not None else [torch.linalg.vector_norm(t) for t in tensors]
+
+
+def has_gradient_hooks(leaf: torch.Tensor) -> bool:
+    """Whether something happens when a gradient has been added to this leaf."""
+    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None)) or torch.distributed.is_initialized()
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse gradient as they are stored, without adding up what belongs to one place."""
+    values = getattr(tensor, "_values", None)
+    return values() if tensor.layout == torch.sparse_coo and values is not None else tensor.to_dense()
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All elements of some tensors of one type in one new tensor."""
+    with torch.no_grad():
+        if _flatten is not None:
+            return _flatten(tensors)
+        return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def norms_in(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, of one device and type, summed up in `dtype`."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None:
+        return [torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]
+    return list(together(tensors, 2, dtype))
+
+
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device in place by a 0-d tensor that lies there, too."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def update_scale_(
+    scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """One update of a loss scale and of its count of finite steps, in place and without waiting, as GradScaler makes it."""
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+
+
+@functools.cache
+def has_kernel(operator: str, device_type: str) -> bool:
+    """Whether an ATen operator has a kernel of its own for a kind of device: not one made of other operators."""
+    ask = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    try:
+        return ask is not None and bool(ask(f"aten::{operator}", device_type.upper()))
+    except RuntimeError:  # an operator or a device that this PyTorch does not know
+        return False
+
+
+def cast_leaf(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf of which `tensor` is a copy in another type (as autocast makes them); None where it is something else."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or not node.next_functions:
+        return None
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    return leaf if isinstance(leaf, torch.Tensor) else None
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply every tensor in place, in one call where PyTorch has one."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def stored_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of a sparse gradient: which rows it holds and their values, as they are stored; None where it is stored otherwise."""
+    indices = getattr(tensor, "_indices", None)
+    if tensor.layout != torch.sparse_coo or tensor.sparse_dim() != 1 or indices is None:
+        return None
+    return indices()[0], stored_values(tensor)
+
+
+def unscale_all_(tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Multiply tensors in place by `inverse`, and set `found_inf` to 1 where an element is Inf or NaN: one pass, no waiting."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """`version_of` each; quicker for many."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # an inference tensor
+        return [version_of(t) for t in tensors]
+
+
+def keeping_version(tensor: torch.Tensor) -> Any:
+    """A context in which writing to a tensor goes unnoticed by the graphs that have kept it; None where PyTorch has none."""
+    keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    return keep(tensor) if keep is not None else None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank of a tensor that is spread over several (a DTensor); any other tensor as it is.
+
+    To ask such a tensor itself for a number would make all ranks talk to each other, and wait for those that do not.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
+def hooks_of_leaf(leaf: torch.Tensor) -> Any:
+    """The hooks on a leaf's gradient, by the number of their handle; None where there are none."""
+    hooks = getattr(leaf, "_backward_hooks", None)
+    return hooks if hooks and isinstance(hooks, dict) else None

@@ -1,0 +1,173 @@
+"""Optimizers, scalers and clipping."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`register_optimizer_step_pre_hook` and `..._post_hook`, global to all optimizers."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+
+
+def loss_scale(scaler: object) -> torch.Tensor | None:
+    """The scaler's scale where it lies, so that reading it is the caller's decision; None before its first use."""
+    scale = getattr(scaler, "_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def total_norm_function() -> tuple[Any, str] | None:
+    """Where `clip_grad_norm_` looks up the function that measures the gradients."""
+    from torch.nn.utils import clip_grad
+
+    return next(((clip_grad, name) for name in ("_get_total_norm",) if hasattr(clip_grad, name)), None)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The optimizer's own `step`, without the global hooks that PyTorch wraps around it."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
+def held_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The scale that a fused optimizer divides by itself, during the scaler's step."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def held_found_inf(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The flag by which a fused optimizer skips its own step, during the scaler's step."""
+    flag = getattr(optimizer, "found_inf", None)
+    return flag if isinstance(flag, torch.Tensor) else None
+
+
+def is_told_to_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler, in its step, told a fused optimizer on the CPU that it found Inf. Elsewhere it would wait."""
+    flag = held_found_inf(optimizer)
+    return flag is not None and flag.is_cpu and bool(flag.item())
+
+
+def found_inf(scaler: object, optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether the scaler found Inf in an optimizer's gradients since its last update; None where it has not looked."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    state = states.get(id(optimizer)) if states is not None else None
+    found = state.get("found_inf_per_device") if state else None
+    return any(bool(flag.item()) for flag in found.values()) if found else None
+
+
+def unscales_as_it_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler leaves the division to the optimizer (a fused one)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def clipping_limit() -> float | None:
+    """Called from inside `clip_grad_norm_`: its `max_norm`; None where the caller is another function."""
+    frame: Any = sys._getframe(1)
+    for _ in range(8):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "clip_grad_norm_" and "max_norm" in frame.f_locals:
+            return float(frame.f_locals["max_norm"])
+    return None
+
+
+def hook_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's attributes that hold hooks."""
+    return [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+
+
+def scaler_is_watched() -> bool:
+    """Whether somebody has wrapped `GradScaler.step`: the guard, or another tool."""
+    return hasattr(torch.amp.GradScaler.step, "__wrapped__")
+
+
+def can_borrow_scaler() -> bool:
+    """Whether GradScaler still asks the two methods that `BorrowedScaler` answers."""
+    return all(hasattr(torch.amp.GradScaler, name) for name in ("_unscale_grads_", "_maybe_opt_step"))
+
+
+class BorrowedScaler(torch.amp.GradScaler):
+    """A GradScaler whose public calls do what somebody else tells them: so that who watches GradScaler sees it happen."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self._told: tuple[torch.Tensor, Callable[[], None]] | None = None
+        self._folds = False
+
+    def unscale_as(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
+        """Announce that the gradients were divided, with this result."""
+        self._told = (found, lambda: None)
+        self.unscale_(optimizer)
+
+    def rescale_as(self, optimizer: torch.optim.Optimizer) -> None:
+        """Announce that gradients which were divided carry the scale again; who listens wraps this."""
+        forget_optimizer(self, optimizer)
+
+    def step_by(self, optimizer: torch.optim.Optimizer, found: torch.Tensor, apply: Callable[[], None]) -> None:
+        """Announce a step; `apply` makes or skips it."""
+        stepped_before = getattr(self._per_optimizer_states[id(optimizer)].get("stage"), "name", "") == "STEPPED"
+        if stepped_before:
+            del self._per_optimizer_states[id(optimizer)]
+        self._told = (found, apply)
+        self._folds = unscales_as_it_steps(optimizer)
+        if self._folds:
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            self.step(optimizer)
+        finally:
+            if self._folds:
+                optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _unscale_grads_(self, *_: Any) -> dict[torch.device, torch.Tensor]:
+        assert self._told is not None
+        return {self._told[0].device: self._told[0]}
+
+    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        assert self._told is not None
+        if self._folds:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._told[1]()
+
+
+def steps_as(optimizer_class: type, known: type) -> bool:
+    """Whether a class updates with the very code of one of PyTorch's optimizers: itself, or a subclass that adds none."""
+    return all(
+        inspect.unwrap(getattr(optimizer_class, name)) is inspect.unwrap(getattr(known, name))
+        for name in ("step", "_init_group")
+        if hasattr(known, name)
+    )
+
+
+def is_of_pytorch(optimizer_class: type) -> bool:
+    """Whether an optimizer's `step` is one of `torch.optim`'s own: the class itself, or a subclass that adds none."""
+    step = inspect.unwrap(getattr(optimizer_class, "step", is_of_pytorch))
+    return bool(step.__module__.startswith("torch.optim."))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything is called around the optimizer's step; also where PyTorch does not say."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    places = [getattr(module, name, None) for name in names]
+    places += [getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    return any(hooks is None or hooks for hooks in places)
+
+
+def is_first_move(scheduler: Any) -> bool:
+    """Whether a scheduler's `step` is the one that its own construction makes."""
+    return bool(getattr(scheduler, "_is_initial", False))
+
+
+def forget_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let a scaler take an optimizer's next unscaling for its first since the last update."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is not None:
+        states.pop(id(optimizer), None)
