@@ -33,3 +33,25 @@ def test_a_compiled_step_that_fails(backend: str, tmp_path: Path) -> None:
     assert (incident.step, incident.mode) == (3, "train")
     assert incident.cause == ("domain-error" if backend == "aot_eager" else "unexplained")
     assert incident.location is None or incident.location.file == __file__
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_step_that_was_compiled_before_the_guard_runs_on(backend: str, tmp_path: Path) -> None:
+    """Dynamo puts back the dispatch keys with which a call began: it must not begin under our tape."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @torch.compile(backend=backend)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    with ampguard.watch(out=tmp_path / "run") as watched:
+        for _ in range(6):
+            optimizer.zero_grad()
+            x = torch.rand(8, 4)
+            step(x - x.mean())
+            optimizer.step()
+    assert watched.report is not None
+    assert (watched.report.steps, watched.report.incidents) == (6, ())

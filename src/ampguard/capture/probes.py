@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.clipping import ClippingProbe
 from ampguard.capture.probing.compilers import CompilerProbe
@@ -33,6 +34,7 @@ class Probes:
         for probe in (ModuleProbe, DerivativeProbe, FunctionProbe, CompilerProbe, ClippingProbe, EdgeProbe):
             probe(self._recorder, self._patches).install()
         self._updates.install()
+        self._recorder.has_compiled_before = compat.may_compile()
         self._recorder.active = True
         os.register_at_fork(after_in_child=self._in_child)
 

@@ -103,6 +103,8 @@ class FlightRecorder:
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self._has_root = False
         self._first_root = 0
+        self.has_compiled_before = False
+        """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
         self.functions = AppliedFunctions()
@@ -384,7 +386,7 @@ class FlightRecorder:
 
     def tape_preprocessing(self) -> None:
         """Tape what the script computes before the first module of a step."""
-        limit = self.schedule.prefix_limit
+        limit = 0 if self.has_compiled_before else self.schedule.prefix_limit
         if limit and self.thread == threading.get_ident() and not self.paused:
             self.tape.enter(limit)
 
