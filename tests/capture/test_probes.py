@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
@@ -186,3 +186,24 @@ def test_importing_the_front_door_patches_nothing() -> None:
 
     assert ampguard.run.session.Session
     assert all(new is old for new, old in zip(attributes(), before, strict=True))
+
+
+def test_a_guard_that_ends_while_a_batch_is_fetched_leaves_nothing_on(tmp_path: Path) -> None:
+    """The wrapper of the fetch comes back when the guard is gone."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    class Batches(torch.utils.data.IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            with ampguard.watch(out=tmp_path / "run"):
+                for _ in range(12):
+                    yield torch.rand(3, 4)
+            yield torch.rand(3, 4)
+
+    left = []
+    for x in torch.utils.data.DataLoader(Batches(), batch_size=None):
+        left.append(compat.function_modes_on() + compat.dispatch_modes_on())
+        optimizer.zero_grad()
+        model(x - x.mean()).square().mean().backward()
+        optimizer.step()
+    assert left[-1] == 0

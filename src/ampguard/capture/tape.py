@@ -98,6 +98,7 @@ class GlueTape(compat.DispatchMode):
             self.left = limit
         elif (
             limit > 0
+            and self._taped.active  # a wrapper may come back from what it called after the guard has ended
             and not self.is_barred
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
