@@ -323,3 +323,16 @@ def test_bad_eagerly_too_is_explained_eagerly(guard: Guard) -> None:
         train(torch.compile(net, backend="aot_eager"), net, steps=1)
 
     assert guard(body).first.cause == "domain-error"
+
+
+def test_the_line_of_a_node_is_the_scripts_own() -> None:
+    """Neither PyTorch's nor a frame of any file of ours, however the package is laid out."""
+    from ampguard.capture import calls
+    from ampguard.compat import modules
+    from ampguard.replay.compiled_graphs import place_of_node
+
+    frames = [("/home/me/train.py", 7), (torch.nn.Linear.forward.__code__.co_filename, 130)]
+    frames += [(str(file.__file__), 12) for file in (calls, modules)]
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = "".join(f'  File "{file}", line {line}, in forward\n    x\n' for file, line in frames)
+    assert place_of_node(node) == ("/home/me/train.py", 7)

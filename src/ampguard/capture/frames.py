@@ -28,13 +28,17 @@ _lines: dict[tuple[int, int], Line] = {}
 """By the identity of the code and the instruction. The line's code is kept with it, so that its identity stays its own."""
 
 
+def is_user_file(file: str) -> bool:
+    """Whether the file belongs neither to PyTorch nor to ampguard, and somebody wrote it."""
+    hidden = file.startswith((*_HIDDEN_ROOTS, *_GENERATED)) or file == "<string>"
+    return not hidden and "__torch_package__" not in file
+
+
 def is_user_code(code: CodeType) -> bool:
     """Whether a frame of this code may be shown as the user's line (their script or a library such as transformers)."""
     known = _is_user.get(id(code))
     if known is None:
-        file = code.co_filename
-        hidden = file.startswith((*_HIDDEN_ROOTS, *_GENERATED)) or file == "<string>"
-        known = _is_user[id(code)] = (not hidden and "__torch_package__" not in file, code)
+        known = _is_user[id(code)] = (is_user_file(code.co_filename), code)
     return known[0]
 
 

@@ -71,8 +71,8 @@ def norms_in(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tens
     return list(together(tensors, 2, dtype))
 
 
-def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one device in place by a 0-d tensor that lies there, too."""
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply tensors of one device in place by a number, or by a 0-d tensor that lies there too; in one call if it can be."""
     together = getattr(torch, "_foreach_mul_", None)
     if together is not None:
         together(tensors, factor)
@@ -105,16 +105,6 @@ def cast_leaf(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     leaf = getattr(node.next_functions[0][0], "variable", None)
     return leaf if isinstance(leaf, torch.Tensor) else None
-
-
-def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply every tensor in place, in one call where PyTorch has one."""
-    together = getattr(torch, "_foreach_mul_", None)
-    if together is not None:
-        together(tensors, factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
 
 
 def stored_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
-from ampguard import compat
+from ampguard.capture.frames import is_user_file
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-HIDDEN_ROOTS = tuple(str(Path(file).resolve().parent) + os.sep for file in (torch.__file__, compat.__file__))
 MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "set_grad_enabled")
 """What such a node changes is around the nodes behind it: it belongs to none of them, and runs by itself."""
 
@@ -79,7 +75,7 @@ def changes_modes(node: fx.Node) -> bool:
 def place_of_node(node: fx.Node) -> tuple[str, int] | None:
     """File and line of the innermost frame that Dynamo noted for a node and that is neither PyTorch's nor ours."""
     noted = FRAME.finditer(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in noted if not frame["file"].startswith(HIDDEN_ROOTS)]
+    frames = [frame for frame in noted if is_user_file(frame["file"])]
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else None
 
 

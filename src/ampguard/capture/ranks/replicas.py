@@ -124,4 +124,4 @@ def made_before() -> list[DistributedDataParallel]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []  # and without a process group there is none
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    return [ddp for ddp in found if "module" in ddp._modules]
+    return [ddp for ddp in found if "module" in compat.children_of(ddp)]

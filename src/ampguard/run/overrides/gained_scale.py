@@ -78,7 +78,7 @@ def multiply(leaves: Iterable[Tensor], factor: float) -> None:
     plain = [g for g in gradients if g.layout == torch.strided]
     with compat.unseen():
         if plain:
-            compat.multiply_all(plain, factor)
+            compat.multiply_all_(plain, factor)
         for gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient.mul_(factor)
