@@ -6,6 +6,7 @@ Nothing here changes a tensor or keeps one. Functions that return Python numbers
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,12 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 NAN, POS_INF, NEG_INF = 1, 2, 3
 """Kinds of a non-finite value; 0 is finite."""
+
+SMALL = 1 << 14
+"""Elements up to which tensors are looked at together."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types whose values are where they say they are."""
 
 KIND_NAMES = {NAN: "nan", POS_INF: "+inf", NEG_INF: "-inf"}
 
@@ -68,6 +75,26 @@ def is_finite(tensor: Tensor) -> bool:
     if values.dtype.itemsize >= 2 and math.isfinite(values.sum(dtype=max_sum_dtype(values)).item()):
         return True  # a NaN or an infinity anywhere makes the sum non-finite
     return bool(torch.isfinite(values).all())  # the sum itself may have overflowed
+
+
+def all_finite_on_cpu(tensors: Iterable[Tensor]) -> bool:
+    """Whether those that lie on the CPU are all finite; to look at others would mean to wait for the device.
+
+    Small ones are looked at together: one operator for many, at the price of a copy.
+    """
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            tensor = compat.local_part(tensor)
+        if type(tensor) not in PLAIN or not tensor.is_cpu:
+            continue  # a fake one
+        if tensor.layout != torch.strided:
+            tensor = compat.stored_values(tensor)
+        if tensor.numel() <= SMALL:
+            small.setdefault(tensor.dtype, []).append(tensor)
+        elif not is_finite(tensor):
+            return False
+    return all(is_finite(compat.flattened(together)) for together in small.values())
 
 
 def max_sum_dtype(tensor: Tensor) -> torch.dtype:

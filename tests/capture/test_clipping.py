@@ -50,14 +50,14 @@ class Loop:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients were looked at, each time."""
     counts: list[int] = []
-    original = gradients.all_finite
+    original = gradients.all_finite_on_cpu
 
     def counting(values: Any) -> bool:
         values = list(values)
         counts.append(len(values))
         return original(values)
 
-    monkeypatch.setattr(gradients, "all_finite", counting)
+    monkeypatch.setattr(gradients, "all_finite_on_cpu", counting)
     return counts
 
 

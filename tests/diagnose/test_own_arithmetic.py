@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import fingerprint, seed_everything
 
+from ampguard.capture.protocol import own_steps
+
 Guard = Callable[..., Any]
 
 
@@ -169,3 +171,23 @@ def test_parameters_that_were_bad_before_are_not_its_doing(guard: Guard) -> None
 
     assert run.faults == 0
     assert "optimizer-underflow" not in run.causes
+
+
+def test_looks_that_take_too_long_are_no_longer_made(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_steps, "FREE_STEPS", 1)
+    monkeypatch.setattr(own_steps, "SHARE", 0.0)
+    looked: list[int] = []
+    counters_of = own_steps.counters_of
+    monkeypatch.setattr(
+        own_steps, "counters_of", lambda optimizer: looked.append(optimizer.count) or counters_of(optimizer)
+    )
+    unguarded = train(FourthPower, 1e12)
+    looked.clear()
+
+    run = guard(lambda: train(FourthPower, 1e12))
+
+    assert run.faults == 0, run.stderr
+    assert run.result == unguarded
+    assert looked == [0]
+    assert [i.cause for i in run.report.incidents if i.severity == "error"] != ["optimizer-underflow"]
+    assert run.report.incidents, "the weights are bad in the next step, which is told all the same"

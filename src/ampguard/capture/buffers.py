@@ -15,7 +15,7 @@ from ampguard import compat
 from ampguard.capture.bymodule import ByModule
 from ampguard.capture.record import SavedBuffer
 from ampguard.compat import version_of
-from ampguard.numerics import is_finite
+from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FIRST_CALL_COPY = 1 << 16
 """Elements up to which a buffer is copied before it is known whether calls change it."""
@@ -77,7 +77,7 @@ class BufferWatch:
             watched.changing.add((id(buffer.owner), buffer.name))
             if now.is_floating_point() and now.device.type == "cpu":
                 changed.append((buffer, now))
-        if not changed or _all_finite([now for _, now in changed]):
+        if not changed or all_finite_on_cpu(now for _, now in changed):
             return []
         paths = {(id(owner), name): path for owner, name, path in watched.places}
         poisoned = []
@@ -95,11 +95,3 @@ def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched, first: boo
     if version_of(now) != buffer.version or (id(buffer.owner), buffer.name) in watched.changing:
         return True
     return first and buffer.copy is not None and not torch.equal(now.detach(), buffer.copy)
-
-
-def _all_finite(tensors: list[Tensor]) -> bool:
-    """One look for many small tensors."""
-    same = all(t.dtype == tensors[0].dtype for t in tensors)
-    if same and sum(t.numel() for t in tensors) <= FIRST_CALL_COPY:
-        return is_finite(torch.cat([t.detach().reshape(-1) for t in tensors]))
-    return all(is_finite(t) for t in tensors)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard import compat
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.compat import version_of, versions_of
-from ampguard.numerics import is_finite
-
-SMALL = 1 << 14
-"""Elements up to which gradients are looked at together: one operator for many, at the price of a copy."""
-
+from ampguard.numerics import all_finite_on_cpu
 
 CLOSE_LOOKS = 8
 """Backward passes at the beginning after which it is seen whether the loop changes its parameters by hand."""
@@ -97,7 +91,7 @@ class GradientWatch:
         if known:  # and not written to since
             now = zip(gradients, versions_of(gradients), strict=True)
             gradients = [g for g, version in now if known.pop(id(g), (None, -1))[1] != version]
-        return not gradients or all_finite(gradients)
+        return not gradients or all_finite_on_cpu(gradients)
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
@@ -113,11 +107,11 @@ class GradientWatch:
             return
         if call.is_functional:
             returned = [(Ref(call.index, i), t) for i, r in enumerate(call.outputs) if (t := r()) is not None]
-            if not all_finite(t for _, t in returned):
+            if not all_finite_on_cpu(t for _, t in returned):
                 self._judge.gradients_are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
             return
         parameters = self._judge.parameters_of_modules()
-        if all_finite(p.grad for p in parameters if p.grad is not None):
+        if all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             self._judge.gradients_are_good()
         else:
             self._judge.gradients_are_bad(parameters, None, is_held_off=False)
@@ -138,7 +132,7 @@ class GradientWatch:
                 self._judges_at_once = True
             elif isinstance(events[-1], BackwardCall):
                 parameters = [p for p in self._judge.parameters_of_modules() if p.grad is not None]
-                if not all_finite(p.grad for p in parameters if p.grad is not None):
+                if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
                     scale = float(scaler.get_scale()) if is_scaled else None
                     self._judge.gradients_are_bad(parameters, scale, is_held_off=True)
         self._cleared[of] = self._log.next_index
@@ -147,7 +141,7 @@ class GradientWatch:
         """Before the loop changes its parameters by these gradients: afterwards the step could not be run again."""
         self._is_unjudged = False
         parameters = self._judge.parameters_of_modules()
-        if not all_finite(p.grad for p in parameters if p.grad is not None):
+        if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             since = max(self._cleared.values(), default=0)
             self._judge.gradients_are_bad(parameters, None, is_held_off=False, since=since)
 
@@ -169,23 +163,6 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors that an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether all gradients that lie on the CPU are finite; to look at others would mean to wait for the device."""
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        if type(gradient) is not Tensor:
-            gradient = compat.local_part(gradient)
-        if type(gradient) is not Tensor or not gradient.is_cpu:
-            continue  # a fake one
-        if gradient.layout != torch.strided:
-            gradient = compat.stored_values(gradient)
-        if gradient.numel() <= SMALL:
-            small.setdefault(gradient.dtype, []).append(gradient)
-        elif not is_finite(gradient):
-            return False
-    return all(is_finite(compat.flattened(together)) for together in small.values())
 
 
 def is_anomaly(error: BaseException) -> bool:

@@ -100,12 +100,12 @@ class OwnStep:
             leaf.data = leaf.data.nan_to_num(1.0, 1.0, 1.0).to(dtype or leaf.dtype)
             if original.grad is not None:
                 leaf.grad = original.grad.detach().clone().to(leaf.dtype) * gradient_factor
-            self._put_back(fresh, id(original), leaf, dtype)
+            self._put_back(fresh, original, leaf, dtype)
         vars(fresh).update(self._counters.attributes)
         return leaves, fresh
 
-    def _put_back(self, fresh: Optimizer, key: int, leaf: Tensor, dtype: torch.dtype | None) -> None:
-        counted = self._counters.state.get(key)
+    def _put_back(self, fresh: Optimizer, original: Tensor, leaf: Tensor, dtype: torch.dtype | None) -> None:
+        counted = self._counters.of_state(original)
         if counted is None:
             fresh.state.pop(leaf, None)
             return

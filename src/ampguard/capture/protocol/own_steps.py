@@ -1,13 +1,16 @@
 """Optimizers whose `step` is not PyTorch's: does their own arithmetic leave the numbers?
 
-After such a step the gradients are still there, one iteration later they are not. Each step on the CPU is looked at; on
-another device, where looking waits, the first ones and then those at powers of two. Nothing is copied: what a step
-counts with plain numbers is noted before it, so that the step can be run again as it was.
+After such a step the gradients are still there, one iteration later they are not. On the CPU the first steps are looked
+at, and then every step as long as that takes a small share of the time; on another device, where looking waits, the first
+ones and then those at powers of two. No tensor is copied: what a step counts with plain numbers is noted before it, so
+that the step can be run again as it was.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,10 +25,18 @@ from ampguard.capture.copies import parameters_of
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol.moves import Frame, Moves
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.numerics import is_finite
+from ampguard.numerics import all_finite_on_cpu, is_finite
 from ampguard.protocol.events import Breach
 
+FREE_STEPS = 64
+"""Steps at the beginning that are looked at on the CPU whatever it costs."""
+
+SHARE = 0.005
+"""Of the time since the first step, what later looks may take on the CPU."""
+
 CLOSELY_STEPS = 3
+"""Steps at the beginning that are looked at on a device that has to be waited for."""
+
 NUMBERS = (int, float, bool, str, type(None))
 
 
@@ -34,7 +45,15 @@ class Counters:
     """The plain numbers of an optimizer before a step: its attributes, and its state by the parameter's identity."""
 
     attributes: dict[str, Any] = field(default_factory=dict)
-    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+    state: list[tuple[Any, dict[str, Any] | None]] = field(default_factory=list)
+    """Each key with a shallow copy of what was kept under it."""
+
+    def of_state(self, key: Any) -> dict[str, Any] | None:
+        """The plain numbers kept under a key, which is a parameter mostly. None: there was nothing before the step."""
+        for known, kept in self.state:
+            if known is key:
+                return {k: v for k, v in (kept or {}).items() if isinstance(v, NUMBERS)}
+        return None
 
 
 class OwnSteps:
@@ -44,6 +63,9 @@ class OwnSteps:
         self._moves = moves
         self._is_own: dict[type, bool] = {}
         self._steps = 0
+        self._began = math.inf
+        self._spent = 0.0
+        """Seconds that the looks have taken."""
         self._counters: Counters | None = None
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
@@ -59,25 +81,41 @@ class OwnSteps:
         return known
 
     def before(self, optimizer: Optimizer) -> None:
-        """Note what it counts."""
+        """Note what it counts, where this step will be looked at."""
+        start = time.perf_counter()
+        self._began = min(self._began, start)
+        self._steps += 1
+        if optimizer in self._told or not self._looks_now(optimizer, start):
+            return
         self._counters = counters_of(optimizer)
         if optimizer not in self._known:
             self._known[optimizer] = {id(p) for p in bad_ones(parameters_of([optimizer]))}
+        self._spent += time.perf_counter() - start
 
     def after(self, optimizer: Optimizer, has_arguments: bool, frame: Frame) -> None:
         """A parameter that is not finite although its optimizer's gradients are is the step's own doing."""
         counters, self._counters = self._counters, None
-        self._steps += 1
-        if counters is None or has_arguments or optimizer in self._told:
+        if counters is None or has_arguments:
             return  # a closure would run the model again
+        start = time.perf_counter()
+        bad = self._made_bad(optimizer)
+        self._spent += time.perf_counter() - start
+        if bad:
+            self._told.add(optimizer)
+            self._tell(optimizer, bad, counters, frame)
+
+    def _looks_now(self, optimizer: Optimizer, now: float) -> bool:
+        if all(p.is_cpu for p in parameters_of([optimizer])):
+            return self._steps <= FREE_STEPS or self._spent <= SHARE * (now - self._began)
+        return self._steps <= CLOSELY_STEPS or not self._steps & (self._steps - 1)
+
+    def _made_bad(self, optimizer: Optimizer) -> list[Tensor]:
         held = parameters_of([optimizer])
-        if not all(p.is_cpu for p in held) and self._steps > CLOSELY_STEPS and self._steps & (self._steps - 1):
-            return
+        with torch.no_grad(), compat.unseen():
+            if held[0].is_cpu and all_finite_on_cpu(held):
+                return []
         bad = [p for p in bad_ones(held) if id(p) not in self._known.get(optimizer, ())]
-        if not bad or bad_ones([p.grad for p in held if p.grad is not None]):
-            return
-        self._told.add(optimizer)
-        self._tell(optimizer, bad, counters, frame)
+        return [] if bad_ones([p.grad for p in held if p.grad is not None]) else bad
 
     def _tell(self, optimizer: Optimizer, bad: list[Tensor], counters: Counters, frame: Frame) -> None:
         moves = self._moves
@@ -95,9 +133,6 @@ def bad_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
 def counters_of(optimizer: Optimizer) -> Counters:
     """Its plain numbers as they are now."""
     attributes = {k: v for k, v in vars(optimizer).items() if isinstance(v, NUMBERS)}
-    state = {
-        id(p): {k: v for k, v in known.items() if isinstance(v, NUMBERS)}
-        for p, known in optimizer.state.items()
-        if isinstance(p, Tensor) and isinstance(known, dict)
-    }
-    return Counters(attributes, state)
+    state = optimizer.state
+    copies = [kept.copy() if isinstance(kept, dict) else None for kept in state.values()]
+    return Counters(attributes, list(zip(state.keys(), copies, strict=True)))
