@@ -387,7 +387,8 @@ def plain_step(training: Training) -> None:
     training.opt.step()
 
 
-def test_without_a_scaler_there_is_a_routine_too(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("clearing", ["opt", "model"])
+def test_without_a_scaler_there_is_a_routine_too(clearing: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     fed: list[Any] = []
     original = Machine.feed
 
@@ -400,7 +401,7 @@ def test_without_a_scaler_there_is_a_routine_too(guard: Guard, monkeypatch: pyte
     def body() -> list[int]:
         training, counts = Training(), []
         for _ in range(40):
-            training.opt.zero_grad()
+            getattr(training, clearing).zero_grad()
             plain_step(training)
             counts.append(len(fed))
         return counts
@@ -410,18 +411,29 @@ def test_without_a_scaler_there_is_a_routine_too(guard: Guard, monkeypatch: pyte
     assert run.result[-1] == run.result[33]  # the next close look is at step 64
 
 
+@pytest.mark.parametrize("clearing", ["opt", "model"])
 @pytest.mark.parametrize("late", [20, 21, 37])
-def test_what_breaks_the_routine_without_a_scaler_is_seen(late: int, guard: Guard) -> None:
+def test_what_breaks_the_routine_without_a_scaler_is_seen(late: int, clearing: str, guard: Guard) -> None:
     def body() -> None:
         training = Training()
         for i in range(late + 6):
             if i < late:
-                training.opt.zero_grad()
+                getattr(training, clearing).zero_grad()
             plain_step(training)
 
     run = guard(body)
     assert protocol(run) == ["missing-zero-grad"]
     assert run.first.step in range(late, late + 5)
+
+
+def test_a_module_clears_only_its_own_gradients_in_the_routine(guard: Guard) -> None:
+    def body() -> None:
+        training = Training()
+        for i in range(40):
+            (training.model if i < 30 else next(training.model.children())).zero_grad()  # from then on the rest adds up
+            plain_step(training)
+
+    assert protocol(guard(body)) == ["missing-zero-grad"]
 
 
 def test_a_scaler_that_comes_late_is_followed(guard: Guard) -> None:

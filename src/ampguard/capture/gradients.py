@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ class GradientWatch:
         self._versions: list[tuple[Tensor, int]] = []
         self._cleared: dict[int | None, int] = {}
         """For each optimizer, by identity: the event from which on its gradients add up. None: for all of them."""
-        self._known_finite: dict[int, tuple[Tensor, int]] = {}
-        """Gradients that somebody has found finite since the last backward pass, by identity, and their versions then."""
+        self._known_finite: list[tuple[list[Tensor], list[int]]] = []
+        """Gradients that somebody has found finite since the last backward pass, and their versions then."""
 
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
-        self._known_finite = {}
+        self._known_finite = []
         self._judge.spoil_gradients()
         if self.hooks.are_known:
             self.hooks.differentiated()
@@ -66,7 +67,7 @@ class GradientWatch:
     def are_looked_at_by_scaler(self) -> None:
         """A scaler is about to step: it looks by itself."""
         self._is_unjudged = False
-        self._known_finite = {}
+        self._known_finite = []
 
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""
@@ -83,14 +84,16 @@ class GradientWatch:
 
     def found_finite(self, gradients: list[Tensor]) -> None:
         """Somebody else has looked at these gradients."""
-        versions = versions_of(gradients)
-        self._known_finite |= {id(g): (g, version) for g, version in zip(gradients, versions, strict=True)}
+        self._known_finite.append((gradients, versions_of(gradients)))
 
     def _are_finite(self, gradients: list[Tensor]) -> bool:
-        known = self._known_finite
-        if known:  # and not written to since
-            now = zip(gradients, versions_of(gradients), strict=True)
-            gradients = [g for g, version in now if known.pop(id(g), (None, -1))[1] != version]
+        if self._known_finite:  # and not written to since
+            versions = versions_of(gradients)
+            then, known = self._known_finite[-1]
+            if len(then) == len(gradients) and versions == known and all(map(operator.is_, then, gradients)):
+                return True
+            found = {id(g): v for many in self._known_finite for g, v in zip(*many, strict=True)}
+            gradients = [g for g, v in zip(gradients, versions, strict=True) if found.get(id(g)) != v]
         return not gradients or all_finite_on_cpu(gradients)
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
@@ -121,7 +124,7 @@ class GradientWatch:
 
         Where no optimizer has used them, the loop may drop bad ones by itself: they are bad all the same.
         """
-        self._known_finite = {}
+        self._known_finite = []
         if self._log.is_empty:
             return
         if self._is_unjudged:

@@ -10,7 +10,7 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard import compat
@@ -24,7 +24,19 @@ from ampguard.capture.protocol.threads import TrainingThread
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
 from ampguard.capture.record import Line
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.protocol.events import Backward, Breach, Clear, Read, Refused, Rescale, Step, Unscale, Update, reason_of
+from ampguard.protocol.events import (
+    Backward,
+    Breach,
+    Clear,
+    Event,
+    Read,
+    Refused,
+    Rescale,
+    Step,
+    Unscale,
+    Update,
+    reason_of,
+)
 from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
 
@@ -379,13 +391,23 @@ class Moves:
         self.routine.spoil()
         self.machine.feed(Clear(self._claimed(optimizer), script_line(frame)))
 
-    def cleared_by_module(self, frame: Frame) -> None:
+    def cleared_by_module(self, module: nn.Module, frame: FrameType) -> None:
         """zero_grad of a module: whichever optimizers' gradients are gone now."""
-        self.routine.spoil()
-        for watch in self.mine():
+        key = ("module clear", id(module), frame.f_code, frame.f_lasti)
+        mine = self.mine()
+        are_gone = not any(watch.has_gradients() for watch in mine)
+        if self.routine.is_on and are_gone and self.routine.matches(key):
+            return
+        cleared: list[Event] = []
+        for watch in mine:
             watch.is_used = True
             if self.machine.stage(watch) is not Stage.EMPTY and (not watch.has_gradients() or watch.are_zero()):
-                self.machine.feed(Clear(watch, script_line(frame)))
+                cleared.append(Clear(watch, script_line(frame)))
+                self.machine.feed(cleared[-1])
+        if are_gone and len(cleared) <= 1:
+            self.routine.note(key, cleared[0] if cleared else None)
+        else:
+            self.routine.spoil()
 
     # --- norms --------------------------------------------------------------------------------------------------------
 

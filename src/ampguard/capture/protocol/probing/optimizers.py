@@ -34,11 +34,7 @@ class OptimizerProbe:
         loaded = noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
         replace(Optimizer, "load_state_dict", loaded)
         replace(nn.Module, "register_parameter", self._watch_register)
-        passed_over, cleared = self._passed_over, moves.cleared_by_module
-        clear = noting(
-            before=lambda frame, *_: passed_over(), after=lambda frame, *_: cleared(frame), of_gradients=True
-        )
-        replace(nn.Module, "zero_grad", clear)
+        replace(nn.Module, "zero_grad", self._watch_module_clear)
 
     def _passed_over(self) -> None:
         dropped = self._witness.dropped
@@ -119,6 +115,29 @@ class OptimizerProbe:
                     guarded(self._cleared, optimizer, frame)
                 else:
                     routine.note(move, Clear(watch))
+            return result
+
+        return zero_grad
+
+    def _watch_module_clear(self, original: Call) -> Call:
+        witness, moves = self._witness, self._witness.moves
+        guarded, recorder, training, window = witness.guarded, witness.recorder, witness.training, witness.window
+
+        @functools.wraps(original)
+        def zero_grad(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.active:
+                return original(module, *args, **kwargs)
+            is_other = get_ident() != training.ident
+            if is_other and not guarded(training.hears):
+                return original(module, *args, **kwargs)
+            if recorder.paused:
+                guarded(training.missed)
+                return original(module, *args, **kwargs)
+            if window.is_open and not is_other:
+                guarded(window.close)
+            guarded(self._passed_over)
+            result = original(module, *args, **kwargs)
+            guarded(moves.cleared_by_module, module, sys._getframe(1))
             return result
 
         return zero_grad
