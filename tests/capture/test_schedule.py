@@ -71,3 +71,34 @@ def test_preprocessing_is_told_also_where_it_begins_late(begins: int, measure: M
     assert incident.location.code == "return (x - x.mean()) / x.std()"
     if begins == 0:
         assert all(taped)
+
+
+def moved(step: int, x: Tensor) -> Tensor:
+    return torch.cat([x[2:], x[:2]]).to("cpu").reshape(5, 4).clone()
+
+
+def test_batches_that_are_only_joined_and_moved_are_not_taped(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        taped = trained(session, moved, None)
+    assert taped[0]
+    assert sum(taped[8:]) == 2
+
+
+def test_a_bad_value_among_moved_ones_is_the_datas(tmp_path: Path) -> None:
+    def prepare(step: int, x: Tensor) -> Tensor:
+        if step == BAD:
+            x.numpy()[3] = float("nan")  # as it came from the file
+        return moved(step, x)
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        trained(session, prepare, None)
+    incident = session.report.incidents[0]
+    assert (incident.cause, incident.step) == ("nonfinite-input", BAD)
+    assert incident.evidence["samples"] == [1]
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.float64])
+def test_a_conversion_to_another_type_is_computing(narrow: torch.dtype, tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        taped = trained(session, lambda step, x: x.to(narrow).to(torch.float32), None)
+    assert all(taped)

@@ -161,12 +161,6 @@ class EventLog:
             for value, version in zip(values, versions, strict=True)
         ]
 
-    def uses_prefix(self, first_root: int) -> bool:
-        """Whether any event of this iteration from `first_root` on was given what one before it has made."""
-        later = (event for event in self.record.events if event.index >= first_root)
-        refs = (ref for event in later for ref in refs_of(event))
-        return any(self.iteration_start <= ref.event < first_root for ref in refs)
-
     def is_one_computation(self, began: int, output: Any) -> bool:
         """Whether the events from `began` on do nothing but compute, and one of them made all of `output`."""
         events = [event for event in self.record.events if event.index >= began]

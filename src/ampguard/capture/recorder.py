@@ -26,6 +26,7 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
+from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.record import (
     BackwardCall,
     BadResult,
@@ -366,7 +367,7 @@ class FlightRecorder:
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
         if self.schedule.wonders(self.steps.count):
-            self.schedule.prefix_was(self.log.uses_prefix(self._first_root))
+            self.schedule.prefix_was(uses_computed(self.log.record.events, self.log.iteration_start, self._first_root))
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False
