@@ -104,3 +104,53 @@ def test_two_losses_in_a_micro_step() -> None:
         amp.step()
     assert amp.steps == 2
     assert model_of(amp).training
+
+
+def test_a_window_is_ended_after_the_loop() -> None:
+    """Two micro-steps of four were counted: the mean is over two."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = ampguard.Amp(model, optimizer, "fp32", accumulate=4, max_grad_norm=math.inf)
+    for number in range(2):
+        x, y = batch(number)
+        amp.backward(nn.functional.mse_loss(model(x), y))
+        assert amp.step().accumulating
+    assert amp.step(last=True).grad_norm == pytest.approx(norm_of_mean(range(2)), rel=1e-5)
+    with pytest.raises(ProtocolError, match=r"holds no gradient any more(.|\n)*if result.accumulating"):
+        amp.step(last=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_micro_step_without_backward_is_refused(precision: str) -> None:
+    amp = made(precision, accumulate=2)
+    train(amp, range(1))
+    with pytest.raises(ProtocolError, match=r"after micro-step 1 of 2, and amp.backward\(\) was not called since"):
+        amp.step()
+    train(amp, range(1, 2))
+    assert amp.steps == 1
+
+
+def test_windows_of_different_lengths_do_not_end_together() -> None:
+    models = [nn.Linear(8, 1), nn.Linear(8, 1)]
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    amp = ampguard.Amp(models, {"one": one, "other": other}, "fp32", accumulate=4)
+    x, y = batch(0)
+    for chosen in ("one", None):
+        amp.backward(sum(nn.functional.mse_loss(model(x), y) for model in models))
+        amp.step(chosen)
+    with pytest.raises(ProtocolError, match="`one` 2, `other` 1"):
+        amp.step(last=True)
+    assert amp.step("one", last=True).stepped
+    assert amp.step("other", last=True).stepped
+
+
+def test_a_state_from_between_backward_and_step_goes_on() -> None:
+    first = made("fp16", accumulate=2)
+    train(first, range(1))
+    first.backward(loss_of(first, 1))
+    second = made("fp16", accumulate=2, seed=1)
+    second.load_state_dict(first.state_dict())
+    assert second.step().stepped
+    first.step()
+    assert same(weights(first), weights(second))

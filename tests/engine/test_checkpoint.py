@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_loops import MODES, Net, made, model_of, same, train, weights
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 import ampguard
@@ -117,7 +117,7 @@ def test_a_truncated_file_is_named(part: float, tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: int(part * len(whole))])
     before = weights(amp)
-    with pytest.raises(CheckpointError, match=r"run\.pt' is truncated"):
+    with pytest.raises(CheckpointError, match=r"run\.pt' is truncated, altered, or no file of amp.save\(\)"):
         amp.load(path)
     assert same(before, weights(amp))
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
@@ -167,7 +167,17 @@ def drop_seal(state: dict[str, Any]) -> None:
     del state["seal"]
 
 
+def drop_groups(state: dict[str, Any]) -> None:
+    del state["optimizers"]["AdamW"]["param_groups"]
+
+
+def empty_models(state: dict[str, Any]) -> None:
+    state["models"] = None
+
+
 DAMAGES: dict[Damage, str] = {
+    drop_groups: "a part of it is missing or of another kind (KeyError: 'param_groups')",
+    empty_models: "a part of it is missing or of another kind",
     damage_weight: "does not match its seal",
     damage_moment: "does not match its seal",
     damage_rate: "does not match its seal",
@@ -231,6 +241,58 @@ def test_another_model_optimizer_or_window_is_refused() -> None:
         made("fp16", accumulate=2).load_state_dict(state)
     with pytest.raises(CheckpointError, match="is no state of Amp"):
         made("fp16").load_state_dict(net.state_dict())
+
+
+def test_other_schedulers_are_refused_and_nothing_is_loaded() -> None:
+    first = with_followers(0)
+    train(first, range(3))
+    state = first.state_dict()
+    for scheduler, says in (
+        (lambda o: StepLR(o, 2), r"its schedulers are \['OneCycleLR'\], this Amp has \['StepLR'\]"),
+        (lambda o: [StepLR(o, 2), StepLR(o, 3)], "it holds 1 schedulers, this Amp has 2"),
+    ):
+        refused_scheduler(state, scheduler, says)
+    chained = refused_scheduler(None, lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2]))
+    longer = lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2), ConstantLR(o)], [2, 4])  # noqa: E731
+    refused_scheduler(chained, longer, r"\['SequentialLR of 2'\], this Amp has \['SequentialLR of 3'\]")
+    picky = refused_scheduler(None, lambda o: [StepLR(o, 2), Picky(o, 3)])
+    refused_scheduler(picky, lambda o: [StepLR(o, 5), Picky(o, 4)], "a scheduler does not take its state .*of 4 steps")
+
+
+class Picky(StepLR):
+    """Refuses what was saved with another `step_size`, after it has begun to load it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = self.step_size
+        super().load_state_dict(state)
+        if state["step_size"] != before:
+            raise ValueError(f"a decay of {before} steps")
+
+
+def refused_scheduler(state: dict[str, Any] | None, schedulers: Callable[[Any], Any], says: str = "") -> dict[str, Any]:
+    """The state of an Amp with these schedulers, which refuses the given one and stays as it is."""
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    average = AveragedModel(model)
+    amp = ampguard.Amp(model, optimizer, "fp16", schedulers=schedulers(optimizer), ema=average, init_scale=1024.0)
+    train(amp, range(1))
+    own = copy.deepcopy(amp.state_dict())
+    if state is not None:
+        with pytest.raises(CheckpointError, match=says):
+            amp.load_state_dict(state)
+        assert amp.state_dict()["seal"] == own["seal"]
+    return own
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    amp = made("fp16")
+    with pytest.raises(CheckpointError, match=r"was not written: there is no folder .*none"):
+        amp.save(tmp_path / "none" / "run.pt")
+    with pytest.raises(CheckpointError, match="was not written: it is a folder"):
+        amp.save(tmp_path)
+    with pytest.raises(CheckpointError, match="it is no file"):
+        amp.load(tmp_path)
 
 
 def test_a_poisoned_state_is_not_saved(tmp_path: Path) -> None:

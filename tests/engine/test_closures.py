@@ -8,7 +8,7 @@ from engine_loops import Net, batch
 from torch import Tensor, nn
 
 import ampguard
-from ampguard.errors import SetupError
+from ampguard.errors import ProtocolError, SetupError
 
 
 def lbfgs(precision: str, **options: object) -> tuple[ampguard.Amp, nn.Module, torch.optim.Optimizer]:
@@ -87,3 +87,11 @@ def test_what_else_is_refused() -> None:
     amp = ampguard.Amp(net, sgd, "fp16")
     with pytest.raises(SetupError, match="loss scales may differ"):
         amp.step(sgd, closure_of(amp, net, sgd))
+
+
+def test_a_closure_that_differentiates_nothing() -> None:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp = ampguard.Amp(model, optimizer, "fp32")
+    with pytest.raises(ProtocolError, match="none of its parameters has a gradient"):
+        amp.step(optimizer, lambda: model(batch(0)[0]).square().mean())

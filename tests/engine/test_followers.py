@@ -90,3 +90,25 @@ def test_what_cannot_follow_is_refused() -> None:
     with pytest.raises(SetupError, match="ema= takes objects with update_parameters"):
         ampguard.Amp(model, optimizer, ema=model)
     assert model_of(ampguard.Amp(model, optimizer)) is model
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_an_average_of_low_weights_is_kept_in_float32(mode: str) -> None:
+    """In O2 of the master weights: a share of 1e-4 of a step is far below float16's own spacing."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    amp = ampguard.Amp(model, optimizer, mode, ema=average, init_scale=64.0)
+    kept = [p.detach().clone() for p in average.module.parameters()]
+    for number in range(4):
+        train(amp, range(number, number + 1))
+        with amp.mode.in_float32():
+            now = [p.detach().float().clone() for p in model.parameters()]
+        kept = now if number == 0 else [0.5 * old + 0.5 * new for old, new in zip(kept, now, strict=True)]
+    for mine, expected in zip(average.module.parameters(), kept, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+    if mode == "O2":
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(torch.equal(new, master) for new, master in zip(now, held, strict=True))

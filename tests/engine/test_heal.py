@@ -182,6 +182,38 @@ def test_what_cannot_be_healed_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
         session.finish()
 
 
+class Scaled(nn.Module):
+    """A product that fits float16 while its input is small; then statistics, which take no bfloat16 with float16 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.normed = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(self.inner(x) * self.inner(x))
+
+
+def test_a_fix_that_the_model_does_not_bear_is_taken_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    session = Session(RunOptions(out=tmp_path / "run"))
+    session.start()
+    try:
+        model = Scaled()
+        amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), 0.01), "O3", on_nonfinite="heal", init_scale=8.0)
+        skipped = []
+        for size in (1.0, 3000.0, 1.0):
+            model.normed.reset_running_stats()
+            with amp.autocast():
+                loss = model(size * torch.randn(16, 8)).square().mean()
+            amp.backward(loss)
+            skipped.append(amp.step().skipped)
+    finally:
+        session.finish()
+    assert skipped == [False, True, False]
+    assert "not healed after all, with autocast in bfloat16 the model's own code fails (" in capfd.readouterr().err
+    assert session.report.run["healed"] == []
+
+
 def test_where_no_guard_can_start_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ampguard-runs").write_text("in the way")
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from engine_loops import MODES, loss_of, made, model_of, same, train, weights
 
 import ampguard
 from ampguard.engine.policies import Rollback
-from ampguard.errors import NonfiniteError, SetupError
+from ampguard.errors import CheckpointError, NonfiniteError, SetupError
 
 NAN = float("nan")
 
@@ -208,3 +208,37 @@ def test_a_policy_of_ones_own() -> None:
     amp = made("fp32", on_nonfinite=Note())
     train(amp, range(4), spoil={2: NAN})
     assert seen == [(2, False, 1.0)]
+
+
+def test_a_damaged_snapshot_on_disk_is_said(tmp_path: Path) -> None:
+    amp = made("bf16", on_nonfinite=Rollback(every=1, folder=tmp_path))
+    train(amp, range(3))
+    (tmp_path / "last-good.pt").write_bytes(b"cut off")
+    before = [p.detach().clone() for p in model_of(amp).parameters()]
+    with pytest.raises(CheckpointError, match=r"last-good\.pt' is truncated"):
+        train(amp, range(3, 4), spoil={3: NAN})
+    assert same(before, list(model_of(amp).parameters()))
+
+
+def test_statistics_that_a_skipped_batch_has_poisoned_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    amp = made("bf16")
+    train(amp, range(5), spoil={2: NAN, 3: NAN})
+    said = [record.getMessage() for record in caplog.records if "every evaluation will use" in record.getMessage()]
+    assert len(said) == 1
+    assert "`statistics.running_mean`, `statistics.running_var`" in said[0]
+    assert "mask" not in said[0]
+    caplog.clear()
+    amp = made("bf16", on_nonfinite="rollback")
+    train(amp, range(5), spoil={2: NAN})
+    assert "every evaluation" not in caplog.text
+    assert amp.poisoned_buffers() == []
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp32"])
+def test_the_advice_is_about_this_step_and_this_precision(mode: str) -> None:
+    amp = made(mode, on_nonfinite="raise")
+    with pytest.raises(NonfiniteError) as caught:
+        train(amp, range(1), spoil={0: NAN})
+    assert "the batch or the weights hold NaN or Inf, or an operation of the forward pass" in str(caught.value)
+    assert "skipping" not in str(caught.value)
+    assert ("precision='bf16'" in str(caught.value)) is (mode == "fp16")

@@ -11,7 +11,7 @@ from engine_loops import batch, loss_of, made, model_of, same, train, weights
 from torch import nn
 
 import ampguard
-from ampguard.errors import LossError, ProtocolError
+from ampguard.errors import LossError, ProtocolError, SetupError
 
 
 def double_unscale(amp: ampguard.Amp) -> None:
@@ -61,7 +61,7 @@ CASES: dict[Callable[[ampguard.Amp], None], tuple[str, str]] = {
     no_backward: ("no-gradients", "call amp.backward(loss) before it"),
     cleared_before_the_step: ("no-gradients", "call zero_grad before amp.backward"),
     own_step: ("bypassed-scaler", "call amp.step(optimizer) instead"),
-    step_twice: ("no-gradients", "the loss depends on"),
+    step_twice: ("no-gradients", "call amp.backward(loss) before each amp.step()"),
 }
 
 
@@ -161,6 +161,41 @@ def test_bad_losses(loss: object, says: str) -> None:
     with pytest.raises(LossError) as caught:
         amp.backward([loss])
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (1.0, "not a float.*\n.*loss.item"),
+        ({"a": torch.tensor(1.0)}, r"mapping of 'a'\n.*list\(losses.values"),
+        ([], "the list is empty"),
+    ],
+)
+def test_what_is_no_loss(given: object, says: str) -> None:
+    with pytest.raises(LossError, match=says):
+        made("fp16").backward(given)
+
+
+def test_a_backward_pass_for_frozen_parameters_only() -> None:
+    frozen, learning = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
+    optimizers = {
+        "frozen": torch.optim.SGD(frozen.parameters(), 0.1),
+        "head": torch.optim.SGD(learning.parameters(), 0.1),
+    }
+    amp = ampguard.Amp([frozen, learning], optimizers, "fp16")
+    with pytest.raises(ProtocolError, match="`frozen`, none of whose parameters requires a gradient"):
+        amp.backward(learning(frozen(batch(0)[0])).mean(), "frozen")
+
+
+def test_what_is_none_of_the_optimizers() -> None:
+    amp = made("fp16")
+    for given, says in (
+        ("Adam", "no optimizer 'Adam'\n.*'AdamW'"),
+        (lambda: 0.0, r"a function is no optimizer\n.*amp.step\(optimizer, closure\)"),
+        (torch.optim.SGD(model_of(amp).parameters(), lr=0.1), "this SGD is not one of"),
+    ):
+        with pytest.raises(SetupError, match=says):
+            amp.step(given)
 
 
 def test_a_loss_under_no_grad() -> None:

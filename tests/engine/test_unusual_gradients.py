@@ -11,7 +11,7 @@ from engine_loops import Net, batch
 from torch import nn
 
 import ampguard
-from ampguard.errors import ProtocolError, SetupError
+from ampguard.errors import PatternError, ProtocolError, SetupError
 
 
 class Flat:
@@ -136,11 +136,18 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
 def test_what_is_no_model_or_optimizer_is_named() -> None:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SetupError, match="models: 'SGD' is a SGD, not a Module"):
+    with pytest.raises(SetupError, match="models: a SGD is no Module\n  do    Amp\\(models, optimizers"):
         ampguard.Amp([optimizer], model)
-    with pytest.raises(SetupError, match="optimizers: 'it' is a float, not a Optimizer"):
+    with pytest.raises(SetupError, match="optimizers: a float is no Optimizer"):
         ampguard.Amp(model, 0.1)
+    with pytest.raises(SetupError, match="optimizers: 'o' is a Linear, no Optimizer"):
+        ampguard.Amp(model, {"o": model})
     with pytest.raises(SetupError, match="at least one optimizer"):
         ampguard.Amp(model, [])
+    for wrong in ({"max_grad_norm": "1"}, {"accumulate": "4"}, {"patience": 2.5}, {"accumulate": True}):
+        with pytest.raises(SetupError, match=f"{next(iter(wrong))}="):
+            ampguard.Amp(model, optimizer, **wrong)
+    with pytest.raises(PatternError, match="not a int"):
+        ampguard.Amp(model, optimizer, force_fp32=[3])
     with pytest.raises(SetupError, match="max_grad_norm=0 would stop all learning"):
         ampguard.Amp(model, optimizer, max_grad_norm=0)

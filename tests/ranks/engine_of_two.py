@@ -75,8 +75,11 @@ def partly_sharded() -> list[bool]:
 
 
 def lowered(precision: str, options: dict[str, Any], kind: str) -> tuple[nn.Module, ampguard.Amp]:
-    """A model whose weights are cast, wrapped after that; SGD, so that steps can be compared."""
-    torch.manual_seed(0)
+    """A model whose weights are cast, wrapped after that; SGD, so that steps can be compared.
+
+    Ranks begin with weights of their own: DDP gives all of them those of the first one.
+    """
+    torch.manual_seed(dist.get_rank() if kind == "ddp" else 0)
     model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     amp = ampguard.Amp(model, optimizer, precision, max_grad_norm=0.5, init_scale=256.0, **options)

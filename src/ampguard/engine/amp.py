@@ -81,8 +81,9 @@ class Amp:
         arguments.refuse_combinations(self.mode, self.evaluation, flat)
         arguments.refuse_closures(self.optimizers, self.mode)
         arguments.refuse_low_weights(self.optimizers, self.mode)
+        arguments.refuse_wide_weights(self.models, self.mode)
         self.policy = policy_named(on_nonfinite)
-        self.followers = Followers(schedulers, ema, self.models, self.optimizers)
+        self.followers = Followers(schedulers, ema, self.models, self.optimizers, self.mode.in_float32)
         self.loss_scale = LossScale(device, init_scale=init_scale, growth_interval=growth_interval)
         self.accumulate = accumulate
         self._names = parameter_names(self.models)
@@ -118,6 +119,8 @@ class Amp:
             self.policy.begin(self)
         if training is None:
             training = any(model.training for model in self.models.values())
+        if training:
+            self.mode.before_forward()
         is_other = not training and self.evaluation is not self.mode
         region = self.mode.evaluation(self.evaluation) if is_other else self.mode.autocast()
         with (self.evaluation if is_other else self.mode).computing(), region:
@@ -136,9 +139,7 @@ class Amp:
         With `optimizers`, only their parameters get gradients: for a generator's loss that runs through the
         discriminator.
         """
-        losses = [loss] if isinstance(loss, Tensor) else list(loss)
-        for one in losses:
-            arguments.refuse_loss(one)
+        losses = arguments.listed_losses(loss)
         only = None if optimizers is None else self._chosen_of(optimizers)
         if self.mode.keeps_masters:
             self.mode.average_first(self.ranks.wrappers())
@@ -161,17 +162,20 @@ class Amp:
         """Unscale, clip, step, clear the gradients, and update the scale after the last optimizer of an iteration.
 
         Without `optimizer` all step together: with one norm, and either all or none. Inside an accumulation window
-        the call only counts; `last=True` ends the window early, and the mean is over what it holds.
+        the call only counts; `last=True` ends the window early, and the mean is over what it holds: together with the
+        last micro-step, or after a loop whose last step was counted (`if result.accumulating`).
         """
         chosen = self._chosen(optimizer)
         arguments.refuse_missing_closure(self.optimizers, [h.name for h in chosen], closure)
         if closure is not None:
             return self._step_with_closure(chosen, closure)
-        if not last and any(h.micro_steps + 1 < self.accumulate for h in chosen):
+        if self.accumulate > 1 and not last:
             for holding in chosen:
                 self.stepper.rules.in_window(holding)
-                holding.micro_steps += 1
-            return StepResult()
+            if any(holding.held < self.accumulate for holding in chosen):
+                for holding in chosen:
+                    holding.count()
+                return StepResult()
         self.verdicts.settle()
         scale = self.stepper.scale
         before = scale.clone() if scale is not None else None
@@ -265,6 +269,10 @@ class Amp:
         """Go on from `save_sharded`; every rank has to call this."""
         sharded.load_sharded(self, folder)
 
+    def poisoned_buffers(self) -> list[str]:
+        """Names of the models' buffers that hold NaN or Inf, and did not when training began. Waits for the device."""
+        return self._checkpoint.poisoned_buffers()
+
     def name_of(self, parameter: Tensor) -> str:
         """What the model calls a parameter that an optimizer holds."""
         name = self._names.get(id(self.mode.parameter_of(parameter)))
@@ -280,5 +288,4 @@ class Amp:
         for name, holding in self.holdings.items():
             if optimizer is holding.optimizer or optimizer == name:
                 return [holding]
-        shown = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-        raise SetupError(f"{shown!r} is none of the optimizers given to Amp ({', '.join(map(repr, self.holdings))})")
+        raise arguments.unknown_optimizer(optimizer, list(self.holdings))

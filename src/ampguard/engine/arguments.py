@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.engine import closures
+from ampguard.engine.casting import is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules
 from ampguard.engine.patterns import matching_modules
 from ampguard.engine.precision.base import Precision
@@ -76,6 +77,17 @@ def refuse_low_weights(optimizers: Mapping[str, Optimizer], mode: Precision) -> 
     mode.notes.append("the optimizers update bfloat16 weights and lose small updates; precision='bf16-true' does not")
 
 
+def refuse_wide_weights(models: Mapping[str, nn.Module], mode: Precision) -> None:
+    """A model that has no weight for the mode to cast, and would be given inputs in its low precision."""
+    for name, model in models.items():
+        weights = [p for p in model.parameters() if p.is_floating_point()]
+        if mode.weights_dtype != torch.float32 and weights and not any(map(is_castable, weights)):
+            raise PrecisionError(
+                f"precision {mode.name!r} casts float32 weights, and those of `{name}` are {weights[0].dtype}\n"
+                "  do    model.float() before its optimizer is made; or use precision='fp32', which leaves them as they are"
+            )
+
+
 def note_converted(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], mode: Precision) -> None:
     """Remember what cannot be given to another Amp."""
     if mode.weights_dtype != torch.float32:
@@ -104,6 +116,11 @@ def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str
     forced: dict[str, dict[str, nn.Module]] = {name: {} for name in models}
     patterns = [patterns] if isinstance(patterns, str) else patterns
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise PatternError(
+                f"force_fp32= takes patterns over the paths of modules, not a {type(pattern).__name__}\n"
+                "  do    name the module as model.named_modules() does, say force_fp32=['encoder.layers.*.attn']"
+            )
         missed: list[PatternError] = []
         for name, model in models.items():
             try:
@@ -118,17 +135,47 @@ def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str
 
 
 def refuse_numbers(max_grad_norm: float | None, accumulate: int, patience: int | None) -> None:
+    for name, given in (("max_grad_norm", max_grad_norm), ("accumulate", accumulate), ("patience", patience)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, (int, float))):
+            raise SetupError(f"{name}={given!r} is a {type(given).__name__}, not a number")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise SetupError(f"max_grad_norm={max_grad_norm} would stop all learning\n  do    leave it out for no clipping")
     if accumulate < 1 or int(accumulate) != accumulate:
         raise SetupError(f"accumulate={accumulate}: a window has a whole number of micro-steps, at least 1")
-    if patience is not None and patience < 1:
-        raise SetupError(f"patience={patience}: at least 1 skipped step in a row")
+    if patience is not None and (patience < 1 or int(patience) != patience):
+        raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1")
+
+
+def unknown_optimizer(given: Any, names: Sequence[str]) -> SetupError:
+    if isinstance(given, str):
+        what = f"there is no optimizer {given!r}"
+    elif isinstance(given, Optimizer):
+        what = f"this {type(given).__name__} is not one of the optimizers that Amp was given"
+    else:
+        what = f"a {type(given).__name__} is no optimizer"
+    closure = "; a closure is the second argument: amp.step(optimizer, closure)" if callable(given) else ""
+    return SetupError(f"{what}\n  do    name one of {', '.join(map(repr, names))}, or pass the very object{closure}")
+
+
+def listed_losses(given: Any) -> list[Tensor]:
+    """One loss or several, each of which can be differentiated. Raises LossError."""
+    if isinstance(given, Mapping):
+        raise LossError(
+            f"amp.backward() takes a loss tensor or several, not a mapping of {', '.join(map(repr, given))}\n"
+            "  do    amp.backward(list(losses.values())), or their sum"
+        )
+    losses = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not losses:
+        raise LossError("amp.backward() was given no loss: the list is empty")
+    for loss in losses:
+        refuse_loss(loss)
+    return losses
 
 
 def refuse_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
-        raise LossError(f"amp.backward() takes a loss tensor, not a {type(loss).__name__}")
+        hint = "\n  do    pass the tensor itself: loss.item() has lost what made it" if isinstance(loss, float) else ""
+        raise LossError(f"amp.backward() takes a loss tensor, not a {type(loss).__name__}{hint}")
     if not loss.requires_grad:
         why = (
             "it was computed under no_grad"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard.engine import misuse
 from ampguard.engine.holding import Holding
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.setup import parameters_of
@@ -48,6 +49,8 @@ def step_with_closure(
 
     def evaluate() -> Any:
         loss = closure()
+        if not holding.has_gradients():
+            raise misuse.never_differentiated(holding.name, False)
         norm = check_gradients(holding.parameters).norm
         assert norm is not None, "measured unless told otherwise"
         if max_norm is not None:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ampguard.errors import SetupError
+from ampguard.errors import CheckpointError, SetupError
 
 
 class Followers:
     """Advance with their optimizer's steps, and stand still where one is skipped."""
 
     def __init__(
-        self, schedulers: Any, averages: Any, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+        self,
+        schedulers: Any,
+        averages: Any,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        in_float32: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """`in_float32`: inside it the models' weights are float32, as averages have them."""
+        self._in_float32 = in_float32
         self.schedulers = _listed(schedulers)
         self.averages = [_with_model(average, models) for average in _listed(averages)]
         self._optimizer_of = [_owner(scheduler, optimizers) for scheduler in self.schedulers]
@@ -29,22 +39,43 @@ class Followers:
         for scheduler, owner in zip(self.schedulers, self._optimizer_of, strict=True):
             if owner in names:
                 scheduler.step()
-        if self._first_optimizer in names:
-            for average, model in self.averages:
-                update = getattr(average, "update_parameters", None) or average.update
-                update(model)
+        if self.averages and self._first_optimizer in names:
+            with self._in_float32():
+                for average, model in self.averages:
+                    update = getattr(average, "update_parameters", None) or average.update
+                    update(model)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "averages": [average.state_dict() for average, _ in self.averages],
+            "kinds": {
+                "schedulers": [_kind(scheduler) for scheduler in self.schedulers],
+                "averages": [type(average).__name__ for average, _ in self.averages],
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+        """Raises CheckpointError where a scheduler does not take its state; they all have theirs from before then."""
+        before = [copy.deepcopy(scheduler.state_dict()) for scheduler in self.schedulers]
+        try:
+            for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+                scheduler.load_state_dict(saved)
+        except Exception as error:
+            for scheduler, own in zip(self.schedulers, before, strict=True):
+                with contextlib.suppress(Exception):
+                    scheduler.load_state_dict(own)
+            raise CheckpointError(
+                f"the checkpoint was not loaded: a scheduler does not take its state ({type(error).__name__}: {error})\n"
+                "  do    give Amp the schedulers that the checkpoint was made with"
+            ) from error
         for (average, _), saved in zip(self.averages, state["averages"], strict=True):
             average.load_state_dict(saved)
+
+
+def _kind(scheduler: Any) -> str:
+    inside = scheduler.state_dict().get("_schedulers", ())  # of SequentialLR and ChainedScheduler
+    return type(scheduler).__name__ + (f" of {len(inside)}" if inside else "")
 
 
 def _listed(given: Any) -> list[Any]:

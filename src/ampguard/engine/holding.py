@@ -37,6 +37,8 @@ class Holding:
         self._inside_flat = [p for p in models_parameters if keys and compat.storage_key(p) in keys]
         self.micro_steps = 0
         """Calls of `amp.step` in the present accumulation window."""
+        self.is_new = False
+        """Whether `amp.backward` was called since the last of them."""
         self.foreign_writes_told = False
         self.refresh()
 
@@ -44,13 +46,31 @@ class Holding:
         """The optimizer's parameter groups have changed."""
         self.parameters = parameters_of(self.optimizer)
         flat = {id(p) for p in self.flat}
-        learning = [p for p in self.parameters if p.requires_grad or id(p) in flat]
-        self._learning = len(learning)
+        learning = [p for p in self.parameters if self._leaf_of(p).requires_grad or id(p) in flat]
+        self._learning = frozenset(map(id, learning))
         self._sample = learning[:: -(-len(learning) // SAMPLE) or 1]
+
+    @property
+    def held(self) -> int:
+        """Micro-steps whose gradients are here: those that were counted, and the one that is open."""
+        return self.micro_steps + self.is_new
+
+    def count(self) -> None:
+        """`amp.step` inside a window: the micro-step is complete."""
+        self.micro_steps += 1
+        self.is_new = False
 
     def has_new_parameters(self) -> bool:
         """Whether somebody has changed the optimizer's groups (`add_param_group`)."""
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters)
+
+    def learns_others(self) -> bool:
+        """Whether parameters that were frozen when it was last looked have gradients: then it is looked again."""
+        before = self._learning
+        if not self.has_gradients():
+            return False
+        self.refresh()
+        return any(p.grad is not None for p in self.parameters if id(p) in self._learning - before)
 
     def fingerprint(self) -> Fingerprint:
         """Changes when a gradient is added to, written to, replaced or cleared (as far as the sample shows)."""
@@ -59,7 +79,7 @@ class Holding:
 
     def sees_all(self) -> bool:
         """Whether the fingerprint is of all parameters."""
-        return len(self._sample) == self._learning
+        return len(self._sample) == len(self._learning)
 
     def has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._sample) or any(p.grad is not None for p in self.parameters)
@@ -79,7 +99,7 @@ class Holding:
     def clear(self) -> None:
         """Gradients become None; those that share a buffer become 0 in place, or the buffer would lose them."""
         in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
-        self.micro_steps = 0
+        self.micro_steps, self.is_new = 0, False
         if not in_place:
             for p in self.parameters:
                 p.grad = None

@@ -66,6 +66,47 @@ def not_reached(name: str, backward: Line | None) -> ProtocolError:
     )
 
 
+def stepped_already(name: str, window: int) -> ProtocolError:
+    flush = "; to end a window that may be complete already, ask `if result.accumulating` first" if window > 1 else ""
+    return error(
+        "no-gradients",
+        f"amp.step() of `{name}`: it was stepped or cleared after the last amp.backward(), and holds no gradient any more",
+        f"call amp.backward(loss) before each amp.step(){flush}",
+        again=calling_line(),
+    )
+
+
+def nothing_to_count(name: str, micro_step: int, window: int) -> ProtocolError:
+    return error(
+        "accumulation-broken",
+        f"amp.step() of `{name}` after micro-step {micro_step} of {window}, and amp.backward() was not called since: the "
+        "mean would be over a micro-step that is not there",
+        "call amp.backward(loss) before each amp.step(); to end the window early, amp.step(last=True)",
+        again=calling_line(),
+    )
+
+
+def unequal_windows(held: dict[str, int], window: int) -> ProtocolError:
+    counts = ", ".join(f"`{name}` {count}" for name, count in held.items())
+    return error(
+        "accumulation-broken",
+        f"amp.step() of optimizers whose windows hold different numbers of micro-steps (of {window}: {counts}): their "
+        "means have different divisors",
+        "step them one by one: amp.step(optimizer)",
+        again=calling_line(),
+    )
+
+
+def all_frozen(names: list[str]) -> ProtocolError:
+    which = ", ".join(f"`{name}`" for name in names)
+    return error(
+        "no-gradients",
+        f"amp.backward() for {which}, none of whose parameters requires a gradient",
+        "unfreeze them first (requires_grad_(True)), or leave this backward pass out",
+        again=calling_line(),
+    )
+
+
 def cleared_in_window(name: str, micro_step: int, window: int) -> ProtocolError:
     return error(
         "accumulation-broken",

@@ -56,6 +56,8 @@ class LoopPrecision:
                 "  do    keep what ampguard.precision() returned and call its prepare(model, optimizer) once, before the loop",
                 "fp16-parameters",
             )
+        if torch.is_grad_enabled():
+            self._mode.before_forward()
         with self._mode.computing(), self._mode.autocast():
             yield
 

@@ -52,10 +52,16 @@ class Rules:
                 self._machine.feed(Clear(holding.name))
         self._before = {h.name: h.fingerprint() for h in self._holdings}
 
-    def after_backward(self) -> None:
-        """Whose gradients have changed has been reached."""
+    def after_backward(self, only: Sequence[Holding] | None) -> None:
+        """Whose gradients have changed has been reached. `only`: whose could; None: anybody's."""
+        for holding in self._holdings if only is None else only:
+            holding.is_new = True
         now = {h.name: h.fingerprint() for h in self._holdings}
         changed = {name for name, seen in now.items() if seen != self._before[name]}
+        for holding in self._holdings:
+            if holding.name not in changed and holding.learns_others():
+                changed.add(holding.name)
+                now[holding.name] = holding.fingerprint()
         reached = tuple(
             h.name for h in self._holdings if h.name in changed or (not h.sees_all() and self._may_be_reached(h))
         )
@@ -76,9 +82,15 @@ class Rules:
             raise misuse.of_breach("double-unscale", holding.name, first)
         self._divide(holding)
 
+    def windows_end(self, chosen: Sequence[Holding]) -> None:
+        """`amp.step` of these together ends their windows."""
+        for holding in chosen:
+            self._expect_gradients(holding)
+        if self._window > 1 and len({holding.held for holding in chosen}) > 1:
+            raise misuse.unequal_windows({holding.name: holding.held for holding in chosen}, self._window)
+
     def step(self, holding: Holding) -> None:
         """`amp.step`, before it reads the gradients."""
-        self._expect_gradients(holding)
         if not self._is_scaled:
             return self._raise_first(holding, self._machine.feed(Step(holding.name)))
         if self.stage(holding) is Stage.SCALED:
@@ -88,8 +100,10 @@ class Rules:
         return self._raise_first(holding, breaches)
 
     def in_window(self, holding: Holding) -> None:
-        """`amp.step` that only counts."""
+        """`amp.step` that only counts, or one that completes the window."""
         self._expect_gradients(holding)
+        if not holding.is_new:
+            raise misuse.nothing_to_count(holding.name, holding.micro_steps, self._window)
 
     def rescaled(self, holding: Holding) -> None:
         """Gradients were written to by us."""
@@ -113,6 +127,7 @@ class Rules:
         """Gradients came from a saved state, inside a window."""
         self._machine.feed(Backward((holding.name,), self._scale if self._is_scaled else None))
         self._seen[holding.name] = holding.fingerprint()
+        holding.is_new = True  # perhaps it was saved between backward and step
 
     def is_held(self, holding: Holding) -> bool:
         """Whether it has gradients that carry the loss scale."""
@@ -130,6 +145,8 @@ class Rules:
                 raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
             if self._machine.last_backward is None:
                 raise misuse.never_differentiated(holding.name, False)
+            if not holding.is_new:
+                raise misuse.stepped_already(holding.name, self._window)
             raise misuse.not_reached(holding.name, self._backward_at)
         if self.stage(holding) in (Stage.EMPTY, Stage.USED) and (self._is_scaled or self._window > 1):
             raise misuse.never_differentiated(holding.name, True)

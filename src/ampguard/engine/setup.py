@@ -26,10 +26,18 @@ def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
     elif isinstance(given, Iterable):
         things = _numbered(list(given))
     else:
-        things = {"it": given}
+        things = _numbered([given])
     for name, thing in things.items():
         if not isinstance(thing, kind):
-            raise SetupError(f"{what}: {name!r} is a {type(thing).__name__}, not a {kind.__name__}")
+            who = (
+                f"{name!r} is a {type(thing).__name__},"
+                if isinstance(given, Mapping)
+                else f"a {type(thing).__name__} is"
+            )
+            raise SetupError(
+                f"{what}: {who} no {kind.__name__}\n"
+                "  do    Amp(models, optimizers, precision): one, several, or mappings of names to them"
+            )
     if not things:
         raise SetupError(f"Amp needs at least one {kind.__name__.lower()}; {what} is empty")
     return things

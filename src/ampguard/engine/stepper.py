@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.engine import closures
+from ampguard.engine import closures, misuse
 from ampguard.engine.announce import Announcer
 from ampguard.engine.holding import Holding
 from ampguard.engine.precision.base import Precision
@@ -64,11 +64,18 @@ class Stepper:
                 self._mode.refuse_new_parameters(holding.name)
                 holding.refresh()
         self.rules.before_backward()
-        inputs = None if only is None else [p for holding in only for p in holding.inputs()]
+        self._mode.before_backward()
+        inputs = None if only is None else self._inputs_of(only)
         with self._mode.computing():
             torch.autograd.backward([self._scaled(loss) for loss in losses], inputs=inputs, **options)
         self._mode.after_backward()
-        self.rules.after_backward()
+        self.rules.after_backward(only)
+
+    def _inputs_of(self, only: Sequence[Holding]) -> list[Tensor]:
+        inputs = [p for holding in only for p in holding.inputs()]
+        if not inputs:
+            raise misuse.all_frozen([holding.name for holding in only])
+        return inputs
 
     def _scaled(self, loss: Tensor) -> Tensor:
         if self._window > 1:
@@ -91,6 +98,7 @@ class Stepper:
 
     def check(self, chosen: Sequence[Holding]) -> GradientCheck:
         """One look at all gradients, after the rules were asked; with their norm where it is needed for clipping."""
+        self.rules.windows_end(chosen)
         unscaled = [h for h in chosen if self.scale is not None and self.rules.is_unscaled(h)]
         scale = self.scale if len(unscaled) < len(chosen) else None
         if scale is not None:
@@ -98,8 +106,8 @@ class Stepper:
                 _multiply(holding.parameters, scale)
         for holding in chosen:
             self.rules.step(holding)
-        share = (chosen[0].micro_steps + 1) / self._window
-        if share != 1.0:  # the last window of an epoch holds less than the loss was divided by
+        share = chosen[0].held / self._window
+        if self._window > 1 and share != 1.0:  # the last window of an epoch holds less than the loss was divided by
             scale = scale * share if scale is not None else torch.full_like(self._loss_scale.value, share)
         only = chosen[0].parameters if len(chosen) == 1 else None
         parameters = only or [p for holding in chosen for p in holding.parameters]

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 def check(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
     """Raise CheckpointError with what is wrong first; `own` is the present state of `amp`."""
     _check_kind(state, own)
+    try:
+        _check_parts(state, own, amp)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        what = f"a part of it is missing or of another kind ({type(error).__name__}: {error})"
+        raise CheckpointError(_not_loaded(f"{what}: it was altered since it was made", "use another one")) from error
+
+
+def _check_parts(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
     for name in _same_names(state["models"], own["models"], "models"):
-        _check_model(name, state["models"][name], own["models"][name])
+        _check_model(f"the model `{name}`", state["models"][name], own["models"][name])
     for name in _same_names(state["optimizers"], own["optimizers"], "optimizers"):
         if state["kinds"].get(name) != own["kinds"][name]:
             kinds = f"{state['kinds'].get(name)}, here it is {own['kinds'][name]}"
@@ -35,6 +43,11 @@ def check(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
             raise CheckpointError(
                 _not_loaded(f"it holds {saved} {what}, this Amp has {have}", f"give Amp the same {what}")
             )
+        were, are = state["followers"]["kinds"][what], own["followers"]["kinds"][what]
+        if were != are:
+            raise CheckpointError(_not_loaded(f"its {what} are {were}, this Amp has {are}"))
+    for number, average in enumerate(own["followers"]["averages"]):
+        _check_model(f"average {number}", state["followers"]["averages"][number], average)
     amp.mode.check_state(state["mode"])
     if _seal(state) != state["seal"]:
         raise CheckpointError(
@@ -85,18 +98,16 @@ def _check_model(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
         hint = f" (`{surplus[0]}` may be `{near[0]}`)" if near else ""
         raise CheckpointError(
             _not_loaded(
-                f"the model `{name}` is another one: {len(missing)} of its tensors are missing{_first(missing)}, "
+                f"{name} is another one: {len(missing)} of its tensors are missing{_first(missing)}, "
                 f"{len(surplus)} are not in it{_first(surplus)}{hint}"
             )
         )
     for key, value in own.items():
         if isinstance(value, Tensor) and not _is_alike(saved[key], value):
-            raise CheckpointError(
-                _not_loaded(f"`{key}` of the model `{name}` is {_shown(saved[key])}, here it is {_shown(value)}")
-            )
+            raise CheckpointError(_not_loaded(f"`{key}` of {name} is {_shown(saved[key])}, here it is {_shown(value)}"))
     bad = [path for path in nonfinite_leaves(saved) if path not in nonfinite_leaves(own)]
     if bad:
-        raise CheckpointError(_not_loaded(f"`{bad[0]}` of the model `{name}` holds NaN or Inf"))
+        raise CheckpointError(_not_loaded(f"`{bad[0]}` of {name} holds NaN or Inf"))
 
 
 def _check_optimizer(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -19,6 +19,9 @@ from ampguard.errors import CheckpointError
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write beside `path`, then rename: a run that is killed meanwhile leaves the old file."""
     target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        why = "it is a folder" if target.is_dir() else f"there is no folder {os.fspath(target.parent)!r}"
+        raise CheckpointError(f"the checkpoint {os.fspath(path)!r} was not written: {why}")
     handle, unfinished = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     try:
@@ -33,12 +36,12 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> Any:
     """What is in the file, on the CPU. Raises CheckpointError where it is missing, truncated or no such file."""
     if not Path(path).is_file():
-        raise CheckpointError(f"there is no checkpoint {os.fspath(path)!r}")
+        why = "it is no file" if Path(path).exists() else "it is not there"
+        raise CheckpointError(f"there is no checkpoint {os.fspath(path)!r}: {why}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"the checkpoint was not loaded: {os.fspath(path)!r} is truncated, or no file of amp.save(): {first}\n"
-            "  do    use an earlier checkpoint"
-        ) from error
+            f"the checkpoint was not loaded: {os.fspath(path)!r} is truncated, altered, or no file of amp.save() "
+            f"({type(error).__name__})\n  do    use an earlier checkpoint"
+        ) from error  # whose text says what to pass to torch.load

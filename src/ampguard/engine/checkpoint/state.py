@@ -35,19 +35,26 @@ class Checkpoint:
         state = {"ampguard": FORMAT, "precision": self._amp.mode.name, **judged, **self._rest()}
         return {**state, "seal": seal_of(state)}
 
+    def poisoned_buffers(self) -> list[str]:
+        """Those that are saved, and were finite at the beginning."""
+        models = {name: dict(compat.unwrapped(model).named_buffers()) for name, model in self._amp.models.items()}
+        bad = (path.removeprefix("models.") for path in nonfinite_leaves({"models": models}) if path not in self._known)
+        single = len(models) == 1
+        return [path.partition(".")[2] if single else path for path in bad]
+
     def load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
         """Raises CheckpointError before anything has changed."""
         check(
             state, {"ampguard": FORMAT, "precision": self._amp.mode.name, **self._judged(), **self._rest()}, self._amp
         )
         amp = self._amp
+        amp.followers.load_state_dict(state["followers"])  # first: these are other people's, and may yet refuse theirs
         for name, model in amp.models.items():
             compat.unwrapped(model).load_state_dict(state["models"][name])
         amp.mode.load_state_dict(state["mode"])
         for name, optimizer in amp.optimizers.items():
             _load_optimizer(optimizer, state["optimizers"][name])
             amp.holdings[name].refresh()
-        amp.followers.load_state_dict(state["followers"])
         if state["scale"] is not None:
             amp.loss_scale.load_state_dict(state["scale"])
         amp.stepper.restored(was_loaded=rng)

@@ -61,11 +61,16 @@ class Policy:
     def on_bad_step(self, amp: Amp, bad: BadStep) -> None:
         """A step was skipped. After `patience` in a row, raise whatever the policy: this does not go away."""
         if bad.in_a_row >= bad.patience:
-            raise NonfiniteError(f"{bad.in_a_row} steps in a row were skipped. {bad}\n{ADVICE}", bad.parameters or ())
+            what = f"{bad.in_a_row} steps in a row were skipped. {bad}"
+            raise NonfiniteError(f"{what}\n{advice(NO_SINGLE_BATCH, amp.mode.scales_loss)}", bad.parameters or ())
 
 
-ADVICE = (
-    "  why   skipping does not help any more: an operation overflows in the forward or backward pass whatever the scale\n"
-    "  do    run the script with `ampguard run`: it names the operator, the line and a fix; or try precision='bf16', or "
-    "force_fp32=[...] for the modules above"
-)
+def advice(why: str, scales_loss: bool) -> str:
+    """Why a bad step ends the run, and what to do. `scales_loss`: whether the precision's range may be too small."""
+    elsewhere = "; or try precision='bf16', or force_fp32=[...] for the modules above" if scales_loss else ""
+    do = f"run the script with `ampguard run`: it names the operator, the line and a fix{elsewhere}"
+    return f"  why   {why}\n  do    {do}"
+
+
+NO_SINGLE_BATCH = "skipping does not help any more: it is no single bad batch, and no loss scale that is still settling"
+ADVICE = advice(NO_SINGLE_BATCH, scales_loss=True)

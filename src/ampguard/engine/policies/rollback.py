@@ -86,6 +86,6 @@ class Rollback(Policy):
 
     def _last(self) -> Mapping[str, Any]:
         if self.path is not None:
-            return torch.load(self.path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+            return files.load(self.path)  # type: ignore[no-any-return]
         assert self._snapshot is not None
         return self._snapshot

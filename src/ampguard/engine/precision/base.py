@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ampguard.engine.precision.weights import LowWeights
 from ampguard.engine.step import GradientCheck, apply_update
 from ampguard.errors import CheckpointError, SetupError
 
@@ -36,6 +37,8 @@ class Precision:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
+        self.low_weights: LowWeights | None = None
+        """What `convert` has cast."""
         self.notes: list[str] = []
         """What was changed beside the precision itself, to be told to the user."""
 
@@ -57,12 +60,28 @@ class Precision:
         """Global settings of PyTorch's, for forward and backward passes."""
         return contextlib.nullcontext()
 
-    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def evaluation(self, precision: Precision) -> Iterator[None]:
         """For an evaluation in another precision than the training's."""
-        return precision.autocast()
+        with self.in_float32(), precision.autocast():
+            yield
+
+    def in_float32(self) -> contextlib.AbstractContextManager[None]:
+        """The models' weights are float32 inside, for whoever reads them or calls a model."""
+        return contextlib.nullcontext() if self.low_weights is None else self.low_weights.widened(self.master_of)
+
+    def master_of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The float32 tensor that is kept for a model's low-precision weight; None where there is none."""
+        return None
 
     def average_first(self, wrappers: Sequence[nn.parallel.DistributedDataParallel]) -> None:
         """These average gradients over ranks, each at the end of a backward pass that is not inside its `no_sync()`."""
+
+    def before_forward(self) -> None:
+        """A forward pass in training is about to begin."""
+
+    def before_backward(self) -> None:
+        """A backward pass is about to begin."""
 
     def after_backward(self) -> None:
         """A backward pass has ended."""

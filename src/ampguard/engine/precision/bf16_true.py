@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -11,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampguard.engine.precision.base import Precision
-from ampguard.engine.precision.o2 import evaluated_in
 from ampguard.engine.precision.weights import LowWeights
 from ampguard.engine.step import GradientCheck, RoundedUpdate
 from ampguard.errors import CheckpointError, ProtocolError, SetupError
@@ -36,13 +34,12 @@ class Bf16True(Precision):
             raise SetupError(f"unknown rounding={rounding!r}\n  do    use one of {', '.join(map(repr, ROUNDINGS))}")
         self.rounding = rounding
         self._seed = seed
-        self._weights: LowWeights | None = None
         self._roundings: dict[int, RoundedUpdate] = {}
 
     def convert(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
     ) -> None:
-        self._weights = LowWeights(models, self.weights_dtype, in_fp32)
+        self.low_weights = LowWeights(models, self.weights_dtype, in_fp32)
         if self.rounding != "nearest":
             how = cast(Literal["stochastic", "kahan"], self.rounding)
             self._roundings = {id(o): RoundedUpdate(o, how, self._seed + i) for i, o in enumerate(optimizers)}
@@ -61,9 +58,6 @@ class Bf16True(Precision):
                 "  do    call amp.step(optimizer) instead   (ampguard explain lost-update)",
                 "lost-update",
             )
-
-    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-        return evaluated_in(precision, self._weights, lambda weight: None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rounding": self.rounding, "roundings": [r.state_dict() for r in self._roundings.values()]}

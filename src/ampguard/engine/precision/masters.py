@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from ampguard import compat
+
+
+class Pairs:
+    """A model's weights and their masters, of one optimizer. Whoever has written to either is seen by their versions."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.masters: list[Tensor] = []
+        self._seen: tuple[list[int], list[int]] = ([], [])
+
+    def add(self, weight: Tensor, master: Tensor) -> None:
+        self.weights.append(weight)
+        self.masters.append(master)
+
+    def note(self) -> None:
+        """They agree now."""
+        self._seen = compat.versions_of(self.weights), compat.versions_of(self.masters)
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round the masters into the model."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
+        self.note()
+
+    def follow_masters(self) -> None:
+        """Where somebody has written to a master (SAM climbs, an average is put in its place), the model follows."""
+        if compat.versions_of(self.masters) != self._seen[1]:
+            self.copy_to_model()
+
+    @torch.no_grad()
+    def follow_model(self) -> None:
+        """Where somebody has written to the model (weights are loaded, clipped, begun anew), the masters take what differs."""
+        seen = self._seen[0]
+        now = compat.versions_of(self.weights)
+        if now == seen:
+            return
+        for weight, master, version, before in zip(self.weights, self.masters, now, seen, strict=True):
+            if version != before:
+                master.copy_(torch.where(weight != master.to(weight.dtype), weight.to(master.dtype), master))
+        self._seen = now, compat.versions_of(self.masters)
 
 
 class Masters:
@@ -17,27 +61,28 @@ class Masters:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], to_cast: set[int]) -> None:
-        self.averaged_by: list[nn.parallel.DistributedDataParallel] = []
+        self.averaged_by: list[DistributedDataParallel] = []
         self._of: dict[int, Tensor] = {}
         self._model: dict[int, Tensor] = {}
-        self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._pairs: dict[int, Pairs] = {}
         for optimizer in optimizers:
-            pairs: list[tuple[Tensor, Tensor]] = []
-            self._pairs[id(optimizer)] = pairs
+            pairs = self._pairs[id(optimizer)] = Pairs()
             for group in optimizer.param_groups:
                 group["params"] = [
                     self._master(optimizer, p, pairs) if id(p) in to_cast else p for p in group["params"]
                 ]
 
-    def _master(self, optimizer: Optimizer, weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _master(self, optimizer: Optimizer, weight: Tensor, pairs: Pairs) -> Tensor:
         master = nn.Parameter(weight.detach().clone().float(), requires_grad=weight.requires_grad)
         if weight in optimizer.state:
             optimizer.state[master] = optimizer.state.pop(weight)
-        if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(_MoveTo(master, self))
+        learns = weight.requires_grad
+        weight.requires_grad_(True)  # a frozen one takes no hook, and may learn later
+        weight.register_post_accumulate_grad_hook(_MoveTo(master, self))
+        weight.requires_grad_(learns)
         self._of[id(weight)] = master
         self._model[id(master)] = weight
-        pairs.append((weight, master))
+        pairs.add(weight, master)
         return master
 
     def of(self, weight: Tensor) -> Tensor | None:
@@ -48,34 +93,65 @@ class Masters:
         """The model's weight of a master; the tensor itself where it is none."""
         return self._model.get(id(master), master)
 
+    def copy_to_model(self, optimizer: Optimizer) -> None:
+        """Round the masters of an optimizer into the model."""
+        self._pairs[id(optimizer)].copy_to_model()
+
+    def note(self) -> None:
+        """Weights and masters agree now."""
+        for pairs in self._pairs.values():
+            pairs.note()
+
+    def follow_model(self) -> None:
+        for pairs in self._pairs.values():
+            pairs.follow_model()
+
+    def follow_masters(self) -> None:
+        """Not between a forward pass and its backward pass, which has kept the model's weights."""
+        for pairs in self._pairs.values():
+            pairs.follow_masters()
+
+    def average_by(self, wrappers: Iterable[DistributedDataParallel]) -> None:
+        """These average gradients over ranks."""
+        known, self.averaged_by = self.averaged_by, list(wrappers)
+        for ddp in self.averaged_by:
+            if not any(ddp is other for other in known):
+                self._take_those_of_first_rank(ddp)
+
     @torch.no_grad()
-    def copy_to_model(self, optimizer: Optimizer | None = None) -> None:
-        """Round the masters (of one optimizer, or all) into the model."""
-        chosen = self._pairs.values() if optimizer is None else [self._pairs[id(optimizer)]]
-        for pairs in chosen:
-            for weight, master in pairs:
-                weight.copy_(master)
+    def _take_those_of_first_rank(self, ddp: DistributedDataParallel) -> None:
+        """DDP has given all ranks the weights of the first one as it wrapped the model. All ranks take part."""
+        own = {id(p) for p in ddp.parameters()}
+        first = torch.distributed.get_global_rank(ddp.process_group, 0)
+        for weight, master in self._all():
+            if id(weight) in own:
+                torch.distributed.broadcast(master, src=first, group=ddp.process_group)
+        self.note()
 
     def take_averaged(self) -> None:
         """A backward pass has ended: gradients that are averaged now go to their masters."""
         if self.averaged_by and all(ddp.require_backward_grad_sync for ddp in self.averaged_by):
-            for pairs in self._pairs.values():
-                for weight, master in pairs:
-                    move_gradient(weight, master)
+            for weight, master in self._all():
+                move_gradient(weight, master)
 
     def forget_unaveraged(self, optimizer: Optimizer) -> None:
         """Gradients from inside `no_sync()`, which wait in the low precision."""
-        for weight, _ in self._pairs[id(optimizer)] if self.averaged_by else ():
+        for weight in self._pairs[id(optimizer)].weights if self.averaged_by else ():
             weight.grad = None
 
     def state(self) -> list[Tensor]:
         """All masters, in the order of the optimizers and their parameters."""
-        return [master.detach() for pairs in self._pairs.values() for _, master in pairs]
+        return [master.detach() for _, master in self._all()]
 
     @torch.no_grad()
     def load(self, saved: Sequence[Tensor]) -> None:
+        """Of a state whose weights the model has taken already."""
         for master, value in zip(self.state(), saved, strict=True):
             master.copy_(value)
+        self.note()
+
+    def _all(self) -> list[tuple[Tensor, Tensor]]:
+        return [both for pairs in self._pairs.values() for both in zip(pairs.weights, pairs.masters, strict=True)]
 
 
 class _MoveTo:

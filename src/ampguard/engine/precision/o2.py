@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ class O2(Precision):
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self._weights: LowWeights | None = None
         self._masters: Masters | None = None
 
     def convert(
@@ -41,11 +39,21 @@ class O2(Precision):
         kept = [*in_fp32, *norms.values()]
         to_cast = _castable(models) - {id(p) for module in kept for p in module.parameters()}
         self._masters = Masters(optimizers, to_cast)
-        self._weights = LowWeights(models, self.weights_dtype, kept)
+        self.low_weights = LowWeights(models, self.weights_dtype, kept)
+        self._masters.note()
+
+    def before_forward(self) -> None:
+        if self._masters is not None:
+            self._masters.follow_model()
+            self._masters.follow_masters()
+
+    def before_backward(self) -> None:
+        if self._masters is not None:
+            self._masters.follow_model()
 
     def average_first(self, wrappers: Sequence[nn.parallel.DistributedDataParallel]) -> None:
         if self._masters is not None:
-            self._masters.averaged_by = list(wrappers)
+            self._masters.average_by(wrappers)
 
     def after_backward(self) -> None:
         if self._masters is not None:
@@ -86,22 +94,8 @@ class O2(Precision):
             "bypassed-scaler",
         )
 
-    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-        return evaluated_in(precision, self._weights, self._master_of)
-
-    def _master_of(self, weight: Tensor) -> Tensor | None:
+    def master_of(self, weight: Tensor) -> Tensor | None:
         return self._masters.of(weight) if self._masters is not None else None
-
-
-def evaluated_in(
-    other: Precision, weights: LowWeights | None, wide: Callable[[Tensor], Tensor | None]
-) -> contextlib.AbstractContextManager[Any]:
-    """An evaluation in autocast or float32 of a model with low-precision weights: they are float32 meanwhile."""
-    stack = contextlib.ExitStack()
-    if weights is not None:
-        stack.enter_context(weights.widened(wide))
-    stack.enter_context(other.autocast())
-    return stack
 
 
 def _castable(models: Sequence[nn.Module]) -> set[int]:

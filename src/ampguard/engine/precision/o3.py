@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ampguard.engine.precision.base import Precision
-from ampguard.engine.precision.o2 import evaluated_in
 from ampguard.engine.precision.weights import LowWeights
 
 EPS = 1e-4
@@ -26,22 +23,15 @@ class O3(Precision):
     scales_loss = True
     takes_closures = False
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__(device_type)
-        self._weights: LowWeights | None = None
-
     def convert(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
     ) -> None:
-        self._weights = LowWeights(models, self.weights_dtype, in_fp32)
+        self.low_weights = LowWeights(models, self.weights_dtype, in_fp32)
         for number, optimizer in enumerate(optimizers):
             for before, after in raise_eps(optimizer):
                 self.notes.append(
                     f"eps of optimizer {number} raised from {before:g}, which is 0 in float16, to {after:g}"
                 )
-
-    def evaluation(self, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-        return evaluated_in(precision, self._weights, lambda weight: None)
 
 
 def raise_eps(optimizer: Optimizer) -> list[tuple[float, float]]:

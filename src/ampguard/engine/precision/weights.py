@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ampguard.compat import unwrapped
 from ampguard.engine.casting import cast_floats, is_castable
+from ampguard.engine.precision.stand_ins import StandIns, places_in
 
 
 class CastInputs:
@@ -52,23 +53,32 @@ class LowWeights:
     @contextlib.contextmanager
     def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
         """The weights are float32 inside: `wide(weight)` where it gives one, else the weight's own value."""
-        low = [(t, t.data) for t in self.cast]
+        made = {id(tensor): _in_float32(tensor, wide) for tensor in self.cast}
         dtype, self._inputs.dtype = self._inputs.dtype, torch.float32
-        try:
-            for tensor, data in low:
-                better = wide(tensor)
-                tensor.data = data.float() if better is None else better.detach()
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self._inputs, "dtype", dtype)
+            placed: set[int] = set()
+            for model in self._models:
+                places = [place for place in places_in(model) if id(place.tensor) in made]
+                placed |= {id(place.tensor) for place in places}
+                stand_ins = StandIns(model, [(place, made[id(place.tensor)]) for place in places])
+                stand_ins.enter()
+                stack.callback(stand_ins.leave)
+            for tensor in self.cast:
+                if id(tensor) not in placed:  # TorchScript keeps its tables to itself
+                    stack.callback(setattr, tensor, "data", tensor.data)
+                    tensor.data = made[id(tensor)].detach()
             yield
-        finally:
-            self._inputs.dtype = dtype
-            for tensor, data in low:
-                if not _is_parameter(tensor) and tensor.dtype != data.dtype:
-                    data.copy_(tensor.data)  # a running statistic may have been updated
-                tensor.data = data
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+def _in_float32(tensor: Tensor, wide: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Differentiable where gradients are on: a model may be trained in evaluation mode."""
+    better = wide(tensor)
+    if better is not None:
+        return better
+    is_on = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_on):  # what is written to buffers is seen by versions
+        return tensor.float()
 
 
 NORMS = (

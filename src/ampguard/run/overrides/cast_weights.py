@@ -21,55 +21,24 @@ from torch.optim import Optimizer
 from ampguard import compat, numerics
 from ampguard.capture.patches import Patches
 from ampguard.engine.force_fp32 import ForcedModules
+from ampguard.engine.precision.stand_ins import Place, StandIns, places_in
 from ampguard.engine.precision.weights import norms_in
 from ampguard.errors import PatternError
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.ledger import Ledger
-from ampguard.run.overrides.places import Place, is_not_made_yet, places_in, why_weights_stay
+from ampguard.run.overrides.places import is_not_made_yet, why_weights_stay
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.stored_low import StoredLow
 
 
-class Casts:
-    """The casts of one root's parameters and buffers; tied weights have one."""
-
-    def __init__(self, places: list[Place], root: nn.Module, dtype: torch.dtype) -> None:
-        made: dict[int, Tensor] = {}
-        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
-            for place in places:
-                if id(place.tensor) not in made:
-                    made[id(place.tensor)] = place.tensor.to(dtype)
-        self._casts = [(place, made[id(place.tensor)]) for place in places]
-        self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
-        self._flat: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._entered: list[tuple[Place, Tensor, int]] = []
-
-    def enter(self) -> None:
-        """Put the casts where their masters stand."""
-        self._flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
-        self._entered = [
-            (place, cast, compat.version_of(cast))
-            for place, cast in self._casts
-            if place.entries.get(place.name) is place.tensor
-        ]
-        for place, cast, _ in self._entered:
-            place.entries[place.name] = cast
-
-    @torch.no_grad()
-    def leave(self) -> None:
-        """Put the masters back, and into them what the call has written to buffers."""
-        for place, cast, version in self._entered:
-            now = place.entries.get(place.name)
-            if now is cast:
-                place.entries[place.name] = place.tensor
-                if not isinstance(place.tensor, nn.Parameter) and compat.version_of(cast) != version:
-                    place.tensor.copy_(cast)
-            elif isinstance(now, Tensor) and now.dtype == cast.dtype:  # `self.buffer = new`
-                place.entries[place.name] = now.to(place.tensor.dtype)
-        self._entered = []
-        for module, flat in self._flat:
-            vars(module).update(flat)
-        self._flat = []
+def casts_of(root: nn.Module, places: list[Place], dtype: torch.dtype) -> StandIns:
+    """Casts of what stands in these places of a root; tied weights have one."""
+    made: dict[int, Tensor] = {}
+    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+        for place in places:
+            if id(place.tensor) not in made:
+                made[id(place.tensor)] = place.tensor.to(dtype)
+    return StandIns(root, [(place, made[id(place.tensor)]) for place in places])
 
 
 class CastWeights:
@@ -78,7 +47,7 @@ class CastWeights:
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
         self._ledger = ledger
-        self._last: weakref.WeakKeyDictionary[nn.Module, list[Casts]] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[nn.Module, list[StandIns]] = weakref.WeakKeyDictionary()
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._norms: list[ForcedModules] = []
         self._cast: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -115,7 +84,7 @@ class CastWeights:
             return None
         if replay is None:
             self._cast.update((id(place.tensor), place.tensor) for place in places)
-        casts = Casts(places, root, self._plan.weights_dtype)
+        casts = casts_of(root, places, self._plan.weights_dtype)
         if torch.is_grad_enabled():
             self._last.setdefault(root, []).append(casts)
         casts.enter()

@@ -1,0 +1,88 @@
+"""Other tensors in the place of a model's weights, for a time: in its modules' own tables of parameters and buffers.
+
+The parameters themselves stay as they are, and with them all that hangs on them: hooks, gradients, and the nodes by
+which DistributedDataParallel learns that a gradient is there, which PyTorch makes anew (without the hook) for a parameter
+whose `.data` gets another type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.engine.casting import is_castable
+from ampguard.engine.force_fp32.modules import is_forced
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter or buffer, under the name in its module's own table. `in_float32`: a module around it runs so."""
+
+    entries: dict[str, Any]
+    name: str
+    tensor: Tensor
+    in_float32: bool
+
+
+def places_in(root: nn.Module, forced: frozenset[int] = frozenset()) -> Iterator[Place]:
+    """Every place of a tensor that training precisions concern; a tied weight has several, one in TorchScript has none.
+
+    `forced`: further modules that run in float32, by identity.
+    """
+    yield from _walk(root, forced, False, set())
+
+
+def _walk(module: nn.Module, forced: frozenset[int], in_float32: bool, seen: set[int]) -> Iterator[Place]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    in_float32 = in_float32 or id(module) in forced or is_forced(module)
+    for entries in (compat.parameters_of(module), compat.buffers_of(module)):
+        for name, tensor in entries.items():
+            if tensor is not None and is_castable(tensor):
+                yield Place(entries, name, tensor, in_float32)
+    for child in compat.children_of(module).values():
+        if child is not None:
+            yield from _walk(child, forced, in_float32, seen)
+
+
+class StandIns:
+    """What stands in some places of a model between `enter` and `leave`, as often as wanted."""
+
+    def __init__(self, root: nn.Module, standing_in: Iterable[tuple[Place, Tensor]]) -> None:
+        self._standing_in = list(standing_in)
+        self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+        self._flat: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._entered: list[tuple[Place, Tensor, int]] = []
+
+    def enter(self) -> None:
+        """Put them there, where the model's own tensors are."""
+        self._flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
+        self._entered = [
+            (place, stand_in, compat.version_of(stand_in))
+            for place, stand_in in self._standing_in
+            if place.entries.get(place.name) is place.tensor
+        ]
+        for place, stand_in, _ in self._entered:
+            place.entries[place.name] = stand_in
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Put the model's own back, and into them what was written to buffers meanwhile."""
+        for place, stand_in, version in self._entered:
+            now = place.entries.get(place.name)
+            if now is stand_in:
+                place.entries[place.name] = place.tensor
+                if not isinstance(place.tensor, nn.Parameter) and compat.version_of(stand_in) != version:
+                    place.tensor.copy_(stand_in)
+            elif isinstance(now, Tensor) and now.dtype == stand_in.dtype:  # `self.buffer = new`
+                place.entries[place.name] = now.to(place.tensor.dtype)
+        self._entered = []
+        for module, flat in self._flat:
+            vars(module).update(flat)
+        self._flat = []
