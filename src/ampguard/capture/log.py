@@ -1,4 +1,4 @@
-"""The event log: what is kept of the running step, and which event made which tensor.
+"""The event log: what is kept of the running step.
 
 Tensors that an event made are named by `Ref` and held weakly, all others are held. Everything here runs in every healthy
 step, hence the plain loops. Nothing writes to a tensor of the script.
@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ampguard import compat
 from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
 from ampguard.capture.forgetting import KEPT_ROOTS, has_live_result, is_evaluating, is_window_too_large, still_used
 from ampguard.capture.frames import user_line
+from ampguard.capture.producers import Producers
 from ampguard.capture.record import (
     PLAIN_TYPES,
     BackwardCall,
@@ -61,8 +61,7 @@ class EventLog:
         """The first event of the running iteration."""
         self.goes_on_after_backward = False
         """True once an operator used what was computed before a backward pass: one more loss of the same graph."""
-        self._producers: dict[int, tuple[weakref.ref[Tensor], Ref, int]] = {}
-        self._writers: dict[int, list[int]] = {}
+        self.producers = Producers()
         self._sweep_at = SWEEP_EVENTS
         self.arguments = ArgumentCopies()
 
@@ -151,7 +150,7 @@ class EventLog:
         for position, ref in enumerate(call.outputs):
             tensor = ref()
             if tensor is not None:
-                self._producers[id(tensor)] = (ref, Ref(call.index, position), call.made[position])
+                self.producers.known[id(tensor)] = (ref, Ref(call.index, position), call.made[position])
         self._note_reuse(call, any((tensor := ref()) is not None and tensor.requires_grad for ref in call.outputs))
 
     def _named_then(self, values: Iterable[Any], versions: Sequence[int]) -> list[Any]:
@@ -183,10 +182,10 @@ class EventLog:
         if op is None:
             return
         if is_view and args and isinstance(args[0], Tensor):
-            self._add_views(op, args[0], output)
+            self.producers.add_views(op, args[0], output)
         elif type(output) is Tensor:
             ref = weakref.ref(output)
-            self._producers[id(output)] = (ref, Ref(op.index, 0), version_of(output))
+            self.producers.known[id(output)] = (ref, Ref(op.index, 0), version_of(output))
             op.outputs.append(ref)
             op.floating.append(output.dtype.is_floating_point)
         else:
@@ -202,7 +201,7 @@ class EventLog:
         if len(events) >= MAX_EVENTS:
             self.record.complete = False
             return None
-        producers, closed = self._producers, self.closed_until
+        producers, closed = self.producers.known, self.closed_until
         named: list[Any] = []
         for value in args:
             kind = type(value)
@@ -246,43 +245,11 @@ class EventLog:
             if not isinstance(tensor, Tensor):
                 continue
             if writes:
-                self._note_write(tensor, op)
+                self.producers.note_write(tensor, op)
             else:
-                self.define(tensor, Ref(op.index, position))
+                self.producers.define(tensor, Ref(op.index, position))
             op.outputs.append(weakref.ref(tensor))
             op.floating.append(tensor.is_floating_point())
-
-    def _add_views(self, op: GlueOp, base: Tensor, output: Any) -> None:
-        """A view shares its base's version counter, but only once PyTorch has returned it to the script."""
-        version = version_of(base)
-        for position, view in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
-            ref = weakref.ref(view)
-            self._producers[id(view)] = (ref, Ref(op.index, position), version)
-            op.outputs.append(ref)
-            op.floating.append(view.is_floating_point())
-
-    def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
-        """An event made this tensor, to which a weak reference is returned."""
-        weak = weakref.ref(tensor)
-        self._producers[id(tensor)] = (weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
-        return weak
-
-    def _note_write(self, written: Tensor, op: GlueOp) -> None:
-        """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
-
-        PyTorch counts the new version after the operator returns, hence the + 1. A tensor that no event made is copied
-        for the replay, so what shares its memory is not followed but taken as it is when it is used.
-        """
-        version, index = version_of(written), op.index
-        memory = compat.storage_key(written) if any(isinstance(a, Ref) for a in op.args[:1]) else 0
-        for identity, (alias, ref, known_version) in list(self._producers.items()):
-            tensor = alias()
-            if tensor is None or tensor is written or known_version != version_of(tensor):
-                continue
-            if memory and compat.storage_key(tensor) == memory:
-                self._producers[identity] = (alias, ref, known_version + 1)
-                self._writers.setdefault(ref.event, []).append(index)
-        self._producers[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
 
     # --- naming -----------------------------------------------------------------------------------------------------
 
@@ -295,11 +262,8 @@ class EventLog:
             if self._pending:
                 self.settle()
             version = version_of(tensor)
-        known = self._producers.get(id(tensor))
-        if known is None or known[0]() is not tensor or version != known[2]:
-            return None
-        ref = known[1]
-        if ref.event < self.closed_until:
+        ref = self.producers.of(tensor, version)
+        if ref is not None and ref.event < self.closed_until:
             event = self._record.event(ref.event)
             if event is None or (ref.event < self.iteration_start and not isinstance(event, RootCall)):
                 return None  # glue of a finished step is not kept
@@ -321,7 +285,7 @@ class EventLog:
     def named_argument(self, tensor: Tensor) -> Ref | Held:
         """An argument of a module."""
         version = -1 if tensor.is_inference() else plain_version(tensor)
-        if id(tensor) in self._producers or self._pending:
+        if id(tensor) in self.producers.known or self._pending:
             known = self.lookup(tensor)
             if known is not None:
                 return known
@@ -356,12 +320,12 @@ class EventLog:
     def snapshot(self) -> StepRecord:
         """The record as it stands; its calls are yet to be told."""
         record = self.record
-        return StepRecord(list(record.events), record.complete, dict(self._writers), self.iteration_start)
+        return StepRecord(list(record.events), record.complete, dict(self.producers.writers), self.iteration_start)
 
     def clear(self) -> None:
         self._record = StepRecord()
         self._pending.clear()
-        self._producers.clear()
+        self.producers = Producers()
 
     def forget_finished(self, keep_all: bool) -> bool:
         """Drop the events before the last backward, and dead ones of a loop that never differentiates.
@@ -399,23 +363,13 @@ class EventLog:
         live = [event for event in events if type(event) is RootCall and has_live_result(event)]
         if len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False
-        known = self._producers
-        self._producers = {
-            id(tensor): known[id(tensor)]
-            for root in live
-            for ref in root.outputs
-            if (tensor := ref()) is not None and id(tensor) in known
-        }
+        self.producers.keep_only(live)
         events[:] = live
-        self._writers.clear()
         return True
 
     def _keep(self, kept: set[int]) -> None:
         self.record.events = [e for e in self.record.events if e.index in kept]
-        if self._writers:
-            self._writers = {k: v for k, v in self._writers.items() if k in kept}
-        if len(self._producers) > 2 * len(kept) + 32:
-            self._producers = {k: v for k, v in self._producers.items() if v[1].event in kept}
+        self.producers.forget(kept)
 
 
 def versions_in(values: Iterable[Any]) -> Sequence[int]:

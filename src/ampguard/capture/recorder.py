@@ -177,7 +177,7 @@ class FlightRecorder:
         root.seconds = time.perf_counter() - root.started
         outputs = [output] if type(output) is Tensor else tensors_in(output)
         for position, tensor in enumerate(outputs):
-            root.outputs.append(self.log.define(tensor, Ref(root.index, position)))
+            root.outputs.append(self.log.producers.define(tensor, Ref(root.index, position)))
             root.floating.append(tensor.dtype.is_floating_point)
         poisoned = self.context.after_call(root)
         if poisoned:
@@ -210,7 +210,7 @@ class FlightRecorder:
     def leave_function(self, root: RootCall, output: Any) -> None:
         """Note what the function returned."""
         for position, tensor in enumerate(tensors_in(output)):
-            self.log.define(tensor, Ref(root.index, position))
+            self.log.producers.define(tensor, Ref(root.index, position))
             root.outputs.append(weakref.ref(tensor))
             root.floating.append(tensor.is_floating_point())
 
@@ -292,7 +292,7 @@ class FlightRecorder:
         """What `torch.autograd.grad` returned."""
         for position, gradient in enumerate(gradients):
             if isinstance(gradient, Tensor):
-                self.log.define(gradient, Ref(call.index, position))
+                self.log.producers.define(gradient, Ref(call.index, position))
                 call.outputs.append(weakref.ref(gradient))
                 call.floating.append(True)
             else:

@@ -1,0 +1,84 @@
+"""Which event made which tensor.
+
+Tensors are known by identity, held weakly, each with the version it had when its event returned: one that was written to
+since by somebody who was not recorded is nobody's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.record import GlueOp, Ref, RootCall
+from ampguard.compat import plain_version, version_of
+
+Known = tuple[weakref.ref[Tensor], Ref, int]
+
+
+class Producers:
+    """The results of recorded events. Runs in every healthy step, hence the plain loops."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Known] = {}
+        """By the tensor's identity: the tensor, the event that made it, and its version then."""
+        self.writers: dict[int, list[int]] = {}
+        """For an event, the later ones that wrote to its result in place, through a view."""
+
+    def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
+        """An event made this tensor, to which a weak reference is returned."""
+        weak = weakref.ref(tensor)
+        self.known[id(tensor)] = (weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
+        return weak
+
+    def of(self, tensor: Tensor, version: int) -> Ref | None:
+        """The event that gave this very tensor object the value that it has (or had) at a version."""
+        known = self.known.get(id(tensor))
+        return None if known is None or known[0]() is not tensor or version != known[2] else known[1]
+
+    def add_views(self, op: GlueOp, base: Tensor, output: Any) -> None:
+        """A view shares its base's version counter, but only once PyTorch has returned it to the script."""
+        version = version_of(base)
+        for position, view in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+            ref = weakref.ref(view)
+            self.known[id(view)] = (ref, Ref(op.index, position), version)
+            op.outputs.append(ref)
+            op.floating.append(view.is_floating_point())
+
+    def note_write(self, written: Tensor, op: GlueOp) -> None:
+        """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
+
+        PyTorch counts the new version after the operator returns, hence the + 1. A tensor that no event made is copied
+        for the replay, so what shares its memory is not followed but taken as it is when it is used.
+        """
+        version, index = version_of(written), op.index
+        memory = compat.storage_key(written) if any(isinstance(a, Ref) for a in op.args[:1]) else 0
+        for identity, (alias, ref, known_version) in list(self.known.items()):
+            tensor = alias()
+            if tensor is None or tensor is written or known_version != version_of(tensor):
+                continue
+            if memory and compat.storage_key(tensor) == memory:
+                self.known[identity] = (alias, ref, known_version + 1)
+                self.writers.setdefault(ref.event, []).append(index)
+        self.known[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
+
+    def keep_only(self, roots: Iterable[RootCall]) -> None:
+        """Forget all but the results of these calls that are still in use."""
+        known = self.known
+        self.known = {
+            id(tensor): known[id(tensor)]
+            for root in roots
+            for ref in root.outputs
+            if (tensor := ref()) is not None and id(tensor) in known
+        }
+        self.writers.clear()
+
+    def forget(self, kept: set[int]) -> None:
+        """Of other events than these nothing is asked any more."""
+        if self.writers:
+            self.writers = {k: v for k, v in self.writers.items() if k in kept}
+        if len(self.known) > 2 * len(kept) + 32:
+            self.known = {k: v for k, v in self.known.items() if v[1].event in kept}
