@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.engine.casting import tensors_in
 from ampguard.numerics import is_finite
-from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.ledger import Ledger, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,26 @@ class Again:
     Not where ranks train together: the call may hold collectives, in which the others would have to take part.
     """
 
-    def __init__(self, ledger: Ledger, investigate: Callable[[Tensor], None], stays_out: Callable[[], bool]) -> None:
-        """`stays_out`: whether no call may be made again now."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        investigate: Callable[[Tensor], None],
+        stays_out: Callable[[], bool],
+        take_back: Callable[[Exception], bool],
+        is_borne: Callable[[], None],
+    ) -> None:
+        """`stays_out`: whether no call may be made again now.
+
+        `take_back`: a call has raised that; undo the fix that was applied since the last call that did not, if any was.
+        `is_borne`: a call has returned with all fixes.
+        """
         self.stays_out = stays_out
+        self._take_back = take_back
+        self._is_borne = is_borne
         self._ledger = ledger
         self._investigate = investigate
 
-    def before(self, module: nn.Module) -> Moment:
+    def _before(self, module: nn.Module) -> Moment:
         """Copies the module's buffers and the random states: some microseconds, in `heal` only."""
         return Moment(
             len(self._ledger.healed),
@@ -53,16 +66,45 @@ class Again:
             [(buffer, buffer.clone()) for buffer in module.buffers()],
         )
 
-    def is_healed_since(self, moment: Moment) -> bool:
+    def call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        """`run`, the call of a module, and once more where it failed and was healed, or where it does not bear a fix."""
+        moment = self._before(module)
+        try:
+            output = run()
+            if not self._look(output, moment):
+                self._is_borne()
+                return output
+        except RuntimeError as error:
+            if not self._is_healed_since(moment):
+                return self._without_fix(error, moment, run)
+        output = None  # let go of the bad one: to the guard it must not look like a loss that is thrown away
+        self._restore(moment)
+        try:
+            output = run()
+        except RuntimeError as error:
+            return self._without_fix(error, moment, run)
+        self._is_made()
+        return output
+
+    def _without_fix(self, error: RuntimeError, moment: Moment, run: Callable[[], Any]) -> Any:
+        """The call as it was before the last fix, which its code does not bear. Raises where it is not for a fix."""
+        if not self._take_back(error):
+            raise error
+        self._restore(moment)
+        return run()
+
+    def _is_healed_since(self, moment: Moment) -> bool:
         """Whether a fix was applied meanwhile: the call raised, and the guard has explained it."""
         return len(self._ledger.healed) > moment.healed
 
-    def is_made(self) -> None:
-        """A call is made again: its step is not lost."""
+    def _is_made(self) -> None:
+        """The call was made again: its step is not lost."""
+        self._is_borne()
+        say("the call is made again with the fix")
         if self._ledger.healed:
             self._ledger.made_again.add(self._ledger.healed[-1]["step"])
 
-    def look(self, output: Any, moment: Moment) -> bool:
+    def _look(self, output: Any, moment: Moment) -> bool:
         """Have an output that will spoil the loss investigated now. Returns whether it was healed."""
         is_evaluation = not torch.is_grad_enabled()
         for tensor in tensors_in(output):
@@ -71,10 +113,10 @@ class Again:
             if compat.has_values(tensor) and is_bad(tensor):
                 self._investigate(tensor)
                 break
-        return self.is_healed_since(moment)
+        return self._is_healed_since(moment)
 
     @torch.no_grad()
-    def restore(self, moment: Moment) -> None:
+    def _restore(self, moment: Moment) -> None:
         torch.set_rng_state(moment.torch_cpu)
         if moment.torch_cuda:
             torch.cuda.set_rng_state_all(moment.torch_cuda)

@@ -52,6 +52,13 @@ class Forced:
                 self.names.append(name)
         return is_done
 
+    def release(self, modules: dict[str, nn.Module]) -> None:
+        """Take back what `force` did to these modules."""
+        for forced in [f for f in self._changed if any(m in f.modules for m in modules.values())]:
+            forced.undo()
+            self._changed.remove(forced)
+        self.names = [name for name in self.names if name not in modules]
+
     def end(self) -> None:
         """The run is over: give modules their classes back, and say which patterns named nothing."""
         for forced in self._changed:

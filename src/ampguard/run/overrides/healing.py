@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -38,6 +39,8 @@ class Healer:
         self._applied: set[tuple[str, str | None]] = set()
         self._larger: tuple[Incident, list[Fix]] | None = None
         """The incident that was healed last, and its verified fixes beyond the one applied."""
+        self._on_trial: tuple[Fix, Callable[[], None]] | None = None
+        """The fix that was applied last, until a model was called with it, and how it is undone."""
         self.shared: HealedRanks | None = None
         """What ranks that train together tell each other of their fixes; None where there is one only."""
 
@@ -75,6 +78,23 @@ class Healer:
         self._note(healed, f"healed as on rank {rank}", fix)
         return True
 
+    def is_borne(self) -> None:
+        """A model was called with all fixes, and did not fail."""
+        self._on_trial = None
+
+    def take_back(self, error: Exception) -> bool:
+        """The model's own code fails since the last fix (types that do not go together): undo it. Whether there was one."""
+        if self._on_trial is None:
+            return False
+        (fix, undo), self._on_trial = self._on_trial, None
+        undo()
+        healed = self._ledger.healed.pop()
+        say(
+            f"{healed['cause']} in step {healed['step']}: not healed after all, with {_where(fix)} the model's own code fails "
+            f"({str(error).splitlines()[0]})"
+        )
+        return True
+
     def _apply_first(self, incident: Incident, fixes: list[Fix]) -> bool:
         """Apply the first of the fixes that can be."""
         self._larger = None
@@ -88,6 +108,7 @@ class Healer:
 
     def _apply(self, fix: Fix, location: Location | None) -> bool:
         if fix.action in PRECISION_OF:
+            self._on_trial = fix, functools.partial(setattr, self._plan, "mode", self._plan.mode)
             self._plan.change(PRECISION_OF[fix.action])
             return True
         modules: dict[str, nn.Module] = {}
@@ -108,6 +129,8 @@ class Healer:
         has_low_weights = self._plan.weights_dtype != torch.float32
         if modules and not self._forced.force(modules, cast_back=has_low_weights):
             return False
+        if modules:
+            self._on_trial = fix, functools.partial(self._forced.release, modules)
         if lines:
             self._lines.add(lines)
         return True
@@ -119,13 +142,15 @@ class Healer:
             self.shared.share(healed)
 
     def _note(self, healed: Healed, how: str, fix: Fix) -> None:
-        where = {"use-bf16": "autocast in bfloat16", "disable-amp": "autocast off"}.get(
-            fix.action, f"{fix.target or 'the root module'} in float32"
-        )
         self._ledger.healed.append(
             {"step": healed.step, "cause": healed.cause, "action": fix.action, "target": fix.target}
         )
-        say(f"{healed.cause} in step {healed.step}: {how}, {where} from now on")
+        say(f"{healed.cause} in step {healed.step}: {how}, {_where(fix)} from now on")
+
+
+def _where(fix: Fix) -> str:
+    in_float32 = f"{fix.target or 'the root module'} in float32"
+    return {"use-bf16": "autocast in bfloat16", "disable-amp": "autocast off"}.get(fix.action, in_float32)
 
 
 def in_order(fixes: Sequence[Fix]) -> list[Fix]:

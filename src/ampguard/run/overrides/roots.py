@@ -18,7 +18,6 @@ from ampguard.engine.casting import cast_floats
 from ampguard.replay.names import module_names, parameters_under
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
-from ampguard.run.overrides.ledger import say
 from ampguard.run.overrides.low_calls import LowCalls
 from ampguard.run.overrides.regions import Regions
 
@@ -95,20 +94,13 @@ class RootCalls:
                 return output
         if self.again is None or self.again.stays_out():
             return self._run(original, module, args, kwargs, needed)
-        moment = self.again.before(module)
-        try:
-            output = self._run(original, module, args, kwargs, needed)
-            if not self.again.look(output, moment):
-                return output
-        except RuntimeError:
-            if not self.again.is_healed_since(moment):
-                raise
-        output = None  # let go of the bad one: to the guard it must not look like a loss that is thrown away
-        self.again.restore(moment)
-        self.again.is_made()
-        say("the call is made again with the fix")
-        needed = self._barrier.call(self._regions.for_call, module, args, kwargs)
-        return self._run(original, module, args, kwargs, needed)
+        needs = [needed]  # of the first time; afterwards a fix may have changed it
+
+        def run() -> Any:
+            needed = needs.pop() if needs else self._barrier.call(self._regions.for_call, module, args, kwargs)
+            return self._run(original, module, args, kwargs, needed)
+
+        return self.again.call(module, run)
 
     def _run(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
         if self.low_calls is None:

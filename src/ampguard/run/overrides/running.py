@@ -90,7 +90,10 @@ class RunningOverrides:
         if self._roots.again is None:
             recorder = self._listener.recorder
             stays_out = lambda: recorder.paused or compat.several_ranks()  # noqa: E731
-            self._roots.again = Again(self.ledger, self._listener.output_is_bad, stays_out)
+            healer = self._healer
+            self._roots.again = Again(
+                self.ledger, self._listener.output_is_bad, stays_out, healer.take_back, healer.is_borne
+            )
             remaking = Remaking(recorder, self._plan, self._lines, self.ledger, self._heal_more)
             self._updates.again = again = StepAgain(remaking)
             self._updates.gradients_again = gradients = GradientsAgain(remaking, self._updates.leaves)
