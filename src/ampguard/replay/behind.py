@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampguard import numerics
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_of
+from ampguard.numerics import is_finite
 
 
 def events_behind(bad: BadResult) -> list[Event]:
@@ -19,11 +20,7 @@ def events_behind(bad: BadResult) -> list[Event]:
         if isinstance(target, Ref):
             wanted.add(target.event)
         else:
-            wanted |= {
-                event.index
-                for event in record.events
-                if isinstance(event, RootCall) and any(s.owner.get(s.name) is target.tensor for s in event.buffers)
-            }
+            wanted |= _poisoning_call(record, target.tensor)
     if bad.is_of_gradients and not wanted:
         wanted = backward_calls(record, bad.since)
     by_index = {event.index: event for event in record.events}
@@ -39,6 +36,23 @@ def events_behind(bad: BadResult) -> list[Event]:
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]
+
+
+def _poisoning_call(record: StepRecord, buffer: Tensor) -> set[int]:
+    """The call that turned `buffer` non-finite: the last one that began with finite values in it.
+
+    Calls before it only gave it finite values, perhaps with parameters that an optimizer has changed since; those after
+    it began with a bad buffer.
+    """
+    calls = [
+        (event.index, saved)
+        for event in record.events
+        if isinstance(event, RootCall)
+        for saved in event.buffers
+        if saved.owner.get(saved.name) is buffer
+    ]
+    began_finite = [index for index, saved in calls if saved.copy is not None and is_finite(saved.copy)]
+    return set(began_finite[-1:] or [index for index, _ in calls])
 
 
 def forward_code_of_functions() -> frozenset[CodeType]:
