@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ampguard.capture.record import Ref
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import describe_input
+from ampguard.diagnose.givens import NamedTensor, describe_input
 from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
@@ -28,6 +29,8 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     reader = evidence.chain.head.op
     share = f"{facts.nan} NaN, {facts.pos_inf} +Inf, {facts.neg_inf} -Inf of {given.tensor.numel()} values"
     which = _which(samples, given.is_batch)
+    others = _others_with_nan(evidence, given)
+    too = f" (and the same for {len(others)} more tensors with NaN that the step was given)" if others else ""
     what = f"{given.role} `{given.name}` of the step" if given.is_batch else f"{given.role} that `{given.name}` read"
     return Finding(
         "nonfinite-input",
@@ -39,21 +42,43 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
             Proposal(
                 "filter-sample",
                 given.name,
-                f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1)",
-                trial=lambda e: Variant(tensors={given.key: _without_bad_samples(given.tensor)}),
+                f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
+                trial=lambda e: Variant(
+                    tensors={
+                        key: _without_bad_samples(value) for key, value in {given.key: given.tensor, **others}.items()
+                    }
+                ),
             ),
             Proposal(
                 "fix-data",
                 given.name,
-                f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made",
+                f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
                 trial=lambda e: Variant(
-                    tensors={given.key: torch.nan_to_num(given.tensor, nan=0.0, posinf=0.0, neginf=0.0)}
+                    tensors={key: _cleaned(value) for key, value in {given.key: given.tensor, **others}.items()}
                 ),
             ),
         ),
         phase="data",
         op=reader,
     )
+
+
+def _others_with_nan(evidence: Evidence, given: NamedTensor) -> dict[int | Ref, Tensor]:
+    """What else the step was given with NaN in it, by identity: one bad sample comes in by many ways (a ray's origin).
+
+    Infinities alone may be meant (a mask), and are left.
+    """
+    others: dict[int | Ref, Tensor] = {}
+    for _, _, held in evidence.held():
+        value = held.value.detach()
+        is_data = held.tensor.is_leaf and not held.tensor.requires_grad and value.is_floating_point()
+        if is_data and id(held.tensor) != given.key and bool(torch.isnan(value).any()):
+            others[id(held.tensor)] = value
+    return others
+
+
+def _cleaned(tensor: Tensor) -> Tensor:
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _which(samples: list[int], is_batch: bool) -> str:
@@ -68,10 +93,10 @@ def _which(samples: list[int], is_batch: bool) -> str:
 def _without_bad_samples(tensor: Tensor) -> Tensor:
     """The batch with each bad sample replaced by a good one; the batch keeps its size for the replay."""
     if tensor.dim() == 0 or tensor.shape[0] < 2:
-        return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+        return _cleaned(tensor)
     good = torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1)
     if not bool(good.any()):
-        return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+        return _cleaned(tensor)
     first = int(good.nonzero()[0, 0])
     index = torch.arange(tensor.shape[0])
     index[~good.cpu()] = first
