@@ -14,6 +14,7 @@ from ampguard.protocol.events import (
     Backward,
     Breach,
     Clear,
+    Divided,
     Event,
     Read,
     Refused,
@@ -238,3 +239,40 @@ def test_multiplying_again_puts_nothing_right_that_was_wrong() -> None:
         Unscale(A, S, 4.0),
     ]  # nothing was divided: no division to take back
     assert fed(*early, Step(A, S)) == []
+
+
+# --- divisions of the script's own ---------------------------------------------------------------------------------------
+
+
+def test_a_division_by_hand_makes_gradients_true_and_the_scaler_knows_nothing_of_it() -> None:
+    machine = Machine()
+    assert feed(machine, Backward((A,), 8.0), Divided(A, S, 8.0, "by hand"), Read(A), Step(A)) == []
+    assert machine.ledger(A).session is Stage.EMPTY
+
+
+def test_a_division_by_hand_within_a_window_is_told_at_the_step() -> None:
+    part = [Backward((A,), 8.0), Divided(A, S, 8.0, "by hand")]
+    breach = only(fed(*part, *part, Step(A, None, "step")))
+    assert (breach.cause, breach.first, breach.factor) == ("accumulation-broken", "by hand", 1 / 8)
+
+
+def test_the_scaler_divides_what_the_script_has_divided_before_another_backward_pass() -> None:
+    breach = only(
+        fed(
+            Backward((A,), 8.0),
+            Divided(A, S, 8.0, "by hand"),
+            Backward((B,), 8.0),
+            Step(A, S, "step", unscales_with=8.0),
+        )
+    )
+    assert (breach.cause, breach.factor, breach.facts["by_hand"]) == ("double-unscale", 1 / 8, True)
+    assert breach.facts["divided_at"] == "by hand"
+
+
+def test_steps_on_what_an_earlier_one_has_left() -> None:
+    step = Step(A, S, "step", unscales_with=8.0)
+    begin = [Backward((A,), 8.0, "backward"), step, Update(S)]
+    assert fed(*begin, *[step, Update(S)] * (PILED_STEPS - 1)) == []
+    breach = only(fed(*begin, *[step, Update(S)] * (PILED_STEPS + 2)))
+    assert (breach.cause, breach.facts["is_reused"]) == ("missing-zero-grad", True)
+    assert fed(*begin, *[step, Update(S), Backward((A,), 8.0), Clear(A)] * PILED_STEPS) == []

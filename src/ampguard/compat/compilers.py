@@ -39,6 +39,13 @@ def has_compiled() -> bool:
     return bool(counters and counters.get("frames", {}).get("total", 0))
 
 
+def compilation_seconds() -> float:
+    """How long compiling has taken in this process so far; 0 where PyTorch does not count it."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    times = getattr(utils, "compilation_time_metrics", None) or {}
+    return float(sum(times.get("_compile.compile_inner", ())))
+
+
 def as_compiled() -> Any:
     """A context in which compiled callables run what they have compiled, and raise where they would compile anew."""
     return _with_stance("fail_on_recompile")
@@ -50,12 +57,12 @@ def _with_stance(stance: str) -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with _outside_compiled_code(), torch.compiler.set_stance(stance):
+    with outside_compiled_code(), torch.compiler.set_stance(stance):
         yield
 
 
 @contextlib.contextmanager
-def _outside_compiled_code() -> Iterator[None]:
+def outside_compiled_code() -> Iterator[None]:
     """Nothing is compiled on this thread for as long, but for what asks for it anew."""
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     switch = getattr(frames, "set_eval_frame", None)
@@ -90,7 +97,7 @@ def compiling_through(wrap: Callable[[Any], Any]) -> Iterator[bool]:
     frames._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
     try:
         with (
-            _outside_compiled_code(),
+            outside_compiled_code(),
             config.patch(recompile_limit=config.recompile_limit + 8),
         ):  # at the limit Dynamo would give the function up
             yield True
@@ -157,12 +164,24 @@ def without_onednn() -> Iterator[None]:
         switch(before)
 
 
-def run_uncompiled(codes: list[Any]) -> None:
+def run_uncompiled(codes: list[Any], with_calls: bool = False) -> None:
     """Let Dynamo run frames of these codes as they are: not compile them where compiled code has stopped and calls them.
 
-    Where it follows a call from inside compiled code it still sees through them.
+    `with_calls`: nor what they call, unless that asks to be compiled. Where it follows a call from inside compiled code
+    it still sees through them.
     """
-    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if skip is not None:
+    types = sys.modules.get("torch._dynamo.types")
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    choose = getattr(frames, "set_code_exec_strategy", None)
+    strategy, action = getattr(types, "FrameExecStrategy", None), getattr(types, "FrameAction", None)
+    if choose is not None and strategy is not None and action is not None:
+        chosen = strategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
         for code in codes:
-            skip(code)
+            choose(code, chosen)
+
+
+def stop_compiled_code_at(function: Any) -> None:
+    """Let Dynamo stop at calls of this function, which stands for `torch.autograd.grad`, as it stops at that."""
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    if hasattr(function, "__wrapped__") and not getattr(config, "trace_autograd_ops", False):
+        function._torchdynamo_disable = True

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _flatten: Callable[[Any], torch.Tensor] | None = getattr(torch._C._nn, "flatten_dense_tensors", None)
+_is_zero: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "_is_zerotensor", None)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -22,8 +23,12 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether there are numbers to look at: not so for meta and fake tensors, and for empty ones."""
-    if tensor.is_meta or tensor.numel() == 0:
+    """Whether there are numbers to look at: not so for meta and fake tensors, for empty ones, and for zeros without memory.
+
+    Double backward makes zeros that have no memory. To read one inside a dispatch mode, where PyTorch does not fill
+    it in, ends the process.
+    """
+    if tensor.is_meta or tensor.numel() == 0 or (_is_zero is not None and _is_zero(tensor)):
         return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is None or not isinstance(tensor, fake.FakeTensor)
@@ -146,4 +151,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def hooks_of_leaf(leaf: torch.Tensor) -> Any:
     """The hooks on a leaf's gradient, by the number of their handle; None where there are none."""
     hooks = getattr(leaf, "_backward_hooks", None)
+    return hooks if hooks and isinstance(hooks, dict) else None
+
+
+def hooks_behind_leaf(leaf: torch.Tensor) -> Any:
+    """The hooks that run once a leaf's gradient is complete, by the number of their handle; None where there are none."""
+    hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
     return hooks if hooks and isinstance(hooks, dict) else None

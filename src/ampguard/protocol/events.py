@@ -40,6 +40,16 @@ class Unscale:
 
 
 @dataclass(slots=True)
+class Divided:
+    """The script itself has divided an optimizer's gradients by a scaler's scale; the scaler knows nothing of it."""
+
+    optimizer: Key
+    scaler: Key
+    scale: SupportsFloat
+    where: Place = None
+
+
+@dataclass(slots=True)
 class Rescale:
     """True gradients of an optimizer were multiplied by the scale again: further backward passes are to add to them."""
 
@@ -105,7 +115,7 @@ class Refused:
     """The parameters were written to since the optimizer's gradients were unscaled, by no optimizer's step."""
 
 
-Event = Backward | Unscale | Rescale | Read | Step | Update | Clear | Refused
+Event = Backward | Unscale | Divided | Rescale | Read | Step | Update | Clear | Refused
 
 REASONS = {
     "never-scaled": "Attempted {call} but _scale is None",

@@ -50,6 +50,8 @@ class Ledger:
     pending: Breach | None = None
     """A breach that does harm once the optimizer steps."""
     unscaled_at: Place = None
+    by_hand: bool = False
+    """The last division was the script's own."""
     stepped_at: Place = None
     cleared_at: Place = None
     cleared_part: Contribution | None = None
@@ -61,6 +63,8 @@ class Ledger:
     backwards_per_step: int = 0
     """In the last iteration that was stepped."""
     steps: int = 0
+    idle_steps: int = 0
+    """Steps in a row with what an earlier one had left, because no backward pass came in between."""
 
     def add(self, scale: SupportsFloat | None, where: Place) -> None:
         """A backward pass added gradients."""

@@ -14,6 +14,7 @@ from ampguard.protocol.events import (
     Backward,
     Breach,
     Clear,
+    Divided,
     Event,
     Key,
     Place,
@@ -56,6 +57,7 @@ class Machine:
         self._handlers: dict[type, Callable[[Any], Sequence[Breach]]] = {
             Backward: self._backward,
             Unscale: self._unscale,
+            Divided: self._divided,
             Rescale: self._rescale,
             Read: self._read,
             Step: self._step,
@@ -146,9 +148,26 @@ class Machine:
             self._compare_scales(ledger, event, session)
         self._enter(ledger, stage)
         ledger.session = Stage.UNSCALED
-        ledger.unscaled_at = event.where
-        ledger.backwards_since_unscale = 0
+        self._was_divided(ledger, event.where, by_hand=False)
         return ()
+
+    def _divided(self, event: Divided) -> Sequence[Breach]:
+        ledger = self.ledger(event.optimizer)
+        by_hand = Unscale(event.optimizer, event.scaler, event.scale, event.where)
+        found = BREACHES.get((ledger.stage, Move.UNSCALE))
+        if found is not None:
+            self._suspect(ledger, found[0], by_hand, self._session(event.scaler))
+        else:
+            ledger.divide(event.scale)
+        self._enter(ledger, found[1] if found is not None else MOVES.get((ledger.stage, Move.UNSCALE), ledger.stage))
+        self._was_divided(ledger, event.where, by_hand=True)
+        return ()
+
+    @staticmethod
+    def _was_divided(ledger: Ledger, where: Place, by_hand: bool) -> None:
+        ledger.unscaled_at = where
+        ledger.by_hand = by_hand
+        ledger.backwards_since_unscale = 0
 
     def _rescale(self, event: Rescale) -> Sequence[Breach]:
         ledger = self.ledger(event.optimizer)
@@ -168,10 +187,14 @@ class Machine:
         by_another = cause == "double-unscale" and any(key != event.optimizer for key in session.stepped)
         ledger.divide(event.scale)
         facts = {"twice": True, "updated_between": session.updated_at} if by_another else {}
+        if ledger.by_hand and not by_another:
+            facts |= {"by_hand": True, "divided_at": first}
         self._pend(ledger, "missing-update" if by_another else cause, event, first, facts)
 
     def _compare_scales(self, ledger: Ledger, event: Unscale, session: _Session) -> None:
         """Gradients scaled by one scale and divided by another."""
+        if ledger.stage is Stage.USED:
+            return  # left over from a step, divided once more: no backward pass has come since
         if all(part.scale is event.scale for part in ledger.parts):
             return
         if all(part.is_right for part in ledger.parts):
@@ -182,8 +205,10 @@ class Machine:
             (key for part in ledger.parts if (key := _scaler_of(part.scale)) not in (None, event.scaler)), None
         )
         if other is not None:
-            first = next(part.where for part in ledger.parts if _scaler_of(part.scale) is other)
-            self._pend(ledger, "unscaled-backward", event, first, {**facts, "scaled_by_another": True, "other": other})
+            of_other = [part for part in ledger.parts if _scaler_of(part.scale) is other]
+            facts["scales"] = sorted({float(part.scale) for part in of_other if part.scale is not None})
+            facts |= {"scaled_by_another": True, "other": other, "is_mixed": len(of_other) < len(ledger.parts)}
+            self._pend(ledger, "unscaled-backward", event, of_other[0].where, facts)
             return
         cause = "accumulation-broken" if len(scales) > 1 else "missing-update"
         first = ledger.parts[0].where if cause == "accumulation-broken" else session.updated_at
@@ -219,9 +244,16 @@ class Machine:
         if ledger.parts and ledger.stage is not Stage.USED:
             ledger.use(event.where)
             self._enter(ledger, Stage.USED)
+            ledger.idle_steps = 0
         else:
             ledger.steps += 1
             ledger.stepped_at = event.where
+            ledger.idle_steps += ledger.stage is Stage.USED
+            if ledger.idle_steps == PILED_STEPS and event.scaler is not None:
+                facts = {"steps": ledger.idle_steps, "has_scaler": True, "is_reused": True}
+                breaches.append(
+                    Breach("missing-zero-grad", event.optimizer, event.scaler, last, event.where, None, facts)
+                )
         if ledger.piled_up >= PILED_STEPS:
             facts = {"steps": ledger.piled_up, "has_scaler": event.scaler is not None}
             breaches.append(

@@ -39,6 +39,7 @@ class OptimizerWatch:
         "created",
         "divided",
         "divided_at",
+        "is_stale",
         "is_used",
         "lost_one",
         "number",
@@ -60,6 +61,8 @@ class OptimizerWatch:
         self.steps = 0
         """Attempted; `taken`: those that were not skipped."""
         self.taken = 0
+        self.is_stale = False
+        """It was told that it holds other tensors than those which are trained."""
         self.resumed_at: Line | None = None
         self.lost_one = False
         """A parameter that stands for others had gradients and has none any more."""

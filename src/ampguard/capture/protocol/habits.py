@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.compiled_functions import hides_autocast
 from ampguard.capture.protocol.checkpoints import contents_of, spoiled
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
@@ -27,6 +28,8 @@ NEEDLESS_STEPS = 3
 NEEDLESS_LIVE_STEPS = 64
 """Steps without any float16 after which a scaler is called needless while the run goes on; before, at its end."""
 LOST_MOVES = 3
+UNNAMED = "a stream"
+"""The path of a checkpoint that was not written to a file with a name."""
 LOST_SHARE = 0.1
 
 
@@ -42,6 +45,8 @@ class Habits:
         self.watches_regions = True
         """False once enough steps have passed: a region that outlasts a step shows at once."""
         self._stepped_in_region: dict[OptimizerWatch, Line | None] = {}
+        self._stale: dict[OptimizerWatch, tuple[Breach, int]] = {}
+        """Old casts were used after one step; whether the region outlasts a second one is not known yet."""
         self._schedulers: dict[int, list[int]] = {}
         self._told_needless: set[ScalerWatch] = set()
         self._suspected: dict[ScalerWatch, int] = {}
@@ -70,9 +75,16 @@ class Habits:
         """The outermost region ends: the casts are forgotten."""
         self._region = None
         self._stepped_in_region.clear()
+        stale, self._stale = self._stale, {}
+        for breach, step in stale.values():
+            breach.facts["within_iteration"] = True
+            self._moves.tell([breach], step)
 
     def stepped(self, watch: OptimizerWatch) -> None:
         """Weights have changed; inside a region of autocast their casts have not."""
+        if watch in self._stale:
+            breach, step = self._stale.pop(watch)
+            self._moves.tell([breach], step)
         device = next((p.device.type for p in watch.sample), "cpu")
         if self._region is not None and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
             self._stepped_in_region.setdefault(watch, self._moves.machine.ledger(watch).stepped_at)
@@ -87,7 +99,7 @@ class Habits:
                 stepped = self._stepped_in_region[watch]
                 facts = {"stale": True, "weights": len(weights), "parameters": weights}
                 breach = Breach("autocast-cache", watch, None, self._region, stepped, None, facts)
-                self._moves.tell([breach], self._moves.recorder.steps.count)
+                self._stale[watch] = breach, self._moves.recorder.steps.count
 
     # --- a scaler that does nothing ---------------------------------------------------------------------------------
 
@@ -124,6 +136,8 @@ class Habits:
         held = dtype_counts(tensors.values())
         buffers = dtype_counts(b for module, _ in roots for b in module.buffers())
         if not roots or "float16" in {*self._regions, *called, *held, *buffers}:
+            return None
+        if any(hides_autocast(module) for module, _ in roots):
             return None
         is_bf16 = "bfloat16" in {*self._regions, *called, *held, *buffers}
         first = of.first_scale
@@ -176,9 +190,7 @@ class Habits:
         found = contents_of(saved)
         where = script_line(frame)
         path = (
-            str(Path(os.fspath(file)))
-            if isinstance(file, (str, os.PathLike))
-            else str(getattr(file, "name", "a stream"))
+            str(Path(os.fspath(file))) if isinstance(file, (str, os.PathLike)) else str(getattr(file, "name", UNNAMED))
         )
         trained = {compat.storage_key(p) for w in self._moves.watches.optimizers for p in w.parameters()}
         with compat.unseen():

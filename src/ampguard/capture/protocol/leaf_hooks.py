@@ -1,7 +1,8 @@
 """Hooks of the script's on its parameters that clip gradients in the middle of a scaled backward pass.
 
-`p.register_hook(lambda g: g.clamp(-1, 1))` sees the gradient times the loss scale. In the iterations that are looked
-at closely, what goes into such hooks and what comes out is compared, for the few parameters that stand for all.
+`p.register_hook(lambda g: g.clamp(-1, 1))` sees the gradient times the loss scale, and so does a hook that divides by
+the norm, in `register_post_accumulate_grad_hook` as well. In the iterations that are looked at closely, what goes into
+such hooks and what comes out is compared, for the few parameters that stand for all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ from ampguard.capture.record import Line
 SMALLEST_LIMIT = 1e-3
 """Times the scale: a limit from there on may have been multiplied by the scale."""
 
+SAME_NORM = 1e-3
+OTHER_FACTOR = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class HookClip:
+    """A hook that clips: whose gradients, where it is written, to which limit, of each value or of a parameter's norm."""
+
+    watch: OptimizerWatch
+    where: Line | None
+    limit: float
+    by_norm: bool
+
 
 @dataclass(slots=True)
 class _Passage:
@@ -29,19 +43,31 @@ class _Passage:
     watch: OptimizerWatch
     hooks: list[Line | None]
     handles: list[Any] = field(default_factory=list)
-    seen: list[Tensor] = field(default_factory=list)
+    seen: list[Tensor | None] = field(default_factory=list)
+    """None where a hook has taken the gradient away (an optimizer that steps in backward)."""
 
-    def clips(self) -> tuple[Line | None, float] | None:
-        """The first hook that clips by value, and its limit."""
-        for where, before, after in zip(self.hooks, self.seen, self.seen[1:], strict=False):
+    def clips(self) -> HookClip | None:
+        """The first hook that clips by value."""
+        for where, before, after in self.changes():
             limit = clipped_at(before, after)
             if limit is not None:
-                return where, limit
+                return HookClip(self.watch, where, limit, by_norm=False)
         return None
+
+    def changes(self) -> Iterable[tuple[Line | None, Tensor, Tensor]]:
+        """Each hook's line, the gradient before it and behind it."""
+        pairs = zip(self.hooks, self.seen, self.seen[1:], strict=False)
+        return [(where, before, after) for where, before, after in pairs if before is not None and after is not None]
 
     def see(self, gradient: Tensor) -> None:
         with torch.no_grad(), compat.unseen():
             self.seen.append(gradient.detach().clone())
+
+    def see_complete(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            self.seen.append(None)
+        else:
+            self.see(parameter.grad)
 
 
 class LeafHooks:
@@ -54,39 +80,75 @@ class LeafHooks:
         """Put a look before and behind the script's hooks. Most scripts have none."""
         self.end()  # a backward pass that raised
         for watch in watches:
-            for p in watch.sample:
-                hooks = compat.hooks_of_leaf(p) if p.numel() <= SMALL else None
-                if hooks:
-                    self._passages.append(_watched(p, hooks, watch))
+            for p in [p for p in watch.sample if p.numel() <= SMALL]:
+                before, behind = compat.hooks_of_leaf(p), compat.hooks_behind_leaf(p)
+                if before:
+                    self._passages.append(_watched(before, watch, p.register_hook, is_complete=False))
+                if behind:
+                    put = p.register_post_accumulate_grad_hook
+                    self._passages.append(_watched(behind, watch, put, is_complete=True))
 
-    def end(self) -> list[tuple[OptimizerWatch, Line | None, float]]:
-        """Take them away. For each optimizer whose gradients were clipped by value: where, and the limit."""
+    def end(self) -> list[HookClip]:
+        """Take them away. Who has clipped, one for each optimizer."""
         passages, self._passages = self._passages, []
-        found: dict[OptimizerWatch, tuple[Line | None, float]] = {}
+        found: dict[OptimizerWatch, HookClip] = {}
         for passage in passages:
             for handle in passage.handles:
                 handle.remove()
             clip = passage.clips()
             if clip is not None:
                 found.setdefault(passage.watch, clip)
-        return [(watch, where, limit) for watch, (where, limit) in found.items()]
+        for clip in _by_norm(passages):
+            found.setdefault(clip.watch, clip)
+        return list(found.values())
 
 
-def _watched(p: Tensor, hooks: Any, watch: OptimizerWatch) -> _Passage:
+def _watched(hooks: Any, watch: OptimizerWatch, put: Any, is_complete: bool) -> _Passage:
     """Looks before, between and behind the hooks: autograd goes by the order in which they were put in."""
     own = dict(hooks)
     passage = _Passage(watch, [_line_of(hook) for hook in own.values()])
-    passage.handles.append(p.register_hook(passage.see))
+    see = passage.see_complete if is_complete else passage.see
+    passage.handles.append(put(see))
     for identity, hook in own.items():
         del hooks[identity]
         hooks[identity] = hook
-        passage.handles.append(p.register_hook(passage.see))
+        passage.handles.append(put(see))
     return passage
 
 
 def _line_of(hook: Any) -> Line | None:
     code = getattr(hook, "__code__", None)
     return Line(code, code.co_firstlineno) if isinstance(code, CodeType) else None
+
+
+def _by_norm(passages: Iterable[_Passage]) -> list[HookClip]:
+    """Hooks that have brought several gradients to one norm, each by another factor. (One factor for all is no clipping.)"""
+    shrunk: dict[tuple[OptimizerWatch, int], list[tuple[Line | None, float, float]]] = {}
+    for passage in passages:
+        for where, before, after in passage.changes():
+            factor = shrunk_by(before, after)
+            if factor is not None and where is not None:
+                norms = shrunk.setdefault((passage.watch, id(where.code)), [])
+                norms.append((where, factor, float(after.norm())))
+    found = []
+    for (watch, _), seen in shrunk.items():
+        where, factor, limit = seen[0]
+        same = [f for _, f, norm in seen if abs(norm / limit - 1.0) < SAME_NORM]
+        if len(same) == len(seen) and any(abs(f / factor - 1.0) > OTHER_FACTOR for f in same):
+            found.append(HookClip(watch, where, limit, by_norm=True))
+    return found
+
+
+def shrunk_by(before: Tensor, after: Tensor) -> float | None:
+    """The factor below 1 by which all of a gradient was multiplied; None where it was not. Waits for the device."""
+    if before.shape != after.shape or before.is_sparse or not before.numel():
+        return None
+    with torch.no_grad(), compat.unseen():
+        a, b = before.double().flatten(), after.double().flatten()
+        square = float(a @ a)
+        factor = float(a @ b) / square if square else 1.0
+        is_factor = 0.0 < factor < 1.0 - SAME_NORM and float((b - factor * a).norm()) <= SAME_NORM * float(b.norm())
+    return factor if is_factor else None
 
 
 def clipped_at(before: Tensor, after: Tensor) -> float | None:

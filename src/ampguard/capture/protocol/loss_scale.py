@@ -152,6 +152,22 @@ class ScaledLosses:
         return found, is_plain
 
 
+def constant_factors(loss: Tensor) -> list[float]:
+    """The numbers by which a loss was multiplied as a whole before it is differentiated: `(loss / 4) * 4096.0`."""
+    found: list[float] = []
+    with compat.unseen():
+        node = loss.grad_fn
+        for _ in range(MAX_NODES):
+            if node is None or type(node).__name__ not in _SCALING:
+                break
+            found += [float(factor) for factor in _factors(node) if factor.numel() == 1 and factor.is_cpu]
+            node = next((inner for inner, _ in node.next_functions if inner is not None), None)
+    return found
+
+
+_SCALING = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
+
+
 def _is_linear(node: Any) -> bool:
     name: str = type(node).__name__
     return name.partition("Backward")[0] in _LINEAR and any(inner is not None for inner, _ in node.next_functions)

@@ -69,15 +69,26 @@ def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
 
 
 def orphans(models: Models, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have no gradient and belong to no module that was called."""
+    """Those that belong to no module that was called."""
     known = {id(p) for p in models.parameters()}
-    return [p for p in parameters if p.grad is None and id(p) not in known]
+    return [p for p in parameters if id(p) not in known]
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether any of them are views of the same memory (flat buffers and the parameters cut from them)."""
+    """Whether any of them are views of the same memory."""
     keys: set[Any] = {compat.storage_key(t) for t in some} - {0}
     return any(compat.storage_key(t) in keys for t in others)
+
+
+def hold_flat(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether any of `some` is a flat buffer from which `others` are cut: the same memory, and not the same shape.
+
+    (A parameter that was wrapped anew, by weight_norm or `nn.Parameter(p.data)`, has the same memory and its old shape.)
+    """
+    flat = [t for t in some if t.dim() == 1]
+    kept = {id(t): compat.storage_key(t) for t in flat}
+    cut = [(compat.storage_key(t), tuple(t.shape)) for t in others]
+    return any(key and any(key == k and tuple(t.shape) != s for k, s in cut) for t in flat if (key := kept[id(t)]))
 
 
 def look_alike(lost: list[Tensor], found: list[Tensor]) -> bool:

@@ -15,11 +15,14 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import user_line
+from ampguard.capture.protocol.added import AddedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.hand_scale import HandScale
 from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, LeafHooks
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.capture.protocol.threads import TrainingThread
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
 from ampguard.capture.record import Line
@@ -28,6 +31,7 @@ from ampguard.protocol.events import (
     Backward,
     Breach,
     Clear,
+    Divided,
     Event,
     Read,
     Refused,
@@ -68,6 +72,10 @@ class Moves:
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.losses = ScaledLosses()
         self._leaf_hooks = LeafHooks()
+        self._shared = SharedParameters()
+        self.added = AddedGradients()
+        self.by_hand = HandScale()
+        self._before_clipping: list[Any] = []
         self.attempt = 0
         """The iteration of the last attempted step."""
         self.scale_was_read = False
@@ -176,12 +184,16 @@ class Moves:
             if watch.thread != me:
                 continue
             is_empty = watch.before_backward()
+            if watch.copy is not None and not is_empty:
+                self._note_division(watch)
             stage = machine.stage(watch)
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
                 machine.feed(Clear(watch))
         self._next = self._scale_of(losses, gradients)
         if self.looks_closely and self._next[0] is not None:
             self._leaf_hooks.begin(self.mine())
+        elif self.looks_closely and not self.scales:
+            self.by_hand.before_backward(losses)
 
     def _scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
         if losses is self.fresh and self.fresh_from is not None:
@@ -222,16 +234,18 @@ class Moves:
             for watch in reached:
                 watch.keep_copy()
             self._tell_hooks(float(scale))
+        elif closely and not self.scales:
+            self.by_hand.after_backward(reached, event.where)
         return reached
 
     def _tell_hooks(self, scale: float) -> None:
         """Hooks on parameters that have clipped gradients which carry this scale."""
-        for watch, where, limit in self._leaf_hooks.end():
-            if limit >= SMALLEST_LIMIT * scale or self.machine.stage(watch) is not Stage.SCALED:
+        for clip in self._leaf_hooks.end():
+            if clip.limit >= SMALLEST_LIMIT * scale or self.machine.stage(clip.watch) is not Stage.SCALED:
                 continue
-            breaches = self.machine.feed(Read(watch, where, clips=True))
+            breaches = self.machine.feed(Read(clip.watch, clip.where, clips=True))
             for breach in breaches:
-                breach.facts |= {"by_hand": True, "limit_in_hook": limit}
+                breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
             self.tell(breaches, self.recorder.steps.count)
 
     # --- the scaler ---------------------------------------------------------------------------------------------------
@@ -239,6 +253,10 @@ class Moves:
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """Somebody may have divided the gradients already, by hand."""
         watch = self._claimed(optimizer)
+        if self.looks_closely and len(self.watches.optimizers) > 1:
+            self._is_divided_for_another(watch, scaler, frame)
+        if self.looks_closely:
+            self._tell_added(watch, scaler, frame)
         is_as_it_was = watch.is_untouched() and watch.divided == 1.0
         if watch.copy is None or self.machine.stage(watch) is not Stage.SCALED or is_as_it_was:
             watch.copy = None
@@ -249,8 +267,51 @@ class Moves:
         if by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2:
             first = self.machine.ledger(watch).parts[-1].where
             facts = {"by_hand": True, "scale": scale, "backward": first, "divided_at": watch.divided_at}
+            facts["explicit"] = self.stepping is None
             breach = Breach("double-unscale", watch, of, first, script_line(frame), 1.0 / scale, facts)
             self.tell([breach], self.recorder.steps.count)
+
+    def _is_divided_for_another(self, watch: OptimizerWatch, scaler: Any, frame: Frame) -> None:
+        """Parameters that two optimizers hold are divided for each of them."""
+        of, found = self.watches.scaler(scaler), self._shared.again(watch)
+        scale = float(of.current_scale()) if of.is_enabled and found is not None else 1.0
+        if found is None or scale == 1.0 or self.machine.ledger(watch).session is not Stage.EMPTY:
+            return
+        shared, other, first = found
+        facts = {"shared_with": other, "parameters": shared, "of": len(watch.parameters()), "scale": scale}
+        self.tell(
+            [Breach("double-unscale", watch, of, first, script_line(frame), 1.0 / scale, facts)],
+            self.recorder.steps.count,
+        )
+
+    def differentiated(self, losses: Any, given: Any, inputs: Any, results: Any, frame: Frame) -> None:
+        """`torch.autograd.grad` with respect to parameters that hold gradients already."""
+        if self._scale_of(losses, given)[0] is None:
+            self.added.taken(inputs, results, script_line(frame))
+
+    def _tell_added(self, watch: OptimizerWatch, scaler: Any, frame: Frame) -> None:
+        """Gradients of a loss that was not scaled were added to those which the scaler is about to divide."""
+        of = self.watches.scaler(scaler)
+        scale = float(of.current_scale()) if of.is_enabled else 1.0
+        found = self.added.to(watch, scale) if self.machine.stage(watch) is Stage.SCALED else None
+        if found is not None:
+            times, first = found
+            facts = {"scale": scale, "added": times}
+            breach = Breach("unscaled-backward", watch, of, first, script_line(frame), 1.0 / scale, facts)
+            self.tell([breach], self.recorder.steps.count)
+
+    def _note_division(self, watch: OptimizerWatch) -> None:
+        """The script may have divided the gradients by the scale itself, before more are added or before its own step."""
+        if watch.copy is None or not self.machine.stage(watch).is_scaled:
+            return
+        by = None if watch.is_untouched() and watch.divided == 1.0 else watch.divided_by()
+        for of in self.watches.scalers if by is not None else ():
+            scale = float(of.current_scale()) if of.is_enabled and of.uses else 0.0
+            if by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2:
+                self.machine.feed(Divided(watch, of, of.current_scale(), watch.divided_at))
+                watch.rest()
+                watch.copy = None
+                return
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """The script has let the scaler divide an optimizer's gradients."""
@@ -263,6 +324,7 @@ class Moves:
         watch.rest()
         if self.looks_closely:
             watch.keep_weights()
+            self._shared.divided(watch, self.mine(), event.where)
         if frame is not None:
             self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)
 
@@ -281,7 +343,7 @@ class Moves:
         self.attempt = self.recorder.steps.count
         self.stepping = (of, watch, script_line(frame))
         self._step_frame = frame
-        if watch.copy is not None and of.is_enabled:
+        if of.is_enabled and (watch.copy is not None or self.looks_closely):
             self.before_unscale(scaler, optimizer, frame)
 
     def after_scaler_step(self, scaler: Any, optimizer: Optimizer) -> tuple[ScalerWatch, OptimizerWatch]:
@@ -304,8 +366,12 @@ class Moves:
                 self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)
         else:
             event = Step(watch, None, where)
+        if self.looks_closely and self.unscaled_inside:
+            self._shared.divided(watch, self.mine(), where)
         breaches = self.machine.feed(event)
-        if breaches:
+        idle = self.machine.ledger(watch).idle_steps
+        watch.lost_one = watch.lost_one or idle == 1
+        if breaches or idle:
             self.routine.spoil()
         if breaches and of.is_own:
             self.tell(breaches, self.attempt)
@@ -321,6 +387,8 @@ class Moves:
         of.scale = None
         self.fresh = None
         self.is_lost = False
+        self._shared.forget()
+        self.added.forget()
         event = Update(of, script_line(frame))
         self.machine.feed(event)
         self.losses.forget_dead()
@@ -363,6 +431,12 @@ class Moves:
         if self.scales:
             self.routine.spoil()
         watch = self._claimed(optimizer)
+        self._note_division(watch)
+        clipped = self.by_hand.stepping(watch)
+        if clipped is not None:
+            facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
+            breach = Breach("clip-before-unscale", watch, None, clipped.backward, clipped.clip, clipped.scale, facts)
+            self.tell([breach], self.recorder.steps.count)
         self.attempt = self.recorder.steps.count
         self._untouched = self.machine.stage(watch) in _TRUE or watch.is_untouched()
 
@@ -380,6 +454,7 @@ class Moves:
             found_inf = any(compat.found_inf(w.ref(), optimizer) for w in self.watches.scalers)
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
         self.tell(self.machine.feed(step), self.attempt)
+        watch.lost_one = watch.lost_one or self.machine.ledger(watch).idle_steps == 1
         if not self.scales:
             self.routine.note(("direct step", watch, user_line(frame)), step)
             if self.recorder.between_steps:  # it was the last optimizer of its iteration
@@ -424,10 +499,19 @@ class Moves:
         """The optimizers some of whose gradients (or of the parameters that have them) these are."""
         tensors = [gradients] if isinstance(gradients, Tensor) else gradients
         ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
-        return [w for w in self.mine() if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
+        found = [w for w in self.mine() if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
+        return [w for w in found if not self.machine.stage(w).is_scaled or not self._are_true(w, ids)]
+
+    def _are_true(self, watch: OptimizerWatch, ids: set[int]) -> bool:
+        """Whether those gradients of an optimizer are also another's, which has had them divided."""
+        others = [w for w in self.mine() if w is not watch and self.machine.stage(w) is Stage.UNSCALED]
+        divided = {id(p) for other in others for p in other.parameters()}
+        read = [p for p in watch.sample if id(p.grad) in ids] if divided else []
+        return bool(read) and all(id(p) in divided for p in read)
 
     def before_clipping(self) -> None:
         """Somebody may have divided them by hand: what clipping does to them then is not to hide it."""
+        self._before_clipping = self._shared.as_left()
         for watch in self.mine():
             if watch.copy is not None and not watch.is_untouched():
                 by = watch.divided_by()
@@ -437,6 +521,9 @@ class Moves:
 
     def after_clipping(self) -> None:
         """Clipping writes to gradients, which is known."""
+        for divided in self._before_clipping:
+            divided.rest()
+        self._before_clipping = []
         for watch in self.mine():
             if watch.at_rest is not None:
                 watch.rest()
@@ -446,6 +533,8 @@ class Moves:
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:
             self.routine.spoil()
+            if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
+                continue  # told as such: what it holds is never cleared because nobody else knows it
             if breach.scaler is None and breach.optimizer is not None:
                 breach.scaler = next((w for w in self.watches.scalers if w.is_enabled and w.uses), None)
             self.listener.on_breach(breach, step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
-from ampguard.capture.protocol.models import Models, look_alike, orphans, share_memory, unowned
+from ampguard.capture.protocol.models import Models, hold_flat, look_alike, orphans, share_memory, unowned
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.protocol.unused import unused_facts
@@ -63,7 +63,8 @@ class Scans:
 
     def _scan(self, watch: OptimizerWatch) -> None:
         trained = watch.trained()
-        without = [p for p in trained if p.grad is None]
+        is_idle = self._moves.machine.ledger(watch).idle_steps > 0
+        without = [p for p in trained if p.grad is None or is_idle]
         known = None if watch.candidates is None else {id(p) for p in watch.candidates}
         watch.candidates = [p for p in without if known is None or id(p) in known]
         if watch.steps <= EARLY_STEPS or watch.lost_one:
@@ -79,6 +80,7 @@ class Scans:
         if stale is not None:
             if ("stale", id(watch)) not in self._told:
                 self._told.add(("stale", id(watch)))
+                watch.is_stale = True
                 self._moves.tell([stale], self._moves.attempt)
         elif watch.candidates:
             self._judge(watch)
@@ -108,18 +110,24 @@ class Scans:
         facts |= {"why": "not-reached", "silent": True, "reached": last.reached if last is not None else ()}
         facts["alone"] = len(self._moves.watches.optimizers) == 1
         first = last.where if last is not None else None
+        if ledger.cleared_part is not None:
+            facts |= {"why": "cleared", "backward": ledger.cleared_part.where}
+            first = ledger.cleared_at
+        elif last is not None and watch in last.reached:  # it had gradients, and somebody set them to None
+            facts |= {"why": "cleared", "backward": last.where}
+            first = None
         return Breach("no-gradients", watch, None, first, ledger.stepped_at, None, facts)
 
     def stale(self, watch: OptimizerWatch, without: list[Tensor]) -> Breach | None:
         """Whether the optimizer holds other tensors than those that receive the gradients."""
-        lost = orphans(self._models, without)
+        lost = orphans(self._models, without)  # what it has left over from earlier steps is no gradient either
         if not lost:
             return None
         held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
         others = unowned(self._models, held)
         if not others:
             return None
-        flat = share_memory(lost, others)
+        flat = hold_flat(lost, others)
         if not flat:
             lost = [p for p in lost if p.requires_grad]
             if not lost or not (look_alike(lost, others) or any(held_by_optimizers_only(p, held) for p in lost)):
@@ -129,6 +137,8 @@ class Scans:
             "parameters": others,
             "lost": [tuple(p.shape) for p in lost],
             "flat_buffers": flat,
+            "had_gradients": any(p.grad is not None for p in without),
+            "same_memory": not flat and share_memory(lost, others),
             "of": len(watch.parameters()),
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)

@@ -36,6 +36,28 @@ def is_library_file(path: str) -> bool:
     return path.startswith(_LIBRARY_ROOTS)
 
 
+def framework_in(frame: FrameType | None) -> str | None:
+    """The framework whose code has made the call: "lightning", "fabric", "accelerate", "trainer" (transformers); else None."""
+    while frame is not None and not is_user_code(frame.f_code):
+        frame = frame.f_back
+    if frame is None or is_script_code(frame.f_code):
+        return None
+    parts = frame.f_code.co_filename.replace("\\", "/").split("/")
+    if "accelerate" in parts:
+        return "trainer" if _is_below_trainer(frame) else "accelerate"
+    if "lightning_fabric" in parts or ("lightning" in parts and "fabric" in parts):
+        return "fabric"
+    return "lightning" if "lightning" in parts or "pytorch_lightning" in parts else None
+
+
+def _is_below_trainer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.replace("\\", "/").endswith("transformers/trainer.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def script_line(frame: FrameType | None) -> Line | None:
     """The innermost line of the user's project from `frame` on outwards; where there is none, of an installed library.
 

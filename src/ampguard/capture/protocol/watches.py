@@ -21,6 +21,7 @@ class ScalerWatch:
     __slots__ = (
         "__weakref__",
         "created",
+        "driver",
         "first_scale",
         "is_enabled",
         "is_own",
@@ -37,6 +38,8 @@ class ScalerWatch:
         self.ref = weakref.ref(scaler)
         self.number = number
         self.created = created
+        self.driver: str | None = None
+        """The framework whose code scales the losses with it; None: the script's own, or not known."""
         self.is_enabled = bool(scaler.is_enabled())
         self.is_own = is_own_scaler(scaler)
         self.scale: DeviceScale | None = None

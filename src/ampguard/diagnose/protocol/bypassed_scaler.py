@@ -10,13 +10,23 @@ Not this       an optimizer whose loss was never scaled, or whose gradients the 
 
 from __future__ import annotations
 
+import re
+
+from ampguard.diagnose.protocol.framework import step_instead
 from ampguard.diagnose.protocol.scene import Scene, at
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
+def _called(scene: Scene) -> str:
+    """The optimizer as the line calls it: in a wrapper (SAM, Lookahead) the inner one, which the scaler has to step."""
+    code = scene.again.location().code if scene.again is not None else ""
+    found = re.search(r"([\w.]+(?:\[[^\[\]]*\])?)\.step\(", code)
+    return found.group(1) if found is not None else scene.optimizer
+
+
 @breach("bypassed-scaler")
 def bypassed_scaler(scene: Scene) -> Telling:
-    name = scene.optimizer
+    name = _called(scene)
     scaler = scene.scaler
     if scene.facts.get("found_inf"):
         text = (
@@ -28,5 +38,5 @@ def bypassed_scaler(scene: Scene) -> Telling:
             f"`{name}` was stepped past the scaler on gradients that are still scaled: those from {at(scene.first)} are "
             f"{scene.factor} at {at(scene.again)}. An overflow is not noticed either."
         )
-    how = f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
-    return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts.get("scale")})
+    how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
+    return Telling(text, scene.again, (order(scene, how, target=name),), evidence={"scale": scene.facts.get("scale")})

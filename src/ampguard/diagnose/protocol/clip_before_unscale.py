@@ -10,7 +10,8 @@ Not this       a limit that the script multiplies by scaler.get_scale() itself; 
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.scene import Scene, at, number
+from ampguard.diagnose.protocol.framework import clip_instead
+from ampguard.diagnose.protocol.scene import Scene, at, number, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -35,12 +36,20 @@ def clip_before_unscale(scene: Scene) -> Telling:
             f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); "
             f"torch.nn.utils.clip_grad_value_(parameters, {limit:g})"
         )
+        if scene.facts.get("limits_norm"):
+            how = (
+                f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); for p in parameters: "
+                f"torch.nn.utils.clip_grad_norm_(p, {limit:g})"
+            )
     elif scene.facts.get("by_hand"):
         how = (
             f"unscale right after backward, before the norm is computed: {scaler}.unscale_({name}); then {code or then}"
         )
     else:
         how = f"unscale first: {scaler}.unscale_({name}); {code or f'then {then}'}"
+    if scene.facts.get("own_scale"):
+        how = f"divide the gradients by the loss scale {scale} first, then clip: the division stands behind {at(scene.again)}"
+    how = clip_instead(scene, clips) or how
     return Telling(
         text,
         scene.again,
@@ -58,7 +67,7 @@ def _own_statement(scene: Scene) -> str:
     """
     if scene.again is None or scene.first is None or scene.again.code is not scene.first.code:
         return ""
-    code = scene.again.location().code
+    code = statement(scene.again)
     is_statement = not code.startswith(("for ", "if ", "with ", "while ", "return", "def "))
     is_call = any(word in code for word in ("clip_grad", "total_norm"))
     return code if is_statement and is_call else ""
@@ -72,9 +81,10 @@ def _by_hand(scene: Scene) -> str:
     head = f"The gradients of `{scene.optimizer}` were clipped by hand while still scaled, at {at(scene.again)}: "
     carried = f" They carry the loss scale {scale} from {at(scene.first)}."
     if facts.get("multiplied_by") is None:
+        what = "the norm of each parameter's gradient" if facts.get("limits_norm") else "each value"
         hook = "a hook runs inside the backward pass; " if facts.get("limit_in_hook") is not None else ""
         return (
-            f"{head}{hook}the limit on each value is meant for true gradients, and is {scale} times tighter on scaled "
+            f"{head}{hook}the limit on {what} is meant for true gradients, and is {scale} times tighter on scaled "
             f"ones.{carried}"
         )
     return (

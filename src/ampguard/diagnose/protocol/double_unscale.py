@@ -1,10 +1,12 @@
 """double-unscale: gradients are unscaled twice between updates.
 
 What happens   scaler.unscale_(optimizer) is called twice, or after scaler.step(optimizer), which unscales by itself; or the
-               script divides the gradients by the scale and the scaler divides them again.
+               script divides the gradients by the scale and the scaler divides them again; or two optimizers hold the same
+               parameters, and the scaler unscales both.
 Why it hurts   RuntimeError "unscale_() has already been called on this optimizer since the last update()." By hand nothing
                is said, and the gradients are 65536 times too small.
 Instead        call it once, right before clipping; scaler.step() sees that it was done.
+               Give each parameter to one optimizer: a scaler unscales by optimizer, so what two of them hold is divided twice.
                With two backward passes an iteration (SAM): unscale the second only, or update() between the two.
 Not this       the second call comes in the next iteration, because update() was left out: see missing-update. It comes in
                the same accumulation window: see accumulation-broken.
@@ -12,7 +14,7 @@ Not this       the second call comes in the next iteration, because update() was
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -20,12 +22,16 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 def double_unscale(scene: Scene) -> Telling:
     name, scaler = scene.optimizer, scene.scaler
     head, where = f"The gradients of `{name}` are unscaled twice: ", scene.again
+    if scene.facts.get("shared_with") is not None:
+        return _shared(scene)
     if scene.facts.get("by_hand"):
         divided = scene.facts.get("divided_at")
         where = divided if divided is not None else where
         by = f"at {at(divided)}" if divided is not None else f"after {at(scene.first)}"
         text = f"by the script itself {by}, and by the scaler at {at(scene.again)}. They are {scene.factor}."
         how = f"let the scaler divide, once: {scaler}.unscale_({name}) in place of the division by hand"
+        if scene.facts.get("explicit"):
+            how = f"leave out the division by hand, and read true gradients after {at(scene.again)}, which divides them"
     elif scene.facts.get("second_pass"):
         text, how = _second_pass(scene)
     elif scene.facts.get("after_step"):
@@ -37,6 +43,23 @@ def double_unscale(scene: Scene) -> Telling:
         how = f"delete the second call, {at(scene.again)}: {scaler}.step({name}) sees that they are unscaled already"
     evidence = {"refused": scene.facts.get("refused"), "second_pass": scene.facts.get("second_pass")}
     return Telling(head + text, where, (order(scene, how),), evidence=evidence)
+
+
+def _shared(scene: Scene) -> Telling:
+    """Two optimizers hold the same parameters."""
+    name, other = scene.optimizer, scene.name_of(scene.facts["shared_with"]) or "another optimizer"
+    text = (
+        f"The gradients of {listed(scene.parameters)} are unscaled twice, because `{other}` and `{name}` both hold them: for "
+        f"`{other}` at {at(scene.first)}, and for `{name}` at {at(scene.again)}. They are {scene.factor}: the scaler "
+        f"unscales all that an optimizer holds."
+    )
+    how = (
+        f"give each parameter to one optimizer only (those named here to `{other}` or to `{name}`), or put all of them into "
+        f"one optimizer with a parameter group each"
+    )
+    evidence = {"shared_with": other, "scale": scene.facts["scale"]}
+    fix = order(scene, how, "rebuild-optimizer")
+    return Telling(text, scene.again, (fix,), evidence=evidence, module=scene.module)
 
 
 def _second_pass(scene: Scene) -> tuple[str, str]:

@@ -11,6 +11,7 @@ Not this       an update after each optimizer that did no harm.
 
 from __future__ import annotations
 
+from ampguard.diagnose.protocol.framework import update_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
@@ -29,6 +30,11 @@ def missing_update(scene: Scene) -> Telling:
     elif facts.get("refused"):
         text = _left_out(scene)
         how = f"call {scaler}.update() in every iteration, also where the step is skipped (before a `continue`): {once}"
+        if facts.get("reason") == "stepped-before":
+            how = (
+                f"call {scaler}.update() behind every {scaler}.step({name}), before it comes again, also where the scaler "
+                f"has skipped it: {once}"
+            )
     elif facts.get("not_unscaled"):
         text = (
             f"`{scaler}.update()` was left out: since {at(scene.first)} the scaler takes the gradients of `{name}` as unscaled "
@@ -37,11 +43,11 @@ def missing_update(scene: Scene) -> Telling:
         how = f"call {scaler}.update() also where the step is skipped (before a `continue`): {once}"
     else:
         text = _between(scene)
-        how = f"one {scaler}.update() an iteration, after the last optimizer's step, not after each"
+        how = f"one {scaler}.update() an iteration, after the last optimizer's step: here behind {at(scene.again)}"
         if _is_by_framework(scene):
-            how += (
-                f" (a framework updates inside each optimizer's step: step them all by {scaler}.step(...) yourself and update "
-                f"once, or put all parameters into one optimizer)"
+            how = update_instead(scene) or (
+                f"{how} (a framework updates inside each optimizer's step: step them all by {scaler}.step(...) yourself and "
+                f"update once, or put all parameters into one optimizer)"
             )
     between = None if facts.get("refused") or facts.get("twice") else facts.get("updated_between")
     line = between if between is not None else scene.again
@@ -56,7 +62,7 @@ def _is_by_framework(scene: Scene) -> bool:
 
 def _left_out(scene: Scene) -> str:
     facts = scene.facts
-    when = "in the next iteration" if facts.get("next_iteration") else "in the same iteration"
+    when = "after the next backward pass" if facts.get("next_iteration") else "without a backward pass between"
     jumped = (
         " The first found Inf or NaN, and the script left that iteration early." if facts.get("first_found_inf") else ""
     )

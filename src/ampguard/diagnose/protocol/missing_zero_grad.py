@@ -20,6 +20,8 @@ def missing_zero_grad(scene: Scene) -> Telling:
     name, steps = scene.optimizer, scene.facts["steps"]
     if scene.facts.get("is_stuck"):
         return _stuck(scene)
+    if scene.facts.get("is_reused"):
+        return _reused(scene)
     scaled = bool(scene.facts.get("has_scaler"))
     text = (
         f"The gradients of `{name}` are never cleared: {steps} steps in a row held those of earlier iterations. "
@@ -37,6 +39,18 @@ def missing_zero_grad(scene: Scene) -> Telling:
         severity="warning" if scaled else "error",
         evidence={"steps": steps, "has_scaler": scaled},
     )
+
+
+def _reused(scene: Scene) -> Telling:
+    """No backward pass reaches the optimizer any more, and it goes on stepping with what an earlier one has left."""
+    name, steps = scene.optimizer, scene.facts["steps"]
+    text = (
+        f"`{name}` steps on old gradients: {steps} times in a row at {at(scene.again)} no backward pass had reached it since "
+        f"its step before, and what {at(scene.first)} left was never cleared. The scaler divides it once more each time."
+    )
+    how = f"step `{name}` only after a backward pass of its own loss, and clear after it: {name}.zero_grad()"
+    evidence = {"steps": steps, "has_scaler": True, "is_reused": True}
+    return Telling(text, scene.again, (order(scene, how),), severity="warning", evidence=evidence)
 
 
 def _stuck(scene: Scene) -> Telling:

@@ -46,7 +46,7 @@ def _frames() -> Iterator[FrameType]:
 def _name_among(names: dict[str, Any], subject: object) -> str | None:
     for name, value in list(names.items()):
         if name not in ("self", "cls") and _is_it(value, subject):
-            return name
+            return _item_of_several(names, subject) or name
     for name, value in list(names.items()):
         if name.startswith("__"):
             continue
@@ -56,23 +56,49 @@ def _name_among(names: dict[str, Any], subject: object) -> str | None:
     return None
 
 
+def _item_of_several(names: dict[str, Any], subject: object) -> str | None:
+    """`opts[1]` where the plain name is that of a loop over `opts`: there it stands for each of them."""
+    several = [(n, v) for n, v in list(names.items()) if isinstance(v, (list, tuple)) and 2 <= len(v) <= 64]
+    found = ((f"{name}[{i}]", item) for name, items in several for i, item in enumerate(items))
+    return next((path for path, item in found if _is_it(item, subject)), None)
+
+
 def _name_inside(name: str, value: Any, subject: object) -> str | None:
-    if isinstance(value, (list, tuple)) and len(value) <= 64:
-        return next((f"{name}[{i}]" for i, item in enumerate(value) if _is_it(item, subject)), None)
-    if isinstance(value, dict) and len(value) <= 64:
-        return next((f"{name}[{key!r}]" for key, item in list(value.items()) if _is_it(item, subject)), None)
+    if isinstance(value, (list, tuple, dict)):
+        return _name_in_container(name, value, subject)
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, type) or len(attributes) > 400:
         return None
     for key, item in list(attributes.items()):
         if _is_it(item, subject):
             return f"{name}.{key}"
-        if isinstance(item, (list, tuple)) and len(item) <= 16 and name == "self":
-            for position, inner in enumerate(item):
-                if _is_it(inner, subject):
-                    return f"{name}.{key}[{position}]"
+        if isinstance(item, (list, tuple, dict)) and len(item) <= 16 and name == "self":
+            inner = _name_in_container(f"{name}.{key}", item, subject)
+            if inner is not None:
+                return inner
     shared = vars(type(value))
     return next((f"{name}.{key}" for key, item in list(shared.items()) if item is subject), None)
+
+
+def _name_in_container(name: str, value: Any, subject: object) -> str | None:
+    """An item of a list or a dictionary, or what an object in it calls the subject (`tasks[0].optimizer`)."""
+    if len(value) > 64:
+        return None
+    if isinstance(value, dict):
+        is_given = name == "kwargs"  # what a callback was called with: the keyword is the name
+        items = [(key if is_given else f"{name}[{key!r}]", item) for key, item in list(value.items())]
+    else:
+        items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    found = next((path for path, item in items if _is_it(item, subject)), None)
+    if found is not None or len(items) > 16:
+        return found
+    for path, item in items:
+        attributes = getattr(item, "__dict__", None)
+        if isinstance(attributes, dict) and not isinstance(item, (type, nn.Module)) and len(attributes) <= 400:
+            key = next((key for key, inner in list(attributes.items()) if _is_it(inner, subject)), None)
+            if key is not None and not (key.startswith("_") or key == "__dict__"):
+                return f"{path}.{key}"
+    return None
 
 
 def _is_it(value: Any, subject: object) -> bool:

@@ -10,8 +10,15 @@ Not this       a file with weights only.
 
 from __future__ import annotations
 
+from ampguard.capture.protocol.habits import UNNAMED
+from ampguard.diagnose.protocol.framework import save_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+def _path(scene: Scene) -> str:
+    path = scene.facts["path"]
+    return "" if path == UNNAMED else f": {path}"
 
 
 @breach("scaler-not-saved")
@@ -24,11 +31,11 @@ def scaler_not_saved(scene: Scene) -> Telling:
         )
     else:
         text = (
-            f"The checkpoint holds the model and the optimizer and not the scaler: {scene.facts['path']}. It was saved at "
+            f"The checkpoint holds the model and the optimizer and not the scaler{_path(scene)}. It was saved at "
             f"{at(scene.again)} while the scale was {scale}; a resumed run begins at its initial scale and skips steps until "
             f"it settles."
         )
-    how = (
+    how = save_instead(scene) or (
         f'save it with the rest: "scaler": {scaler}.state_dict(); and on resuming '
         f'{scaler}.load_state_dict(checkpoint["scaler"])'
     )

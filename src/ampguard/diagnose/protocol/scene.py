@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.script_lines import framework_in
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
 from ampguard.diagnose.cuts import Cut, cuts
@@ -28,6 +30,8 @@ class Scene:
         self._models = models
         self.optimizer = self.name_of(breach.optimizer) or "the optimizer"
         self.scaler = self.name_of(breach.scaler) or "scaler"
+        self.framework = _framework(breach.scaler, breach.optimizer)
+        """Whose loop it is, where a framework drives the scaler."""
         self.parameters = self._names(breach.facts.get("parameters") or [])
 
     @staticmethod
@@ -58,12 +62,19 @@ class Scene:
 
     def others(self, watches: Any) -> str:
         """Names of other optimizers."""
-        return ", ".join(filter(None, (self.name_of(watch) for watch in watches)))
+        return "`, `".join(filter(None, (self.name_of(watch) for watch in watches)))
 
     @property
     def factor(self) -> str:
         """ "65536 times too large", "too small": by how much the gradients are wrong."""
         return factor_words(self.breach.factor)
+
+
+def _framework(scaler: Any, optimizer: Any) -> str | None:
+    """Seen when the first loss was scaled; where none was, in the call that PyTorch has refused."""
+    if isinstance(scaler, ScalerWatch) and scaler.uses:
+        return scaler.driver
+    return framework_in(sys._getframe(2)) if optimizer is not None else None
 
 
 def factor_words(factor: float | None) -> str:
@@ -88,6 +99,11 @@ def at(line: Line | None) -> str:
     place = line.location()
     name = place.file.rsplit("/", 1)[-1]
     return f"{name}:{place.line} (`{place.code}`)" if place.code else f"{name}:{place.line}"
+
+
+def statement(line: Line | None) -> str:
+    """The code of a line without a comment behind it; empty where there is no line."""
+    return line.location().code.partition("  #")[0].rstrip() if line is not None else ""
 
 
 def listed(names: list[str], most: int = 4) -> str:

@@ -10,6 +10,7 @@ Not this       a scheduler that is stepped once an epoch.
 
 from __future__ import annotations
 
+from ampguard.diagnose.protocol.framework import gate_instead
 from ampguard.diagnose.protocol.scene import Scene, at
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
@@ -23,7 +24,7 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
     rate = f" It stands at a learning rate of {rates[0]:.3g}." if rates else ""
     text = (
         f"The learning-rate scheduler moved on without the optimizer: {lost} of its {moves} moves at {at(scene.again)} followed "
-        f"a skipped step of `{name}`, at {at(scene.first)}.{rate}"
+        f"a skipped step of `{name}`{_stepped(scene)}.{rate}"
     )
     if settling:
         text += " So few are normal while the loss scale settles."
@@ -31,7 +32,15 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
         f"scale = {scaler}.get_scale(); {scaler}.step({name}); {scaler}.update(); "
         f"if {scaler}.get_scale() >= scale: scheduler.step()"
     )
-    fix = order(scene, f"step the scheduler only after a step that was not skipped: {gate}", "gate-scheduler")
+    how = gate_instead(scene) or f"step the scheduler only after a step that was not skipped: {gate}"
+    fix = order(scene, how, "gate-scheduler")
     fixes = (fix, order(scene, "or leave it: the scale settles in a few steps", "wait")) if settling else (fix,)
     evidence = {"lost_moves": lost, "moves": moves, "scheduler": type(facts["scheduler"]).__name__}
     return Telling(text, scene.again, fixes, severity="info" if settling else "warning", evidence=evidence)
+
+
+def _stepped(scene: Scene) -> str:
+    """Where, unless one line of the script (a framework's `fit`) does both."""
+    first, again = scene.first, scene.again
+    same = first is not None and again is not None and (first.code, first.number) == (again.code, again.number)
+    return "" if same or first is None else f", at {at(first)}"

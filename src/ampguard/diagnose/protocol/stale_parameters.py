@@ -1,6 +1,7 @@
 """stale-parameters: the tensors that an optimizer holds are not those that receive gradients.
 
-What happens   a layer was replaced, or the model copied, re-created or moved, after the optimizer was built; or an
+What happens   a layer was replaced or parametrized (weight_norm), weights were loaded with assign=True, or the model
+               copied, re-created or moved, after the optimizer was built; or an
                optimizer holds flat buffers of which the parameters are views, and zero_grad(set_to_none=True), PyTorch's
                default, drops their gradients: backward then gives each parameter a gradient of its own.
 Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler and no gradient at all PyTorch says "No inf
@@ -11,8 +12,26 @@ Not this       flat buffers whose gradients are views of one buffer as well: the
 
 from __future__ import annotations
 
+from ampguard.diagnose.protocol.framework import build_instead
 from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+
+def _how_it_came(scene: Scene) -> str:
+    """What was done to the model after the optimizer was built, as far as the tensors show it."""
+    if any(".parametrizations." in name for name in scene.parameters):
+        return (
+            "A parametrization (weight_norm, spectral_norm) was registered after the optimizer was built: it has put new "
+            "parameters in the place of the weights."
+        )
+    if scene.facts.get("same_memory"):
+        return (
+            "They have the same memory: the weights were wrapped in new parameters (weight_norm, prune, nn.Parameter(p.data)) "
+            "after the optimizer was built."
+        )
+    return (
+        "A layer was replaced, its weights assigned anew, or the model copied or moved, after the optimizer was built."
+    )
 
 
 @breach("stale-parameters")
@@ -29,16 +48,16 @@ def stale_parameters(scene: Scene) -> Telling:
         how = f"{name}.zero_grad(set_to_none=False)"
         fix = order(scene, f"keep the flat gradient buffers: {how}", "keep-grad-buffers")
     else:
+        any_more = " any more" if scene.facts.get("had_gradients") else ""
         why = (
-            f"{what} belong to no module that is called and never get a gradient, while {listed(scene.parameters)} "
-            f"get one and belong to no optimizer. A layer was replaced, or the model copied or moved, after the optimizer "
-            f"was built."
+            f"{what} belong to no module that is called and get no gradient{any_more}, while {listed(scene.parameters)} "
+            f"get one and belong to no optimizer. {_how_it_came(scene)}"
         )
         built = f" (now at {at(scene.first)})" if scene.first is not None else ""
+        how = f"build {name} after the model is complete and on its device{built}, from its parameters() then"
         fix = order(
-            scene, f"build {name} after the model is complete and on its device{built}, from its parameters() then",
-            "rebuild-optimizer",
-        )  # fmt: skip
+            scene, f"{framework}; or {how}" if (framework := build_instead(scene)) else how, "rebuild-optimizer"
+        )
     refused = ' PyTorch says "No inf checks were recorded".' if scene.facts.get("refused") else " No error comes of it."
     shapes = [list(shape) for shape in lost[:8]]
     return Telling(

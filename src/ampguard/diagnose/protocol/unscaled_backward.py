@@ -9,6 +9,7 @@ Instead        scaler.scale(loss).backward() for every loss whose optimizer the 
 
 from __future__ import annotations
 
+from ampguard.diagnose.protocol.framework import scale_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
@@ -58,26 +59,32 @@ def _by_another(scene: Scene) -> Telling:
         f"at {at(scene.first)}, `{scaler}` divides by {number(facts['divided_by'])} at {at(scene.again)}. What `{name}` gets "
         f"is {scene.factor}."
     )
-    how = f"step with the scaler that scaled the loss: {other}.step({name}); {other}.update()"
     evidence = {"scale": facts["divided_by"], "scales": facts["scales"], "scaled_by": other}
+    if facts.get("is_mixed"):  # its own scaler has scaled the rest: the odd loss has to change
+        text = text.replace("The loss was", "One of the losses was", 1)
+        how = f"scale it by the scaler that steps `{name}`: {scaler}.scale({_loss(scene)}).backward()"
+        return Telling(text, scene.first, (order(scene, how),), evidence=evidence)
+    how = f"step with the scaler that scaled the loss: {other}.step({name}); {other}.update()"
     return Telling(text, scene.again, (order(scene, how),), evidence=evidence)
+
+
+def _loss(scene: Scene) -> str:
+    """What stands inside `scale(...)` at the line, where it is a name."""
+    code = scene.first.location().code if scene.first is not None else ""
+    return _named(code.partition(".scale(")[2].partition(")")[0])
+
+
+def _named(expression: str) -> str:
+    return expression if expression.replace(".", "").replace("_", "").isalnum() else "loss"
 
 
 def _how(scene: Scene) -> str:
     code = scene.first.location().code if scene.first is not None else ""
-    loss = code.split(".backward(")[0].strip() if ".backward(" in code else "loss"
-    is_name = loss.replace(".", "").replace("_", "").isalnum()
-    loss = loss if is_name else "loss"
-    library = scene.again.location().file if scene.again is not None else ""
-    lightning = "lightning" in library.replace("\\", "/").split("/")
-    manual = f" (in a LightningModule: self.manual_backward({loss}))" if lightning or _in_lightning(scene) else ""
-    return f"scale the loss before it is differentiated: {scene.scaler}.scale({loss}).backward(){manual}"
-
-
-def _in_lightning(scene: Scene) -> bool:
-    """Whether the scaler belongs to Lightning's precision plugin."""
-    return scene.scaler.endswith("precision_plugin.scaler") or (
-        scene.scaler == "self.scaler"
-        and scene.first is not None
-        and (scene.first.location().function.endswith(".training_step"))
+    if scene.facts.get("added") is not None:
+        loss = _named(code.partition("grad(")[2].partition(",")[0].strip())
+        return f"scale the loss before it is differentiated: torch.autograd.grad({scene.scaler}.scale({loss}), ...)"
+    loss = _named(code.split(".backward(")[0].strip() if ".backward(" in code else "loss")
+    return (
+        scale_instead(scene, loss)
+        or f"scale the loss before it is differentiated: {scene.scaler}.scale({loss}).backward()"
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 
+from ampguard.capture.protocol.added import wants
 from ampguard.capture.protocol.probing.witness import Call, Witness
 
 FIRST_LOOKS = 8
@@ -58,6 +60,23 @@ class BackwardProbe:
             return backward
 
         witness.patches.replace(torch.autograd, "backward", watch)
+        witness.patches.replace(torch.autograd, "grad", self._watch_grad)
+
+    def _watch_grad(self, original: Call) -> Call:
+        witness, moves = self._witness, self._witness.moves
+        recorder, training = witness.recorder, witness.training
+
+        @functools.wraps(original)
+        def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not moves.looks_closely or not moves.machine.scaled or not recorder.active or recorder.paused:
+                return original(outputs, inputs, grad_outputs, *args, **kwargs)
+            inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
+            results = original(outputs, inputs, grad_outputs, *args, **kwargs)
+            if get_ident() == training.ident and wants(inputs):
+                witness.guarded(moves.differentiated, outputs, grad_outputs, inputs, results, sys._getframe(1))
+            return results
+
+        return grad
 
     def _is_usual(self, tensors: Any) -> bool:
         moves, guarded = self._witness.moves, self._witness.guarded

@@ -29,7 +29,7 @@ class NormProbe:
         self._looks: dict[Any, int] = {}
 
     def install(self) -> None:
-        witness, moves = self._witness, self._witness.moves
+        witness = self._witness
         found = compat.total_norm_function()
         places: list[tuple[Any, str]] = [found] if found is not None else [(clip_grad, "clip_grad_norm_")]
         if hasattr(torch.nn.utils, "get_total_norm"):
@@ -38,14 +38,27 @@ class NormProbe:
             witness.patches.replace(owner, name, self._measuring(compat.clipping_limit))
         for owner in (clip_grad, torch.nn.utils):
             witness.patches.replace(owner, "clip_grad_value_", self._measuring(lambda: 0.0))
-        clipping = witness.noting(
-            before=lambda frame, *_: moves.before_clipping() if moves.machine.scaled else None,
-            after=lambda frame, *_: moves.after_clipping() if moves.machine.scaled else None,
-            of_gradients=True,
-        )
+        clipping = witness.noting(before=self._before_clipping, after=self._after_clipping, of_gradients=True)
         for owner in (clip_grad, torch.nn.utils):
             witness.patches.replace(owner, "clip_grad_norm_", clipping)
             witness.patches.replace(owner, "clip_grad_value_", clipping)
+
+    def _before_clipping(self, frame: Frame, *given: Any) -> None:
+        moves = self._witness.moves
+        if moves.machine.scaled:
+            moves.before_clipping()
+        if moves.by_hand.is_open and not moves.looks_closely:
+            moves.by_hand.forget()
+        elif moves.by_hand.is_open:
+            moves.by_hand.before_clip()
+
+    def _after_clipping(self, frame: Frame, *given: Any) -> None:
+        moves = self._witness.moves
+        if moves.machine.scaled:
+            moves.after_clipping()
+        if moves.by_hand.is_open and given:
+            limit = given[1] if len(given) > 1 and isinstance(given[1], (int, float)) else None
+            moves.by_hand.after_clip(moves.mine(), limit, script_line(frame))
 
     def _measuring(self, limit: Callable[[], float | None]) -> Callable[[Call], Call]:
         witness = self._witness
@@ -55,6 +68,8 @@ class NormProbe:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def measure(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return original(tensors, *args, **kwargs)
                 if get_ident() != training.ident and not guarded(training.hears):
                     return original(tensors, *args, **kwargs)
                 if recorder.paused or not recorder.active:

@@ -11,6 +11,7 @@ import torch
 
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
+from ampguard.capture.protocol.script_lines import framework_in
 
 
 class ScalingProbe:
@@ -61,6 +62,7 @@ class ScalingProbe:
         if of.is_enabled:
             if not of.uses:
                 self._witness.habits.first_use(of)
+                of.driver = framework_in(sys._getframe(1))
             self._witness.moves.scaled(of, result)
 
     def _watch_update(self, original: Call) -> Call:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+import torch
+
 from ampguard.capture.patches import Patches
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
@@ -70,7 +72,7 @@ class Witness:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                if not recorder.active:
+                if torch.compiler.is_compiling() or not recorder.active:
                     return original(*args, **kwargs)
                 is_other = get_ident() != training.ident
                 if is_other and of_gradients and not guarded(training.hears):

@@ -1,0 +1,154 @@
+"""The same fixes in the words of the framework that drives the scaler: whose loop it is, its calls have to be used.
+
+In Lightning a `scaler.unscale_()` of one's own is a second one, which PyTorch refuses; in Fabric, Accelerate and the
+transformers Trainer the scaler has no name in the script. Which framework it is, the call stack has shown when the first
+loss was scaled.
+"""
+
+from __future__ import annotations
+
+from ampguard.diagnose.protocol.scene import Scene, statement
+
+_CLIP = {
+    "lightning": (
+        "clip where Lightning has unscaled them already: def on_before_optimizer_step(self, optimizer): {code}; or let it "
+        "clip: Trainer(gradient_clip_val=...), in automatic optimization. Do not call unscale_ yourself: Lightning does before "
+        "each step"
+    ),
+    "fabric": "let Fabric clip, it unscales first: fabric.clip_gradients(model, {name}, {fabric_limit})",
+    "accelerate": (
+        "let Accelerate clip, it unscales first: if accelerator.sync_gradients: accelerator.{function}(parameters, limit)  # "
+        "once, at the end of a window"
+    ),
+    "trainer": (
+        "let the Trainer clip, it unscales first, and once for a whole accumulation window: "
+        "TrainingArguments(max_grad_norm=...)"
+    ),
+}
+_MEASURE = {
+    "lightning": "measure where Lightning has unscaled them already: def on_before_optimizer_step(self, optimizer): {code}",
+    "fabric": (
+        "let Fabric measure, it unscales first: norm = fabric.clip_gradients(model, {name}, max_norm=float('inf'), "
+        "error_if_nonfinite=False)"
+    ),
+    "accelerate": (
+        "let Accelerate measure, it unscales first: if accelerator.sync_gradients: norm = "
+        "accelerator.clip_grad_norm_(parameters, float('inf'))"
+    ),
+    "trainer": (
+        "the Trainer logs the true norm as grad_norm, and a callback sees true gradients in on_pre_optimizer_step, as long as "
+        "max_grad_norm > 0"
+    ),
+}
+_BACKWARD = {
+    "lightning": "in a LightningModule: self.manual_backward({loss})",
+    "fabric": "let Fabric scale it: fabric.backward({loss})",
+    "accelerate": "let Accelerate scale it: accelerator.backward({loss})",
+    "trainer": "let Accelerate scale it, as the Trainer does: self.accelerator.backward({loss})",
+}
+_STEP = {
+    "lightning": "step what self.optimizers() returns, not the optimizer inside it",
+    "fabric": "step what fabric.setup(model, optimizer) returns, not the optimizer inside it",
+    "accelerate": "step what accelerator.prepare(optimizer) returns, not the optimizer inside it",
+    "trainer": "leave the step to the Trainer, or step what self.accelerator.prepare(optimizer) returns",
+}
+_GATE = {
+    "lightning": (
+        "let it wait: def lr_scheduler_step(self, scheduler, metric): scale = self.trainer.scaler.get_scale(); "
+        "scheduler.step() if scale >= self.last_scale else None; self.last_scale = scale  # last_scale: that of the beginning; "
+        "or plugins=[ampguard.integrations.lightning.GuardedPrecision(...)], whose schedulers wait"
+    ),
+    "fabric": (
+        "step the scheduler only where the scale of the GradScaler that MixedPrecision was given did not fall: scale = "
+        "scaler.get_scale(); {name}.step(); if scaler.get_scale() >= scale: scheduler.step()"
+    ),
+    "accelerate": (
+        "hand the scheduler to accelerator.prepare(...), which then waits for skipped steps; or: if not "
+        "accelerator.optimizer_step_was_skipped: scheduler.step()"
+    ),
+    "trainer": "if not self.accelerator.optimizer_step_was_skipped: scheduler.step()  # as the Trainer does with its own",
+}
+_SAVE = {
+    "lightning": 'trainer.save_checkpoint(path) keeps it; in a file of your own: "scaler": trainer.scaler.state_dict()',
+    "fabric": (
+        'put the GradScaler that MixedPrecision was given into the state: fabric.save(path, {{"model": model, "optimizer": '
+        'optimizer, "scaler": scaler}}), and into that of fabric.load'
+    ),
+    "accelerate": (
+        "accelerator.save_state(folder) keeps it, accelerator.load_state(folder) takes it back; in a file of your own: "
+        '"scaler": accelerator.scaler.state_dict()'
+    ),
+    "trainer": (
+        "the Trainer's own checkpoints keep it (save_strategy); in a file of your own: "
+        '"scaler": trainer.accelerator.scaler.state_dict()'
+    ),
+}
+_UPDATE = {
+    "lightning": (
+        "Lightning updates after each optimizer's step. ampguard's plugin does it once an iteration: "
+        'plugins=[ampguard.integrations.lightning.GuardedPrecision("16-mixed", device)]; or put all parameters into one '
+        "optimizer"
+    ),
+    "fabric": (
+        "Fabric updates after each optimizer's step. ampguard's plugin does it once an iteration: "
+        'plugins=[ampguard.integrations.lightning.GuardedPrecision("16-mixed", device)]; or put all parameters into one '
+        "optimizer"
+    ),
+    "accelerate": (
+        "Accelerate updates after each optimizer's step. ampguard's scaler does it once an iteration: "
+        "ampguard.integrations.hf.prepare(accelerator), before accelerator.prepare(...); or put all parameters into one "
+        "optimizer"
+    ),
+}
+_BUILT = {
+    "lightning": "make the layers before Lightning calls configure_optimizers: in __init__, setup() or configure_model()",
+    "trainer": "finish the model before the Trainer builds its optimizer, that is before trainer.train()",
+}
+
+
+def clip_instead(scene: Scene, clips: bool) -> str | None:
+    """How the framework clips (or measures) true gradients; None in a loop of the script's own."""
+    code = statement(scene.again)
+    by_value = "clip_grad_value" in code
+    words = {
+        "name": scene.optimizer,
+        "code": code if "(" in code and not code.startswith(("for ", "if ", "with ")) else "...",
+        "function": "clip_grad_value_" if by_value else "clip_grad_norm_",
+        "fabric_limit": "clip_val=..." if by_value else "max_norm=...",
+    }
+    return _said(_CLIP if clips else _MEASURE, scene, **words)
+
+
+def scale_instead(scene: Scene, loss: str) -> str | None:
+    """How the framework scales a loss."""
+    return _said(_BACKWARD, scene, loss=loss)
+
+
+def step_instead(scene: Scene) -> str | None:
+    """What is to be stepped in the framework."""
+    return _said(_STEP, scene)
+
+
+def gate_instead(scene: Scene) -> str | None:
+    """How a scheduler waits in the framework."""
+    return _said(_GATE, scene, name=scene.optimizer)
+
+
+def save_instead(scene: Scene) -> str | None:
+    """How the framework keeps the scaler's state."""
+    return _said(_SAVE, scene)
+
+
+def update_instead(scene: Scene) -> str | None:
+    """How one update an iteration is had in the framework."""
+    return _said(_UPDATE, scene)
+
+
+def build_instead(scene: Scene) -> str | None:
+    """When the model has to be complete in the framework."""
+    return _said(_BUILT, scene)
+
+
+def _said(words: dict[str, str], scene: Scene, **names: str) -> str | None:
+    text = words.get(scene.framework or "")
+    return text.format(**names) if text is not None else None
