@@ -11,6 +11,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from ampguard import compat
+from ampguard.diagnose import compiled_fault, compiled_search
 from ampguard.diagnose.investigate import Budget
 
 Guard = Callable[..., Any]
@@ -275,7 +277,10 @@ def test_slice_of_a_batch_keeps_its_strides(guard: Guard) -> None:
 
 
 def test_without_time_the_whole_graph_is_named(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for gradients: what a backward pass computes is kept nowhere."""
+    monkeypatch.setattr(compiled_search, "likeliest_part", lambda search: None)
     monkeypatch.setattr(Budget, "for_step", staticmethod(lambda seconds, started: Budget(-math.inf)))
+    monkeypatch.setattr(compiled_fault, "MOST_SECONDS", 0.0)
 
     def body() -> None:
         torch.manual_seed(0)
@@ -288,7 +293,29 @@ def test_without_time_the_whole_graph_is_named(guard: Guard, monkeypatch: pytest
     assert first.cause == "backend-fault"
     assert not first.evidence["region_is_smallest"]
     assert "aten.gelu.default" in first.evidence["region"]
-    assert {fix.verified for fix in first.fixes} == {None}
+    assert "Time was up after 1 compilation in" in first.explanation
+    assert [(fix.how, fix.verified) for fix in first.fixes] == [("leave out torch.compile: run it eagerly", True)]
+
+
+def test_likeliest_operator_is_tried_first(guard: Guard) -> None:
+    """The whole with every result kept, then that operator by itself: no bisection, however long the graph is."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net(6)
+        train(torch.compile(net, backend=wrong_gelu(1)), net)
+
+    facts = guard(body).first.evidence
+    assert (facts["region"], facts["search"]["compilations"]) == (["aten.gelu.default"], 2)
+    assert facts["search"]["refused"] == 0
+
+
+def test_search_may_take_as_long_as_the_script_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "compilation_seconds", lambda: 8.0)
+    assert compiled_fault.allowed_seconds(2.5) == 8.0
+    assert compiled_fault.allowed_seconds(20.0) == 20.0
+    monkeypatch.setattr(compat, "compilation_seconds", lambda: 1e4)
+    assert compiled_fault.allowed_seconds(2.5) == compiled_fault.MOST_SECONDS
 
 
 def test_what_does_not_repeat_itself_is_not_the_backends_fault(guard: Guard) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampguard.numerics import NAN, NEG_INF, POS_INF, fits, is_finite, kinds, stats
-from ampguard.replay.trace import bad_elements, storage_offsets
+from ampguard.replay.trace import bad_elements, layout_of, storage_offsets
 
 dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 numbers = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan, 0.0, -0.0, 65504.0, 65520.0, 3e38])
@@ -67,6 +67,6 @@ def test_bad_elements_of_a_view_are_named_by_their_place_in_memory(shape: list[i
     assert found is not None
     assert found.flat.tolist() == expected
     assert set(found.offsets.tolist()) <= set(marks)
-    every = storage_offsets(view, torch.arange(view.numel()))
+    every = storage_offsets(view.shape, layout_of(view), torch.arange(view.numel()))
     assert torch.equal(base.view(-1)[every].isnan(), view.reshape(-1).isnan())
     assert all(found.position_of(o) == f for o, f in zip(found.offsets.tolist(), expected, strict=True))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched
 
+from ampguard.replay.names import paths_in_holders
 from ampguard.replay.variables import script_names
 
 
@@ -82,3 +83,48 @@ def test_parameters_in_a_report(is_split: bool, guard: Callable[..., Watched]) -
     outer = {"encoder", "decoder"} if is_split else {"0", "1"}
     assert {name.partition(".")[0] for name in names} <= outer
     assert len(names) == 4
+
+
+def test_module_in_a_holder() -> None:
+    parts = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 2)})
+    for part in parts["stem"]:  # a variable of its own
+        assert paths_in_holders([part, parts["head"]]) == {id(part): "stem.0", id(parts["head"]): "head"}
+
+
+class Composed(nn.Module):
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value = nn.Linear(2, 1)
+
+
+def test_module_that_the_script_holds_itself() -> None:
+    policy = nn.Linear(2, 2)
+    algorithm = Composed(policy)
+    assert paths_in_holders([policy, algorithm.value]) == {id(algorithm.value): "value"}
+
+
+def test_holder_in_a_wrapper() -> None:
+    wrapped = nn.DataParallel(Composed(nn.Linear(2, 2)))
+    assert paths_in_holders([wrapped.module.value]) == {id(wrapped.module.value): "value"}
+
+
+def test_incident_in_a_holder(guard: Callable[..., Watched]) -> None:
+    parts = nn.ModuleDict({"stem": nn.Linear(2, 4), "head": nn.Sequential(nn.Linear(4, 1))})
+    nn.init.constant_(parts["head"][0].weight, float("nan"))
+    incident = guard(lambda: parts["head"](parts["stem"](torch.ones(1, 2))).mean().backward()).first
+    assert (incident.module, incident.evidence["name"]) == ("head.0", "head.0.weight")
+
+
+class Deprecated:
+    """As `torch.distributed.reduce_op`: whatever it is asked for warns first."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise FutureWarning(name)
+
+
+def test_a_variable_is_not_asked_for_anything() -> None:
+    old, items = Deprecated(), [Deprecated()]
+    encoder = nn.Linear(2, 2)
+    assert script_names([encoder]) == {id(encoder): "encoder"}
+    assert items[0] is not old

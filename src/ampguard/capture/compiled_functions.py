@@ -1,108 +1,61 @@
-"""Compiled functions that are called outside every module: a loss, a whole forward pass.
+"""Compiled functions that are called outside every module: a loss, a whole forward pass, a whole training step.
 
 What runs inside compiled code cannot be taped. Such a call is therefore recorded as a module's is, with its arguments
-and random states, and replayed by calling the function again. A function that differentiates or updates is left alone:
-what it calls is seen by itself.
+and random states, and replayed by calling the function again (see `compiled_steps` for one that differentiates).
 """
 
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code
+from ampguard.capture.reached import may_autocast, modules_reached
 from ampguard.capture.recorder import FlightRecorder
-
-DRIVES = frozenset(["backward", "autograd", "grad", "step", "unscale_", "zero_grad"])
-"""Names in a function that may differentiate or update: it is no forward pass."""
-
-MAX_DEPTH = 3
 
 
 class CompiledFunction(nn.Module):
-    """A compiled function in the record. The modules that it can reach are its children."""
+    """A compiled function in the record. The modules that it can reach are its children, and it is none itself.
 
-    def __init__(self, compiled: Callable[..., Any], reached: dict[str, nn.Module]) -> None:
+    `function` is what was compiled: a replay puts back what that can change.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], function: Any, reached: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._compiled = compiled
+        self._function = function
         compat.children_of(self).update(reached)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
 
-class FunctionOfOneModel(CompiledFunction):
-    """Of a function that reaches one module: its parts are called what they are called in there."""
+def hides_autocast(root: nn.Module) -> bool:
+    """Whether compiled code may switch autocast on, which nobody sees then."""
+    if isinstance(root, CompiledFunction):
+        return may_autocast(root._function) or any(may_autocast(type(part).forward) for part in root.modules())
+    compiled = [part for part in root.modules() if compat.is_compiled(part)]
+    return any(may_autocast(type(part).forward) for outer in compiled for part in outer.modules())
 
-    hides = "model"
 
-
-def recorded(recorder: FlightRecorder, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The compiled function, whose calls outside every module are recorded; None where it is no forward pass."""
-    if any(not DRIVES.isdisjoint(code.co_names) for code in codes_of(function)):
-        return None
+def recorded(recorder: FlightRecorder, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function, whose calls outside every module are recorded."""
     known: dict[tuple[int, ...], CompiledFunction] = {}
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         if recorder.paused or torch.compiler.is_compiling() or not recorder.active or not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
-        modules = modules_reached(function, args)
+        modules = recorder.barrier.call(modules_reached, function, args, kwargs)
+        if modules is None:
+            return compiled(*args, **kwargs)
         key = tuple(map(id, modules.values()))
         if key not in known:
-            known[key] = standing_for(compiled, modules)
+            known[key] = CompiledFunction(compiled, function, modules)
         return known[key](*args, **kwargs)
 
     return call
-
-
-def standing_for(compiled: Callable[..., Any], modules: dict[str, nn.Module]) -> CompiledFunction:
-    """What stands for a compiled function in the record."""
-    if len(modules) == 1:
-        return FunctionOfOneModel(compiled, dict(zip([FunctionOfOneModel.hides], modules.values(), strict=True)))
-    return CompiledFunction(compiled, modules)
-
-
-def codes_of(function: Any, depth: int = 0) -> Iterator[types.CodeType]:
-    """The code of a function and of the user's functions that it names."""
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None or depth > MAX_DEPTH or not is_user_code(code):
-        return
-    yield code
-    yield from (inner for inner in code.co_consts if isinstance(inner, types.CodeType))
-    for _, value in named_in(function):
-        if isinstance(value, types.FunctionType):
-            yield from codes_of(value, depth + 1)
-
-
-def modules_reached(function: Any, args: tuple[Any, ...]) -> dict[str, nn.Module]:
-    """The modules that a function can call, by the names that it knows them by."""
-    found = {name: value for name, value in named_in(function) if isinstance(value, nn.Module)}
-    found |= {f"argument{i}": value for i, value in enumerate(args) if isinstance(value, nn.Module)}
-    if isinstance(getattr(function, "__self__", None), nn.Module):
-        found["self"] = function.__self__
-    seen: dict[int, str] = {}
-    return {name: module for name, module in found.items() if seen.setdefault(id(module), name) == name}
-
-
-def named_in(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function's closure holds and its code names among the globals."""
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]

@@ -123,6 +123,8 @@ class FlightRecorder:
             return None
         if HAS_CUDA and is_capturing():
             return None
+        if self.tape.is_barred:
+            return None  # a part of a compiled step, which is the call
         if self.tape.is_on_stack:
             self.tape.leave()
         if dispatch_modes_on():
@@ -182,7 +184,7 @@ class FlightRecorder:
         poisoned = self.context.after_call(root)
         if poisoned:
             self.judge.suspect_buffers(root, poisoned)
-        if not root.modes.grad and not self.tape.is_barred:  # compiled training steps run their graphs without
+        if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
         self.tape.enter(self.schedule.limit)
 

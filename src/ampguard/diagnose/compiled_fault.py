@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ampguard import compat, numerics
 from ampguard.capture.record import BadResult, RootCall
-from ampguard.diagnose.compiled_search import Search, guilty_graph, smallest_part
+from ampguard.diagnose.compiled_search import Search, guilty_part
 from ampguard.diagnose.compiled_traced import operator_of, operators_in
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Chain, Link
@@ -24,13 +25,15 @@ from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.trace import TracedOp, bad_elements
 from ampguard.replay.variants import Variant
 
+MOST_SECONDS = 60.0
+"""The longest search in compiled code, unless a step takes very long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """The part of a graph that is at fault, and what it gives compiled and eagerly on the same inputs."""
 
     graph: CaughtGraph
-    whole: Part
     part: Part
     is_smallest: bool
     module: int | None
@@ -96,6 +99,16 @@ class CompiledFault(Evidence):
         bad = sum(not numerics.is_finite(g) for g, _ in pairs)
         return bad, len(pairs), largest_difference(pairs)
 
+    def course(self) -> dict[str, Any]:
+        """What the search for the part has done, and what it was allowed."""
+        search = self.search
+        return {
+            "compilations": search.bench.compilations,
+            "refused": search.refusals,
+            "seconds": round(search.seconds, 1),
+            "seconds_allowed": round(search.allowed, 1) if math.isfinite(search.allowed) else None,
+        }
+
     def numbers(self) -> dict[str, Any]:
         facts = super().numbers() | {"backend": self.backend, "loss_eager": self.outcome.loss}
         facts["fails_as_compiled"] = self.as_ran.is_bad if self.as_ran is not None else None
@@ -104,6 +117,7 @@ class CompiledFault(Evidence):
             facts |= {
                 "region": region.operators,
                 "region_is_smallest": region.is_smallest,
+                "search": self.course(),
                 "results": region.results,
                 "nonfinite_compiled": region.nonfinite,
                 "nonfinite_eager": region.nonfinite_eager,
@@ -120,9 +134,10 @@ def fault_of_compiled_code(bad: BadResult, replayer: Replayer, eager: Outcome, d
     """Evidence against compiled code, for a step that is finite when it runs eagerly; None where it is finite compiled too.
 
     The step's graphs are caught, and it is run once more as it was compiled. Then parts of the graphs are compiled by
-    themselves, in the time that was left before that until `deadline` (`time.perf_counter()`).
+    themselves, in the time that was left before that until `deadline` (`time.perf_counter()`), or in that which the
+    script's own compilation took.
     """
-    left = deadline - time.perf_counter()
+    allowed = allowed_seconds(deadline - time.perf_counter())
     if not compat.may_compile():
         return None
     search = Search(replayer, InParts())
@@ -132,23 +147,33 @@ def fault_of_compiled_code(bad: BadResult, replayer: Replayer, eager: Outcome, d
     as_ran = run_as_compiled(search)
     if as_ran is not None and not as_ran.is_bad:
         return None
-    search.deadline = time.perf_counter() + left
-    whole = guilty_graph(search) if not in_graphs.is_bad else None
-    if whole is None:
+    search.begin(allowed)
+    guilty = guilty_part(search) if not in_graphs.is_bad else None
+    if guilty is None:
         last = last_operator(eager, bad)
         if as_ran is None or last is None:
             return None
         return CompiledFault(bad, Link(last, 0, None, kind_of(as_ran)), eager, search, as_ran, None, False)
-    part, is_smallest = smallest_part(search, whole)
+    part, is_smallest = guilty
     found = search.outcome((part,))
     seen = search.bench.seen.get(part)
     if found is None or seen is None:
         return None
-    region = region_of(search, whole, part, is_smallest, seen)
+    region = region_of(search, part, is_smallest, seen)
     is_of_backward = region.nonfinite == 0 and bad.kind == "gradient"
     op = operator_of(eager.trace, region.graph, part, seen, replayer, is_of_backward)
     link = Link(op, 0, None, kind_of_outputs(seen) or kind_of(found))
     return CompiledFault(bad, link, eager, search, as_ran or found, region, is_of_backward)
+
+
+def allowed_seconds(left: float) -> float:
+    """How long compiled code may be searched: what is left for the investigation, or as long as the script has compiled.
+
+    Whoever waited for that can wait as long again, once; other ranks would give up.
+    """
+    if compat.several_ranks():
+        return left
+    return max(left, min(compat.compilation_seconds(), MOST_SECONDS))
 
 
 def run_as_compiled(search: Search) -> Outcome | None:
@@ -169,19 +194,16 @@ def run_as_compiled(search: Search) -> Outcome | None:
     return None
 
 
-def region_of(search: Search, whole: Part, part: Part, is_smallest: bool, seen: Seen) -> Region:
+def region_of(search: Search, part: Part, is_smallest: bool, seen: Seen) -> Region:
     """What the smallest part gives compiled and eagerly, and the module that it is in."""
     graph = search.bench.calls[part.call]
     names = search.replayer.names
     stacks = [[m for m in graph.modules_of(n) if m in names] for n in graph.nodes[part.first : part.last]]
     common = [m for m in stacks[0] if all(m in stack for stack in stacks)] if stacks else []
-    with torch.no_grad():
-        eager = list(seen.module(*seen.inputs))
-    pairs = [(c, e) for c, e in zip(seen.outputs, eager, strict=True) if is_float(c) and is_float(e)]
+    pairs = [(c, e) for c, e in zip(seen.outputs, seen.eagerly(), strict=True) if is_float(c) and is_float(e)]
     finite = [e.detach().abs()[torch.isfinite(e)] for _, e in pairs]
     return Region(
         graph,
-        whole,
         part,
         is_smallest,
         common[-1] if common else None,

@@ -1,32 +1,56 @@
-"""The smallest part of compiled code that is bad as compiled while everything around it runs eagerly."""
+"""The smallest part of compiled code that is bad as compiled while everything around it runs eagerly.
+
+To compile a stretch takes seconds, whatever its length. So the likeliest operator is tried first: the first whose
+results are bad compiled and finite eagerly, where all results are kept. What that does not find is found by bisection.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
 
 from ampguard.replay.compiled import InParts, Part
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.variants import Variant
 
 MAX_REPLAYS = 40
+SHARE = 2 / 3
+"""Of the time that is allowed: the search may take so much, and trying the fixes the rest."""
 
 
 @dataclass(slots=True)
 class Search:
-    """Replays with some parts of the step's graphs compiled, as long as there is time for them."""
+    """Replays with some parts of the step's graphs compiled, as long as there is time for them.
+
+    `allowed` seconds from `begin` on, of which the search may take its share.
+    """
 
     replayer: Replayer
     bench: InParts
-    deadline: float = math.inf
+    began: float = math.inf
+    allowed: float = math.inf
     replays: int = 0
     refusals: int = 0
     """Parts that could not be compiled by themselves, or not run."""
+    seconds: float = 0.0
+    """What the search took."""
+
+    def begin(self, allowed: float) -> None:
+        self.began, self.allowed = time.perf_counter(), allowed
+
+    @property
+    def end(self) -> float:
+        """When trying the fixes has to end, too."""
+        return self.began + self.allowed
 
     @property
     def is_over(self) -> bool:
-        return time.perf_counter() > self.deadline or self.replays >= MAX_REPLAYS
+        return time.perf_counter() > self.began + SHARE * self.allowed or self.replays >= MAX_REPLAYS
 
     def outcome(self, parts: tuple[Part, ...]) -> Outcome | None:
         """The step with these parts compiled; None where they cannot be."""
@@ -48,6 +72,48 @@ class Search:
     def wholes(self) -> list[Part]:
         """Every graph of the step, whole."""
         return [Part(i, 0, len(graph.nodes)) for i, graph in enumerate(self.bench.calls) if graph.nodes]
+
+
+def guilty_part(search: Search) -> tuple[Part, bool] | None:
+    """The smallest part that is enough to make the step bad, and whether it could be made no smaller; None: no part is."""
+    try:
+        likeliest = likeliest_part(search)
+        if likeliest is not None and search.is_bad(likeliest):
+            return likeliest, True
+        whole = guilty_graph(search)
+        return smallest_part(search, whole) if whole is not None else None
+    finally:
+        search.seconds = time.perf_counter() - search.began
+
+
+def likeliest_part(search: Search) -> Part | None:
+    """The first operator with a result that is not finite compiled and finite eagerly, where every result is kept.
+
+    What a backward pass computes is kept nowhere.
+    """
+    wholes = search.wholes()
+    if search.replayer.bad.is_of_gradients or not wholes:
+        return None
+    search.bench.keeps_all = True
+    try:
+        if not search.is_bad(*wholes):
+            return None
+        pieces = list(search.bench.pieces)
+    finally:
+        search.bench.keeps_all = False
+    for seen in pieces:
+        graph = search.bench.calls[seen.call]
+        for node, compiled, eager in zip(seen.nodes, seen.outputs, seen.eagerly(), strict=True):
+            if is_spoilt(compiled, eager) and isinstance(node, fx.Node):
+                return Part(seen.call, *graph.around(node))
+    return None
+
+
+def is_spoilt(compiled: Any, eager: Any) -> bool:
+    """Whether a result has an element that is not finite compiled and finite eagerly."""
+    if not isinstance(compiled, Tensor) or not isinstance(eager, Tensor) or compiled.shape != eager.shape:
+        return False
+    return compiled.is_floating_point() and bool((~torch.isfinite(compiled) & torch.isfinite(eager)).any())
 
 
 def guilty_graph(search: Search) -> Part | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ampguard import compat
@@ -29,8 +28,8 @@ class OperatorsSeen(compat.DispatchMode):
 
 def operators_in(seen: Seen) -> list[Any]:
     """The ATen operators that a part is made of, those that only look at their operand left out where others are left."""
-    with torch.no_grad(), OperatorsSeen() as mode:
-        seen.module(*seen.inputs)
+    with OperatorsSeen() as mode:
+        seen.eagerly()
     working = [op for op in mode.operators if short(op) not in LOOK_THROUGH]
     return list(dict.fromkeys(working or mode.operators))
 

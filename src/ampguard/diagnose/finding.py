@@ -15,6 +15,7 @@ import torch
 from ampguard.capture.record import Line
 from ampguard.diagnose.evidence import Evidence
 from ampguard.incident import Severity
+from ampguard.replay.rebuild import Outcome
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
@@ -25,7 +26,8 @@ Trial = Callable[[Evidence], Variant]
 class Proposal:
     """A fix and how to try it. `trial` is None where a replay cannot show it; `search` asks for the smallest region.
 
-    `otherwise` is tried in its place where it was not enough: the same fix, tighter.
+    `otherwise` is tried in its place where it was not enough: the same fix, tighter. `known` is what it comes to, where
+    that has been seen already.
     """
 
     action: str
@@ -34,6 +36,7 @@ class Proposal:
     trial: Trial | None = None
     search: bool = False
     otherwise: Proposal | None = None
+    known: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from ampguard import compat
+from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
+from ampguard.diagnose import words
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
@@ -75,15 +77,26 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     from_data = at_the_data(chain, models[0].index if models else None)
     if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
         chain = from_data
-    return None if is_on_purpose(bad, chain) else Evidence(bad, chain, outcome, replayer)
+    return None if is_on_purpose(bad, chain) else evidence_of(bad, chain, outcome, replayer)
+
+
+def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> Evidence:
+    """The evidence of a bad loss or output; that of a derivative, where the step computes with one that is bad."""
+    evidence = Evidence(bad, chain, outcome, replayer)
+    is_derivative = evidence.op.in_backward and evidence.given is None
+    return GradientEvidence(bad, chain, outcome, replayer) if is_derivative else evidence
 
 
 def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Incident:
     """Say why it failed, and which fixes were seen to work."""
     finding = find_cause(evidence) or unexplained(evidence)
-    if isinstance(evidence, GradientEvidence) and finding.cause != "loss-scale-overflow" and not budget.is_spent:
+    is_of_gradients = isinstance(evidence, GradientEvidence) and evidence.bad.is_of_gradients
+    if is_of_gradients and finding.cause != "loss-scale-overflow" and not budget.is_spent:
+        assert isinstance(evidence, GradientEvidence)
         finding = with_terms(finding, terms_of(evidence))
         finding = dataclasses.replace(finding, explanation=finding.explanation + evidence.boundary())
+    if isinstance(evidence, CompiledFault):
+        budget = Budget(max(budget.deadline, evidence.search.end))
     fixes = verified_fixes(evidence, finding, budget)
     incident = incident_of(
         evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact"
@@ -110,7 +123,7 @@ def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
     chain = chain_of(outcome)
     if chain is None or is_on_purpose(bad, chain):
         return None
-    return Evidence(bad, chain, outcome, None)
+    return evidence_of(bad, chain, outcome, None)
 
 
 def with_terms(finding: Finding, terms: list[Term]) -> Finding:
@@ -215,7 +228,7 @@ def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
 
 def unexplained(evidence: Evidence) -> Finding:
     """No rule knows this operator: say what its numbers say."""
-    name = evidence.op.short_name.lstrip("_")
+    name = words.operator(evidence)
     if isinstance(evidence, GradientEvidence) and evidence.given is not None and not evidence.intended:
         return Finding(
             "unexplained",
@@ -282,7 +295,15 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
                 proposal.action, proposal.target, region_advice(evidence), False, "the replayed step is still bad"
             )
         target, how, outcome = found
-        return Fix(proposal.action, target, how, True, described(outcome))
+        return Fix(proposal.action, target, how, True, described(outcome, evidence))
+    if proposal.known is not None:
+        return Fix(
+            proposal.action,
+            proposal.target,
+            proposal.how,
+            not proposal.known.is_bad,
+            described(proposal.known, evidence),
+        )
     if proposal.trial is None or replayer is None or budget.is_spent:
         return Fix(proposal.action, proposal.target, proposal.how, None)
     try:
@@ -294,7 +315,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         return Fix(proposal.action, proposal.target, proposal.how, False, changed)
     if not outcome.is_bad and outcome.loss is not None:
         evidence.losses_with[proposal.action] = outcome.loss
-    return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome))
+    return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome, evidence))
 
 
 def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
@@ -307,11 +328,12 @@ def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
     return f"the replayed step is finite, but its loss is no longer {before:.4g}: it is {after:.4g}"
 
 
-def described(outcome: Outcome) -> str:
+def described(outcome: Outcome, evidence: Evidence) -> str:
     """ "the replayed step is finite; the loss is 2.31"."""
     if outcome.is_bad:
         return "the replayed step is still bad"
-    loss = f"; the loss is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
+    what = "loss" if evidence.bad.mode == "train" else "result"  # (in evaluation any number that is read)
+    loss = f"; the {what} is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
     return f"the replayed step is finite{loss}"
 
 
@@ -356,6 +378,9 @@ def phase_of(evidence: Evidence) -> Phase:
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     event = next((e for e in evidence.events() if e.index == evidence.op.event), None)
     with_weights = [r for r in roots if any(True for _ in r.module.parameters())]
+    if isinstance(event, RootCall) and isinstance(event.module, CompiledFunction) and evidence.op.root is None:
+        called = [op.index for op in evidence.trace.ops if op.event == event.index and op.owner is not None]
+        return "data" if called and evidence.op.index < called[0] else "loss"
     if isinstance(event, RootCall):
         after = any(r.index < event.index for r in with_weights)
         return "loss" if event not in with_weights and after else "forward"

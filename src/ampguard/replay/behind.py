@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import CodeType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampguard import numerics
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_of
 from ampguard.numerics import is_finite
 
 
-def events_behind(bad: BadResult) -> list[Event]:
-    """The events that the bad result was made from, in order, with every event that wrote in place to one of them."""
+def updated_leaves(record: StepRecord) -> dict[Ref, Tensor]:
+    """Weights that the script keeps as plain tensors and updates by itself, in place: as they are since the last update.
+
+    A step begins with them as they are; the updates before it are those of earlier steps.
+    """
+    last: dict[int, tuple[Ref, Tensor]] = {}
+    for event in record.events:
+        for position, ref in enumerate(event.outputs) if isinstance(event, GlueOp) and not event.grad else ():
+            tensor = ref()
+            if tensor is not None and tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                last[id(tensor)] = (Ref(event.index, position), tensor)
+    return dict(last.values())
+
+
+def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:
+    """The events that the bad result was made from, in order, with every event that wrote in place to one of them.
+
+    Those are left out that made nothing but what is `given`.
+    """
     record: StepRecord = bad.record
     wanted: set[int] = set()
     for target in bad.targets:
@@ -30,9 +48,10 @@ def events_behind(bad: BadResult) -> list[Event]:
         if event is None:
             continue
         if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_in((event.args, event.kwargs))):
-            pending += [e.index for e in record.events if isinstance(e, RootCall) and e.index < event.index]
+            calls = [e for e in record.events if isinstance(e, RootCall) and e.index < event.index]
+            pending += [e.index for e in calls if all(ref.event in by_index for ref in refs_of(e))]
             wanted |= set(pending)
-        more = {ref.event for ref in refs_of(event)} | set(record.writers.get(event.index, ()))
+        more = {ref.event for ref in refs_of(event) if ref not in given} | set(record.writers.get(event.index, ()))
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from ampguard import compat
+from ampguard.capture.record import Modes
+from ampguard.capture.surroundings import current_modes, modes_of
 from ampguard.replay.compiled_graphs import CaughtGraph, Interpreted, part_of
 
 Backend = Callable[..., Any]
@@ -44,11 +46,19 @@ class Part:
 
 @dataclass(slots=True)
 class Seen:
-    """What went into a compiled part and what came out of it, when it ran last."""
+    """What went into compiled nodes and what came out of them, when they ran; `nodes` are those that the results are of."""
 
+    call: int
     module: fx.GraphModule
+    modes: Modes
     inputs: list[Any]
     outputs: list[Any]
+    nodes: list[fx.Node]
+
+    def eagerly(self) -> list[Any]:
+        """The same results from the same inputs, operator by operator and without gradients."""
+        with modes_of(self.modes), torch.no_grad():
+            return list(self.module(*self.inputs))
 
 
 class _Through:
@@ -79,14 +89,17 @@ _known: dict[int, _Through] = {}
 class InParts:
     """Compiled callables run their graphs eagerly, except for the `parts`, which their own backend compiles.
 
-    `calls` are the graphs that ran in the last replay, in order. `other` is a backend to use in place of their own.
+    `calls` are the graphs that ran in the last replay, in order, and `pieces` what was compiled of them. `other` is a
+    backend to use in place of their own. With `keeps_all` every operator's result is one of the compiled code.
     """
 
     parts: tuple[Part, ...] = ()
     other: Backend | None = None
+    keeps_all: bool = False
     retains_graph: bool = False
     calls: list[CaughtGraph] = field(default_factory=list)
     seen: dict[Part, Seen] = field(default_factory=dict)
+    pieces: list[Seen] = field(default_factory=list)
     has_compiled: bool = False
     compilations: int = 0
     _code: dict[Any, Any] = field(default_factory=dict)
@@ -95,6 +108,7 @@ class InParts:
     def running(self) -> Iterator[None]:
         self.calls.clear()
         self.seen.clear()
+        self.pieces.clear()
         self.has_compiled = False
         with compat.compiling_through(self._through) as is_possible:
             if not is_possible:
@@ -132,16 +146,19 @@ class InParts:
 
     def _compiled(self, graph: CaughtGraph, part: Part, nodes: list[fx.Node], env: Mapping[fx.Node, Any]) -> list[Any]:
         """The results of some nodes, run as one compiled graph."""
-        piece = part_of(graph.module, nodes)
+        piece = part_of(graph.module, nodes, self.keeps_all)
         inputs = [env[node] for node in piece.inputs]
         backend = self.other or compat.without_device_graphs(graph.backend)
-        key = (id(graph), nodes[0].name, nodes[-1].name, id(backend), *state_of(inputs))
+        key = (id(graph), nodes[0].name, nodes[-1].name, id(backend), self.keeps_all, *state_of(inputs))
         run = self._code.get(key)
         if run is None:
             self.compilations += 1
-            run = self._code[key] = backend(piece.module, inputs)
+            own = part_of(graph.module, nodes, self.keeps_all).module  # which the backend may rewrite
+            run = self._code[key] = backend(own, inputs)
         outputs = list(run(*inputs))
-        self.seen[part] = Seen(piece.module, inputs, outputs)
+        seen = Seen(part.call, piece.module, current_modes(), inputs, outputs, piece.outputs)
+        self.seen[part] = seen
+        self.pieces.append(seen)
         return list(zip(piece.outputs, outputs, strict=True))
 
 

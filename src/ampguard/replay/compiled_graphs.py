@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from ampguard.capture.frames import is_user_file
 
@@ -30,6 +30,11 @@ class CaughtGraph:
         """Where the nodes may be parted: not between an operator with several results and those."""
         starts = [i for i, node in enumerate(self.nodes) if not is_item(node)]
         return [*starts, len(self.nodes)]
+
+    def around(self, node: fx.Node) -> tuple[int, int]:
+        """The shortest stretch that a node is in."""
+        position = self.nodes.index(node)
+        return max(c for c in self.cuts if c <= position), min(c for c in self.cuts if c > position)
 
     def pieces(self, first: int, last: int) -> list[tuple[int, int]]:
         """A stretch of nodes without those that change modes: what is left of it, in order."""
@@ -62,6 +67,11 @@ class Piece:
     outputs: list[fx.Node]
 
 
+def makes_tensor(node: fx.Node) -> bool:
+    """Whether a node's result is one tensor, as far as Dynamo noted it."""
+    return isinstance(node.meta.get("example_value"), Tensor)
+
+
 def is_item(node: fx.Node) -> bool:
     """Whether a node takes one of several results of another."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
@@ -79,8 +89,8 @@ def place_of_node(node: fx.Node) -> tuple[str, int] | None:
     return (frames[-1]["file"], int(frames[-1]["line"])) if frames else None
 
 
-def part_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Piece:
-    """The graph of some consecutive nodes."""
+def part_of(module: fx.GraphModule, nodes: list[fx.Node], keeps_all: bool = False) -> Piece:
+    """The graph of some consecutive nodes. Its results are what others use; with `keeps_all` every tensor is."""
     inside = set(nodes)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -93,7 +103,9 @@ def part_of(module: fx.GraphModule, nodes: list[fx.Node]) -> Piece:
             copies[node] = graph.node_copy(node)
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda used: copies[used])
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    outputs = [
+        node for node in nodes if any(user not in inside for user in node.users) or (keeps_all and makes_tensor(node))
+    ]
     graph.output(tuple(copies[node] for node in outputs))
     return Piece(fx.GraphModule(module, graph), inputs, outputs)
 

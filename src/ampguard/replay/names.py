@@ -8,19 +8,28 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.record import Event, RootCall
-from ampguard.replay.variables import script_names
+from ampguard.replay.variables import named_modules, script_names
+
+HOLDERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
     """`id(module)` to dotted name for every module under `root`; no wrapper's prefix (`module.`, `_orig_mod.`).
 
     The root itself is `prefix` ("" where it hangs in no other module). A module that hangs in two places has its
-    first name.
+    first name. A compiled function is no module: each that it calls is a root.
     """
     names: dict[int, str] = {}
-    _walk(root, strip_wrappers(root, prefix), names)
+    for module in roots_in(root):
+        _walk(module, strip_wrappers(module, prefix), names)
     return names
+
+
+def roots_in(root: nn.Module) -> list[nn.Module]:
+    """The module itself; in place of a compiled function the modules that it can call."""
+    return list(root.children()) if isinstance(root, CompiledFunction) else [root]
 
 
 def _walk(module: nn.Module, name: str, names: dict[int, str]) -> None:
@@ -42,6 +51,23 @@ def strip_wrappers(root: nn.Module, prefix: str) -> str:
     return ".".join(part for part in prefix.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
+def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
+    """`id(module)` to the dotted path at which a module hangs in another that the running script can name.
+
+    Only where the script does not hold the module by itself, or the other is a mere holder (`nn.ModuleDict`): what a
+    script keeps in a variable and calls is a root of its own.
+    """
+    wanted = {id(module) for module in modules}
+    named = {id(module): module for module in named_modules()} if wanted else {}
+    found: dict[int, str] = {}
+    for top in named.values():
+        for parent in top.modules():
+            for child in compat.children_of(parent).values():
+                if id(child) in wanted - found.keys() and (isinstance(parent, HOLDERS) or id(child) not in named):
+                    found[id(child)] = module_names(top)[id(child)]
+    return {module: path for module, path in found.items() if path}
+
+
 def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]:
     """`id(parameter)` to dotted name, for the parameters of a module whose parts have the names in `modules`."""
     names: dict[int, str] = {}
@@ -56,14 +82,17 @@ def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]
 def parameter_names(events: Iterable[Event], modules: dict[int, str]) -> dict[int, str]:
     """`id(parameter)` to dotted name, for the root modules of some events; `modules` are their parts' names.
 
-    Where parameters of several roots would have the same name, each root is called what the script calls it.
+    Where parameters of several roots would have the same name, or only some of these hang in another module, each root is
+    called what the script calls it.
     """
-    roots = list({id(event.module): event.module for event in events if isinstance(event, RootCall)}.values())
+    called = [module for event in events if isinstance(event, RootCall) for module in roots_in(event.module)]
+    roots = list({id(module): module for module in called}.values())
     of_roots = [parameters_under(root, modules) for root in roots]
     names: dict[int, str] = {}
     for own in of_roots:
         names = own | names
-    if len(set(names.values())) == len(names):
+    is_hanging = {bool(modules.get(id(root))) for root, own in zip(roots, of_roots, strict=True) if own}
+    if len(set(names.values())) == len(names) and len(is_hanging) < 2:
         return names
     variables = script_names(roots)
     for root, own in zip(roots, of_roots, strict=True):

@@ -34,10 +34,10 @@ from ampguard.capture.surroundings import modes_of
 from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.arguments import Values, fresh_copy_needed, is_replayable, low_to
 from ampguard.replay.backward import Gradients, run_backward
-from ampguard.replay.behind import events_behind, forward_code_of_functions, is_computed
+from ampguard.replay.behind import events_behind, forward_code_of_functions, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts
 from ampguard.replay.keeping import StateKeeper
-from ampguard.replay.names import module_names, parameter_names
+from ampguard.replay.names import module_names, parameter_names, paths_in_holders
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
 from ampguard.replay.sharded import after_sharded_calls
 from ampguard.replay.trace import Trace, identical
@@ -77,7 +77,9 @@ class Replayer:
         """`as_it_is_now`: replay although a given was changed since, with its present value."""
         self.bad = bad
         self.is_exact = not as_it_is_now
-        self.events, self._given = after_sharded_calls(events_behind(bad), recorder.log)
+        leaves = updated_leaves(bad.record)
+        self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
+        self._given = leaves | self._given
         self._sandboxes = contextlib.ExitStack()
         self._casts = WeightCasts()
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
@@ -97,11 +99,14 @@ class Replayer:
             for held in held_in((event.args, event.kwargs))
             if held.copy is None and is_computed(held.tensor)
         ]
-        for event in self.events:
-            if isinstance(event, RootCall) and type(event.module) is CompiledFunction and not event.prefix:
+        roots = [event for event in self.events if isinstance(event, RootCall)]
+        for event in roots:
+            if isinstance(event.module, CompiledFunction):
                 event.is_function = not compat.children_of(event.module)
-            if isinstance(event, RootCall) and not event.is_function:
-                names = module_names(event.module, event.prefix)
+        holders = paths_in_holders(event.module for event in roots if not event.prefix and not event.is_function)
+        for event in roots:
+            if not event.is_function:
+                names = module_names(event.module, event.prefix or holders.get(id(event.module), ""))
                 self.names |= {k: v for k, v in names.items() if k not in self.names}
         self.check()
 
@@ -174,7 +179,7 @@ class Replayer:
         if traced and variant is AS_IT_RAN:
             mode.sought = self._sought
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
-        values.made |= {ref: tensor.clone() for ref, tensor in self._given.items()}
+        values.made |= {ref: t.detach().clone().requires_grad_(t.requires_grad) for ref, t in self._given.items()}
         gradients = Gradients(self.bad.parameters)
         exact = self.is_exact and not self._recorder.gradients.hooks.are_lost_since(self.events[0].index)
         ran: list[tuple[Event, list[Tensor]]] = []
@@ -291,8 +296,8 @@ class Replayer:
                 targets.append((name, values.stand_ins.get(id(target.tensor), target.tensor)))
         bad = error is not None or any(not numerics.is_finite(t) for _, t in targets)
         loss = gradients.loss
-        if loss is None and targets and targets[0][1].numel() == 1 and not self.bad.is_of_gradients:
-            loss = float(targets[0][1].detach())
+        if self.bad.kind in ("loss", "output") and targets and targets[0][1].numel() == 1:
+            loss = float(targets[0][1].detach())  # and not a loss inside of it that the step took the gradients of
         if loss is not None and math.isfinite(loss) and self.bad.loss_scale is not None:
             loss /= self.bad.loss_scale
         outcome = Outcome(bad, exact, trace, targets, loss, seconds, error)

@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def neutral_thread() -> Iterator[None]:
-    """A neutral thread (no autocast, no gradient, no inference mode); after it, streams and modes are as they were."""
+    """A neutral thread (no autocast, no gradient, no inference mode, nothing compiled); after it, all is as it was."""
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None
     python_state = random.getstate()
@@ -46,7 +46,7 @@ def neutral_thread() -> Iterator[None]:
         torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
         for device in devices:
             torch.set_autocast_enabled(device, False)
-        with torch.inference_mode(False), torch.no_grad():
+        with compat.outside_compiled_code(), torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         torch.set_autocast_cache_enabled(cache)

@@ -20,6 +20,10 @@ MAX_ELEMENTS = 1 << 16
 """Non-finite elements kept of one tensor."""
 
 
+Layout = tuple[tuple[int, ...], int]
+"""Strides and storage offset."""
+
+
 @dataclass(slots=True)
 class BadElements:
     """The non-finite elements of one tensor: flat positions, storage offsets and kinds, in the same order.
@@ -52,7 +56,10 @@ class BadElements:
 
 @dataclass(slots=True)
 class TracedTensor:
-    """A tensor that took part in an operator: shape and type, never its values."""
+    """A tensor that took part in an operator: shape and type, never its values.
+
+    `laid_out`: its strides and its offset in the storage, kept where the operator was about to overwrite it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,6 +67,7 @@ class TracedTensor:
     made_by: tuple[int, int] | None = None
     bad: BadElements | None = None
     live: weakref.ref[Tensor] | None = None
+    laid_out: Layout | None = None
 
 
 @dataclass(slots=True)
@@ -145,10 +153,13 @@ class Trace:
         return next((other for other in self.ops if other.key == op.key), None)
 
 
-def bad_elements(tensor: Tensor) -> BadElements | None:
-    """Where `tensor` (what lies here of one that is spread over ranks) is not finite, or None. Waits for the device."""
+def bad_elements(tensor: Tensor, laid_out: Layout | None = None) -> BadElements | None:
+    """Where `tensor` (what lies here of one that is spread over ranks) is not finite, or None. Waits for the device.
+
+    `laid_out`: how the tensor lay in memory of which `tensor` is a copy. Offsets are in that memory.
+    """
     tensor = compat.local_part(tensor)
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.layout != torch.strided:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout != torch.strided:
         return None
     if numerics.is_finite(tensor):
         return None
@@ -159,7 +170,7 @@ def bad_elements(tensor: Tensor) -> BadElements | None:
     count = places.numel()
     places = places[:MAX_ELEMENTS]
     flat = places // parts
-    offsets = storage_offsets(tensor, flat) * parts + places % parts
+    offsets = storage_offsets(tensor.shape, laid_out or layout_of(tensor), flat) * parts + places % parts
     return BadElements(flat.cpu(), offsets.cpu(), codes[places].cpu(), count)
 
 
@@ -171,11 +182,18 @@ def identical(old: Tensor, new: Tensor) -> bool:
     return bool(((old == new) | ((old != old) & (new != new))).all())
 
 
-def storage_offsets(tensor: Tensor, flat: Tensor) -> Tensor:
-    """Offsets in the storage of the elements at the flat positions of `tensor`."""
-    offsets = torch.full_like(flat, int(tensor.storage_offset()))
+def layout_of(tensor: Tensor) -> Layout:
+    """The layout of what lies here of a tensor; that of a tensor without strides is empty."""
+    tensor = compat.local_part(tensor)
+    return (tuple(tensor.stride()), int(tensor.storage_offset())) if tensor.layout == torch.strided else ((), 0)
+
+
+def storage_offsets(shape: tuple[int, ...], laid_out: Layout, flat: Tensor) -> Tensor:
+    """Offsets in the storage of the elements at the flat positions of a tensor."""
+    strides, start = laid_out
+    offsets = torch.full_like(flat, start)
     rest = flat
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         offsets = offsets + (rest % size) * stride
         rest = rest // size
     return offsets

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
+from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, map_tensors
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_scalars, flat_tensors, without_tensors
-from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, identical, traced
+from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, identical, layout_of, traced
 from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
 
 KEPT_OPS = 96
@@ -79,6 +80,8 @@ class ReplayMode(compat.DispatchMode):
         self._made_by: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
         self._occurrences: dict[tuple[Any, ...], int] = {}
         self._here: tuple[str | None, int | None] = (None, None)
+        self._is_outside = False
+        """Whether a compiled function is running, and none of the modules that it calls."""
         self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
         self._intervenes = bool(variant.interventions or variant.at_places)
         self._kept_ops = 0
@@ -144,8 +147,10 @@ class ReplayMode(compat.DispatchMode):
             name = self._names.get(id(module))
             if name is not None:
                 self._here = (name, id(module))
+                self._is_outside = False
                 return
-        self._here = ("" if self.stack else None, None)
+        self._is_outside = bool(self.stack) and isinstance(self.stack[0], CompiledFunction)
+        self._here = ("" if self.stack and not self._is_outside else None, None)
 
     # --- operators --------------------------------------------------------------------------------------------------
 
@@ -189,7 +194,9 @@ class ReplayMode(compat.DispatchMode):
     def _with_changes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The operands of a derivative, with what a fix changed in the forward pass changed here too."""
         node = compat.running_node_number()
-        changes = self._changed.get(node, ()) if node is not None else ()
+        changes = self._changed.get(node, []) if node is not None else []
+        if changes and torch.is_grad_enabled():  # this operator is to be differentiated in its turn
+            self._changed[compat.next_node_number() - 1] = changes
 
         def changed(tensor: Tensor) -> Tensor:
             for old, new in changes:
@@ -213,6 +220,8 @@ class ReplayMode(compat.DispatchMode):
         before = None
         if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
             before = values_before(args, facts.writes or facts.hidden_writes)
+            for operand, tensor in zip(op.inputs, flat_tensors(args, kwargs), strict=True) if op is not None else ():
+                operand.laid_out = layout_of(tensor)  # the copies made of it lie elsewhere
         return Noted(index, func, facts, op, before)
 
     def note_after(self, noted: Noted, args: Any, kwargs: Any, output: Any) -> None:
@@ -237,7 +246,7 @@ class ReplayMode(compat.DispatchMode):
         known = self.hidden.get((place, run))
         if known is not None and isinstance(output, Tensor):
             self.found[known] = output
-        in_module = isinstance(self.event, RootCall) and isinstance(output, Tensor)
+        in_module = isinstance(self.event, RootCall) and isinstance(output, Tensor) and compat.has_values(output)
         for value in self.sought if in_module else ():
             alike = output.shape == value.shape and output.dtype == value.dtype and may_have_made(func, value)
             if alike and identical(value, output):
@@ -251,7 +260,8 @@ class ReplayMode(compat.DispatchMode):
         if self._forced:
             return torch.float32
         event = self.event
-        line = event.line if isinstance(event, GlueOp) else None
+        is_glue = isinstance(event, GlueOp) or self._is_outside
+        line = self._line(sys._getframe(2)) if is_glue and self.variant.fp32_lines else None
         in_region = line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
         return torch.float32 if in_region else None
 
@@ -287,7 +297,7 @@ class ReplayMode(compat.DispatchMode):
         if isinstance(event, BackwardCall):
             op = self._begin_derivative(index, event, func, facts, sys._getframe(3))
         else:
-            in_root = isinstance(event, RootCall) and not event.is_function
+            in_root = isinstance(event, RootCall) and not event.is_function and not self._is_outside
             module, owner = self._here if in_root else (None, None)
             line = self._line(sys._getframe(3))
             op = TracedOp(index, number, func, facts.name, module, number if in_root else None, line, owner)
@@ -368,7 +378,7 @@ class ReplayMode(compat.DispatchMode):
         op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
         tensors = flat_tensors(args, kwargs)
         for operand, tensor in zip(op.inputs, tensors, strict=False):
-            operand.bad = bad_elements(tensor)
+            operand.bad = bad_elements(tensor, operand.laid_out)
             operand.live = weakref.ref(tensor)
         size = sum(t.numel() * t.element_size() for t in tensors)
         if self._kept_ops < KEPT_OPS and self._kept_bytes + size <= KEPT_BYTES:

@@ -28,7 +28,7 @@ def script_names(modules: Iterable[nn.Module]) -> dict[int, str]:
     inside: dict[int, str] = {}
     direct: dict[int, str] = {}
     for name, value in _named_values():
-        if not isinstance(value, nn.Module):
+        if not is_of(value, nn.Module):
             continue
         if id(value) in wanted:
             direct.setdefault(id(value), name)
@@ -36,6 +36,16 @@ def script_names(modules: Iterable[nn.Module]) -> dict[int, str]:
             if path and id(part) in wanted:
                 inside.setdefault(id(part), path)
     return direct | inside
+
+
+def named_modules() -> Iterator[nn.Module]:
+    """The modules that the running script can name, from the innermost frame on; some more than once."""
+    return (value for _, value in _named_values() if is_of(value, nn.Module))
+
+
+def is_of(value: Any, *kinds: type) -> bool:
+    """`isinstance` that runs no code of the value's own: some warn, or import, when they are asked for their class."""
+    return issubclass(type(value), kinds)
 
 
 def _named_values() -> Iterator[tuple[str, Any]]:
@@ -64,12 +74,15 @@ def _frames() -> Iterator[FrameType]:
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Items of a list or a dict, attributes of an object (without `self.`)."""
-    if isinstance(value, (list, tuple)):
+    if is_of(value, list, tuple):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(value[:MAX_ITEMS]))
-    elif isinstance(value, dict):
+    elif is_of(value, dict):
         yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items())[:MAX_ITEMS])
-    elif not isinstance(value, (type, nn.Module)):
-        attributes = getattr(value, "__dict__", None)
+    elif not is_of(value, type, nn.Module):
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
         if isinstance(attributes, dict) and len(attributes) <= MAX_ATTRIBUTES:
             prefix = "" if name == "self" else f"{name}."
             yield from ((f"{prefix}{key}", item) for key, item in list(attributes.items()))

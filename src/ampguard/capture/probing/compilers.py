@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.compiled_functions import recorded
+from ampguard.capture.compiled_steps import recorded_step
 from ampguard.capture.patches import Patches
+from ampguard.capture.reached import may_drive
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.untaped import without_tape
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -24,7 +28,10 @@ class CompilerProbe:
     def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
         self._recorder = recorder
         self._patches = patches
-        self._is_hidden = False
+        self._hidden: set[str] = set()
+        """Modules of ours whose code Dynamo leaves alone."""
+        self._modules_hidden = 0
+        """How many modules were imported when that was done last."""
 
     def install(self) -> None:
         self._patches.replace(torch, "compile", self._watch_compile)
@@ -42,37 +49,25 @@ class CompilerProbe:
             if not recorder.active:
                 return made
             recorder.barrier.call(self._hide)
-            if not isinstance(model, (types.FunctionType, types.MethodType)):
+            if not isinstance(model, (types.FunctionType, types.MethodType, functools.partial)):
                 return made
-            called = recorder.barrier.call(recorded, recorder, model, made)
-            return self._without_tape(made) if called is None else called
+            if recorder.barrier.call(may_drive, model):
+                made = recorded_step(recorder, model, made, self._hide)
+            else:
+                made = recorded(recorder, model, made)
+            return made
 
         return compile
 
-    def _without_tape(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled function that differentiates: Dynamo puts back the dispatch state of its entry, the tape's with it."""
-        recorder = self._recorder
-
-        @functools.wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tape = recorder.tape
-            if not recorder.active or recorder.paused or torch.compiler.is_compiling() or tape.is_barred:
-                return compiled(*args, **kwargs)
-            recorder.barrier.call(tape.leave)
-            tape.is_barred = True
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                tape.is_barred = False
-                recorder.barrier.call(recorder.resume_tape)
-
-        return call
-
     def _hide(self) -> None:
         """Where compiled code stops at a call of ours (`backward`, a hook), Dynamo would compile our frames."""
-        if not self._is_hidden:
-            self._is_hidden = True
-            compat.run_uncompiled(list(our_codes()))
+        if len(sys.modules) != self._modules_hidden:
+            self._modules_hidden = len(sys.modules)
+            new = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
+            compat.run_uncompiled([code for name in new.keys() - self._hidden for code in codes_of_module(new[name])])
+            self._hidden |= new.keys()
+            compat.run_uncompiled([FaultBarrier.call.__code__], with_calls=True)
+            compat.stop_compiled_code_at(torch.autograd.grad)
 
     def _off_tape(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Tracing a module compares two graphs, and under a dispatch mode PyTorch cannot print one with a plain number."""
@@ -82,25 +77,17 @@ class CompilerProbe:
         def trace(*args: Any, **kwargs: Any) -> Any:
             if not recorder.active or recorder.paused:
                 return original(*args, **kwargs)
-            recorder.barrier.call(recorder.tape.leave)
-            recorder.paused = True
-            try:
+            with without_tape(recorder, is_silent=True):
                 return original(*args, **kwargs)
-            finally:
-                recorder.paused = False
-                recorder.barrier.call(recorder.resume_tape)
 
         return trace
 
 
-def our_codes() -> Iterator[types.CodeType]:
-    """The code of every function of ours that is imported."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != PACKAGE:
-            continue
-        for value in list(vars(module).values()):
-            if getattr(value, "__module__", None) == name:
-                yield from codes_in(value)
+def codes_of_module(module: types.ModuleType) -> Iterator[types.CodeType]:
+    """The code of every function of a module's own."""
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) == module.__name__:
+            yield from codes_in(value)
 
 
 def codes_in(value: Any) -> Iterator[types.CodeType]:

@@ -100,10 +100,20 @@ def told(evidence: CompiledFault) -> str:
         f"; the others differ by at most {words.number(region.largest_difference)}" if region.largest_difference else ""
     )
     group = f" The group is {', '.join(region.operators)}." if len(region.operators) > 1 else ""
-    rest = "" if region.is_smallest else " There was no time to narrow it further."
+    rest = "" if region.is_smallest else f" {unfinished(evidence)}"
     return (
         f"{what} {where} is wrong as {backend} compiled it: {numbers}{apart}.{eagerly}{group}{rest} No line of the script "
         f"is at fault."
+    )
+
+
+def unfinished(evidence: CompiledFault) -> str:
+    """What was tried before time was up, and what was not."""
+    search = evidence.search
+    count = search.bench.compilations
+    return (
+        f"Time was up after {count} compilation{'s' if count != 1 else ''} in {search.seconds:.1f} seconds: shorter stretches "
+        f"of it were not tried."
     )
 
 
@@ -139,9 +149,7 @@ def proposals(evidence: CompiledFault) -> list[Proposal]:
     least = LEAST.get(evidence.backend)
     if region is not None and least is not None:
         found.append(Proposal("change-backend", module, f'torch.compile(..., backend="{least}")', trial=with_least))
-    found.append(
-        Proposal("change-backend", module, "leave out torch.compile: run it eagerly", trial=lambda _: Variant())
-    )
+    found.append(Proposal("change-backend", module, "leave out torch.compile: run it eagerly", known=evidence.outcome))
     return found
 
 
