@@ -17,6 +17,7 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
+from ampguard.diagnose.hooked import changed_by_a_hook
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import Awaited, bad_input, may_await, with_advice
@@ -25,6 +26,7 @@ from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
+from ampguard.replay.behind import updated_leaves
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.sandbox import neutral_thread
@@ -187,7 +189,12 @@ class Casebook:
         except DoesNotRepeatError:
             if compat.several_ranks() and self._is_lost_on_the_wire(bad):
                 return
-            if not bad.is_held_off and bad.error is None:  # anomaly detection also raises for what reaches no parameter
+            hooked = changed_by_a_hook(bad, self._rank) if bad.error is None else None
+            if hooked is not None:
+                self._open_unreplayed(hooked, bad)
+            elif (
+                not bad.is_held_off and bad.error is None
+            ):  # (anomaly detection raises for what reaches no parameter too)
                 self._changed_gradients.append(bad)
                 if not compat.several_ranks():  # else another rank's gradients are to blame, and it says so
                     self._unreplayable.append((bad, NOT_REPEATED))
@@ -397,7 +404,8 @@ class Casebook:
             return incident
         changed = next((b for b in self._changed_gradients if b.step < incident.step), None)
         facts = dict(incident.evidence)
-        case = self._poisoned_buffers.get(str(facts.get("name")))
+        buffer = f".{facts.get('name')}"  # (it may have the name of what its module hangs in before it)
+        case = next((c for name, c in self._poisoned_buffers.items() if buffer.endswith(f".{name}")), None)
         text = incident.explanation
         if case is not None:
             first = case.incident
@@ -445,7 +453,10 @@ class Casebook:
         """Whether an earlier bad update has made the parameters themselves bad: everything after is its doing."""
         case = self._poisoned_by
         updates = case.updates if case is not None else self._unknown_since
-        if updates is None or self._recorder.attempts <= updates or bad.kind == "raised":
+        if updates is None or bad.kind == "raised":
+            return False
+        is_later = case is not None and bad.step > case.incident.step  # (a script may update its weights by itself)
+        if self._recorder.attempts <= updates and not is_later:
             return False
         if case is None:
             return self._reads_bad_parameters(bad, updates)
@@ -459,6 +470,8 @@ class Casebook:
     def _reads_bad_parameters(self, bad: BadResult, updates: int) -> bool:
         """Whether a parameter is not finite: of the modules that were called, or of an optimizer that stepped since."""
         if any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall)):
+            return True
+        if any(not is_finite(leaf.detach()) for leaf in updated_leaves(bad.record).values()):
             return True
         groups = [group for o in self._recorder.stepped_since(updates) for group in o.param_groups]
         return any(not is_finite(p.detach()) for group in groups for p in group["params"])

@@ -144,7 +144,8 @@ class GradientEvidence(Evidence):
 
     def numbers(self) -> dict[str, Any]:
         facts = super().numbers()
-        facts["parameters"] = self.parameters()
+        if self.bad.is_of_gradients:
+            facts["parameters"] = self.parameters()
         if self.outcome.loss is not None:
             facts["loss"] = self.outcome.loss
         if self.bad.loss_scale is not None:

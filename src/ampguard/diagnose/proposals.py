@@ -72,7 +72,7 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
 def _setting(evidence: Evidence) -> str:
     """Where the low precision comes from: "autocast", the model's own "weights", or the script's "casts"."""
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
-    if any(root.modes.autocast_dtype is not None for root in roots):
+    if any(root.modes.autocast_dtype is not None for root in roots) or _casts_weights(evidence, roots):
         return "autocast"
     weights = [p for root in roots for p in root.module.parameters()]
     if any(numerics.is_low_precision(p.dtype) for p in weights):
@@ -81,6 +81,26 @@ def _setting(evidence: Evidence) -> str:
     if roots or any(numerics.is_low_precision(t.dtype) for t in givens):
         return "casts"
     return "autocast"
+
+
+def _casts_weights(evidence: Evidence, roots: list[RootCall]) -> bool:
+    """Whether one of PyTorch's own modules, with float32 weights, worked in low precision: within a `forward` of its own
+    the script entered autocast."""
+    own = {
+        id(module)
+        for root in roots
+        for module in root.module.modules()
+        if type(module).__module__.startswith("torch.nn.")
+        and any(p.dtype == torch.float32 for p in module.parameters(recurse=False))
+    }
+    return any(
+        op.owner in own
+        and op.short_name != "_to_copy"
+        and op.outputs
+        and numerics.is_low_precision(op.outputs[0].dtype)
+        for op in evidence.trace.ops
+        if not op.in_backward
+    )
 
 
 # --- a changed operand or result --------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _softmax_by_hand(evidence: Evidence) -> tuple[str, Trial] | None:
     dim = list(dims[0]) if dims and dims[0] else list(range(len(evidence.op.inputs[0].shape)))
 
     def trial(e: Evidence) -> Variant:
-        return Variant(interventions={e.op.index: lambda f, a, k: f(a[0] - a[0].amax(dim, keepdim=True), **k)})
+        return Variant(at_places={e.op.place: lambda f, a, k: f(a[0] - a[0].amax(dim, keepdim=True), **k)})
 
     return "torch.softmax(x, dim)", trial
 

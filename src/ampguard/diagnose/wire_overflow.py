@@ -108,7 +108,7 @@ def _incident(bad: BadResult, found: Overflow, names: dict[int, str], rank: int)
     happened = (
         f"the sum over {found.ranks} ranks leaves that range in up to {lost} elements"
         if found.in_sum
-        else f"{lost} of its elements became Inf before they were sent, and every rank got them back"
+        else f"{lost} elements became Inf before they were sent, and every rank got them back"
     )
     return Incident(
         step=bad.step,

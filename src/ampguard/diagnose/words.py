@@ -34,7 +34,16 @@ def operator(evidence: Evidence) -> str:
 
 def name(op: TracedOp) -> str:
     """`aten.bmm.default` -> "bmm"."""
-    return op.short_name.lstrip("_")
+    return spelled_out(op.short_name)
+
+
+def spelled_out(short_name: str) -> str:
+    """The short name of an operator for a text.
+
+    >>> spelled_out("_log_softmax"), spelled_out("_to_copy")
+    ('log_softmax', 'the cast')
+    """
+    return "the cast" if short_name == "_to_copy" else short_name.lstrip("_")
 
 
 def place(evidence: Evidence) -> str:

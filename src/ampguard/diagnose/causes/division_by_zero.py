@@ -14,13 +14,22 @@ import torch
 from ampguard.diagnose import accused, rewrite, words
 from ampguard.diagnose.evidence import LOOK_THROUGH, Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import OperandFix, clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon
+from ampguard.diagnose.proposals import (
+    OperandFix,
+    changed_operand,
+    clamp_fix,
+    epsilon_fix,
+    precision_fixes,
+    smallest_epsilon,
+)
 from ampguard.replay.trace import TracedOp
 
 DIVISOR: dict[str, int] = {
     "div": 1, "true_divide": 1, "divide": 1, "remainder": 1, "fmod": 1, "reciprocal": 0, "rsqrt": 0,
     "addcdiv": 2, "floor_divide": 1,
 }  # fmt: skip
+NORMED = frozenset({"_weight_norm_interface", "_weight_norm"})
+"""Operators that divide the rows of their first operand by the norms of these."""
 INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -30,6 +39,8 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
         return None
     position = divisor_position(evidence)
     name = words.operator(evidence)
+    if evidence.op.short_name in NORMED:
+        return _by_a_norm(evidence)
     if position is None:
         scalar_zero = evidence.op.short_name in DIVISOR and 0.0 in evidence.scalars
         if not scalar_zero or evidence.is_finite_in_float32:
@@ -57,6 +68,33 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
         weight=50,
         evidence={"divisor": divisor.stats.as_dict(), "zero_divisors": count, "numerator": numerator},
         proposals=tuple(proposals),
+    )
+
+
+def _by_a_norm(evidence: Evidence) -> Finding | None:
+    """Weight normalisation: g * v / |v|, where a row of v is 0."""
+    dim = next((s for s in evidence.op.plain if isinstance(s, int) and not isinstance(s, bool)), 0)
+    if not evidence.operands:
+        return None
+    rows = evidence.operands[0].values.movedim(dim, 0).flatten(1) if evidence.operands[0].values.dim() > 1 else None
+    empty = int((rows == 0).all(1).sum()) if rows is not None else 0
+    if not empty:
+        return None
+
+    def lifted(weight: torch.Tensor) -> torch.Tensor:
+        is_zero = (weight.movedim(dim, 0).flatten(1) == 0).all(1).reshape(-1, *[1] * (weight.dim() - 1)).movedim(0, dim)
+        return torch.where(is_zero, torch.full_like(weight, 1e-6), weight)
+
+    assert rows is not None
+    advice = "keep the direction `v` (weight_v, parametrizations.weight.original1) from being 0: prune or initialise the " \
+             "norm `g` (weight_g, original0) instead, which may be 0"  # fmt: skip
+    return Finding(
+        "division-by-zero",
+        f"{words.operator(evidence)} {words.place(evidence)} divides by 0 (0/0): {empty} of {len(rows)} rows of the "
+        f"normalised weight are all 0, and it divides each by its norm.",
+        weight=50,
+        evidence={"divisor": evidence.operands[0].stats.as_dict(), "zero_divisors": empty, "numerator": 0.0},
+        proposals=(Proposal("initialise-parameter", words.region(evidence), advice, trial=changed_operand(0, lifted)),),
     )
 
 

@@ -16,6 +16,7 @@ from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_result
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
+ONE_ELEMENT = "takes the spread of one element"
 LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "cross_entropy_loss", "nll_loss"})
 
 
@@ -26,6 +27,9 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
     what = _nothing_to_reduce(evidence)
     if what is None:
         return None
+    advice = "leave the term out when there is nothing to reduce (or use its sum / max(count, 1))"
+    if what == ONE_ELEMENT:
+        advice = "take the spread with correction=0, which is 0 for one element, or leave out what has only one"
     return Finding(
         "empty-reduction",
         f"{words.operator(evidence)} {words.place(evidence)} {what}, which is 0/0 in any precision.",
@@ -35,7 +39,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
             Proposal(
                 "guard-empty",
                 words.region(evidence),
-                f"leave the term out when there is nothing to reduce (or use its sum / max(count, 1)): {words.code(evidence)}",
+                f"{advice}: {words.code(evidence)}",
                 trial=changed_result(lambda t: torch.nan_to_num(t, nan=0.0)),
             ),
         ),
@@ -50,7 +54,7 @@ def _nothing_to_reduce(evidence: Evidence) -> str | None:
     if floats and floats[0].values.numel() == 0:
         return "reduces no elements"
     if name in SPREADS and floats and floats[0].contributing.numel() <= 1 and evidence.link.kind == 1:
-        return "takes the spread of one element"
+        return ONE_ELEMENT
     if name == "div" and len(evidence.operands) == 2 and _is_mean_of_nothing(evidence):
         return "divides the sum of an empty selection by its size, 0"
     return None

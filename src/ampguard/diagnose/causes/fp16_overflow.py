@@ -11,12 +11,14 @@ Not this       a result that float32 cannot hold either: see overflow. A mask co
 
 from __future__ import annotations
 
-from ampguard.diagnose import words
+from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.mask_overflow import mask_constant
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
-from ampguard.diagnose.proposals import precision_fixes
+from ampguard.diagnose.proposals import precision_fixes, spelled
+from ampguard.diagnose.slicing import chain_from
 from ampguard.numerics import largest
+from ampguard.replay.trace import bad_elements, traced
 
 
 @cause("fp16-overflow")
@@ -46,4 +48,21 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
         )
     if evidence.bad.mode == "eval":
         explanation += " It happened in evaluation, where inputs can be longer or larger than in training."
-    return Finding("fp16-overflow", explanation, weight=60, evidence=facts, proposals=precision_fixes(evidence))
+    explanation += _in_float32_as_well(evidence)
+    proposals = (*stable.proposals(evidence), *precision_fixes(evidence))
+    return Finding("fp16-overflow", explanation, weight=60, evidence=facts, proposals=proposals)
+
+
+def _in_float32_as_well(evidence: Evidence) -> str:
+    """Where the same step fails when it is computed in float32; "" where it does not."""
+    outcome = evidence.step_in_float32
+    if outcome is None or not outcome.is_bad:
+        return ""
+    for _, target in outcome.targets:
+        elements = bad_elements(target)
+        chain = chain_from(outcome.trace, traced(target), elements) if elements is not None else None
+        if chain is not None and chain.given is None:
+            there = Evidence(evidence.bad, chain, outcome, evidence.replayer)
+            name, place = words.operator(there), words.place(there)
+            return f" Float32 alone is no cure: there {name} {place} gives {spelled(there.kind)}."
+    return ""

@@ -41,11 +41,12 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
     wide = evidence.element(evidence.in_float32)
     peak = evidence.largest_in_float32
     found = f"{words.number(peak)} in float32" if peak is not None else f"{words.number(wide)} in float32"
-    scale = "" if evidence.bad.loss_scale is None else ", even at a loss scale of 1"
+    scale = "" if evidence.at_unit_scale is None else ", even at a loss scale of 1"
+    what = "all gradients of this step are finite" if evidence.bad.is_of_gradients else "this step is finite"
     return Finding(
         "gradient-overflow",
         f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}{scale}: the gradient is {found}, "
-        f"and {words.precision(evidence)} ends at {limit:g}. In float32 all gradients of this step are finite.",
+        f"and {words.precision(evidence)} ends at {limit:g}. In float32 {what}.",
         weight=60,
         evidence={"max_abs_fp32": peak, "limit": limit},
         proposals=(*precision_fixes(evidence), *operand_fixes(evidence)),
@@ -56,11 +57,11 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
 def _flushed(evidence: GradientEvidence, precision: torch.dtype) -> Finding:
     """Float32 arithmetic on the same operands is no better: one of them is 0 in low precision, and is not in float32."""
     name = words.operator(evidence)
+    what = "all gradients of this step are finite" if evidence.bad.is_of_gradients else "this step is finite"
     return Finding(
         "fp16-underflow",
         f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}: an operand of it is 0 in "
-        f"{words.precision(evidence)}, where it was flushed to zero, and is not in float32. In float32 all gradients of this "
-        f"step are finite.",
+        f"{words.precision(evidence)}, where it was flushed to zero, and is not in float32. In float32 {what}.",
         weight=60,
         evidence={"operands_are_flushed": True},
         proposals=(*operand_fixes(evidence), *precision_fixes(evidence)),

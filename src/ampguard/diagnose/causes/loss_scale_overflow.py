@@ -22,7 +22,9 @@ from ampguard.replay.variants import Variant
 
 @cause("loss-scale-overflow", phases=("forward", "backward"))
 def loss_scale_overflow(evidence: Evidence) -> Finding | None:
-    return of_gradients(evidence) if isinstance(evidence, GradientEvidence) else of_the_loss(evidence)
+    if isinstance(evidence, GradientEvidence) and evidence.bad.is_of_gradients:
+        return of_gradients(evidence)
+    return of_the_loss(evidence)
 
 
 def of_the_loss(evidence: Evidence) -> Finding | None:
@@ -33,12 +35,20 @@ def of_the_loss(evidence: Evidence) -> Finding | None:
         return None
     fits = largest_finite_scale(scale, lambda lower: is_finite_at(evidence, lower))
     limit = numerics.largest(evidence.precision)
+    if evidence.op.in_backward:
+        what = "The step computes with gradients of a loss; multiplied by"
+        why = ""
+    else:
+        what = "The loss is finite; multiplied by"
+        why = (
+            f" The loss itself is {words.precision(evidence)} and cannot hold {scale:g}: compute the criterion in float32 "
+            f"(inside the autocast region, or on float() of its inputs)."
+        )
     text = (
-        f"The loss is finite; multiplied by {scale:g}, {words.operator(evidence)} {words.place(evidence)} gives "
-        f"{spelled(evidence.kind)}: {words.precision(evidence)} ends at {limit:g}. At a loss scale of {words.number(fits)} it "
-        f"fits. The loss itself is {words.precision(evidence)} and cannot hold {scale:g}: compute the criterion in float32 "
-        f"(inside the autocast region, or on float() of its inputs). Where the gradients overflow as well, the scaler skips "
-        f"the step and lowers the scale: normal while it finds the scale that fits."
+        f"{what} {scale:g}, {words.operator(evidence)} {words.place(evidence)} gives {spelled(evidence.kind)}: "
+        f"{words.precision(evidence)} ends at {limit:g}. At a loss scale of {words.number(fits)} it fits.{why} Where the "
+        f"gradients overflow as well, the scaler skips the step and lowers the scale: normal while it finds the scale that "
+        f"fits."
     )
     how = f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})"
     lower = Proposal("lower-loss-scale", None, how, trial=lambda e: e.with_loss_scale(fits))

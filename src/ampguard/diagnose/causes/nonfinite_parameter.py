@@ -8,6 +8,8 @@ Instead        initialise it, load an older checkpoint, and repair what poisoned
 
 from __future__ import annotations
 
+import torch
+
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
@@ -15,6 +17,9 @@ from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import describe_state, repaired_state
 from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
+
+SHOWN = 3
+"""Places named, where there are no more than these."""
 
 
 @cause("nonfinite-parameter", phases=("forward", "backward"))
@@ -24,15 +29,17 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         return None
     facts = stats(state.tensor)
     bad = state.tensor.numel() - round(facts.finite_share * state.tensor.numel())
+    places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
-        f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} values. The "
-        f"computation only passed them on, first in {words.operator(evidence)}.",
+        f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} "
+        f"values{_where(places)}. The computation only passed them on, first in {words.operator(evidence)}.",
         weight=100,
         evidence={
             "name": state.name,
             "role": state.role,
             "values": facts.as_dict(),
+            "at": places,
             "is_trained": state.held.requires_grad,
             "times_written": version_of(state.held),
             "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
@@ -49,3 +56,8 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         ),
         phase="parameters",
     )
+
+
+def _where(places: list[list[int]]) -> str:
+    """ ", at [19]": which entry of a table it is says more than how many there are."""
+    return ", at " + ", ".join(map(str, places)) if places and places[0] else ""

@@ -21,7 +21,8 @@ from ampguard.diagnose.causes.domain_error import outside_domain
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import clamp_fix, spelled
-from ampguard.numerics import dtype_name
+from ampguard.diagnose.slicing import Chain, Link
+from ampguard.numerics import NEG_INF, POS_INF, dtype_name
 
 LARGEST_EXPONENT = {
     torch.float16: {"exp": 10.0, "expm1": 10.0, "exp2": 14.0, "sinh": 10.0, "cosh": 10.0},
@@ -36,8 +37,14 @@ TIGHTER_EXPONENTS = (80.0, 10.0)
 
 @cause("overflow")
 def overflow(evidence: Evidence) -> Finding | None:
-    if evidence.given is not None or evidence.intended or evidence.op.refused or evidence.is_finite_in_float32:
+    if evidence.given is not None or evidence.intended or evidence.op.refused:
         return None
+    is_elsewhere = evidence.is_finite_in_float32
+    if is_elsewhere:
+        beyond = _where_float32_fails(evidence)
+        if beyond is None:
+            return None
+        evidence = beyond
     if not evidence.float_operands or divisor_position(evidence) is not None or outside_domain(evidence) is not None:
         return None
     if any(o.values.numel() == 0 for o in evidence.operands):
@@ -60,10 +67,34 @@ def overflow(evidence: Evidence) -> Finding | None:
         "overflow",
         f"{name} {words.place(evidence)} leaves {dtype_name(dtype)}'s range ({torch.finfo(dtype).max:.2g}): its operands reach "
         f"{words.number(peak)}, {result}.",
-        weight=45,
+        weight=65 if is_elsewhere else 45,
         evidence={"max_abs_operand": peak, "result_fp64": wide if wide is None or math.isfinite(wide) else str(wide)},
         proposals=tuple(proposals),
     )
+
+
+def _where_float32_fails(evidence: Evidence) -> Evidence | None:
+    """The same operator at an element that float32 cannot hold either; None where the step is finite in float32.
+
+    The element that was followed is one of several that low precision could not hold. Where float32 fails at others,
+    another precision is no cure.
+    """
+    wide, bad = evidence.in_float32, evidence.op.outputs[evidence.link.result].bad
+    if evidence.precision is None or wide is None or bad is None:
+        return None
+    flat = bad.flat[bad.flat < wide.numel()].to(wide.device)
+    beyond = flat[torch.isinf(wide.reshape(-1)[flat])]
+    if not beyond.numel():
+        return None
+    step = evidence.step_in_float32
+    if step is None or not step.is_bad:
+        return None
+    element = int(beyond[0])
+    kind = POS_INF if float(wide.reshape(-1)[element]) > 0 else NEG_INF
+    link = Link(evidence.op, evidence.link.result, element, kind)
+    there = Evidence(evidence.bad, Chain([link]), evidence.outcome, evidence.replayer)
+    is_made_here = all(bool(torch.isfinite(o.contributing).all()) for o in there.float_operands)
+    return there if is_made_here else None
 
 
 def _grew_on_the_way(evidence: Evidence) -> bool:

@@ -19,6 +19,8 @@ from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.proposals import spelled
 from ampguard.diagnose.singular import operand_fixes, operand_value
+from ampguard.diagnose.slicing import Link
+from ampguard.replay.operators import flat_tensors
 
 
 @cause("singular-gradient", phases=("backward",))
@@ -36,12 +38,12 @@ def _hidden(evidence: GradientEvidence) -> Finding:
     value = operand_value(evidence.forward)
     given = "" if value is None else f" (its operand is {spelled(value)})"
     code = accused.statement(evidence)
+    how = "multiplies it by 0 and passes on" if _multiplies_by_zero(first) else "reads it and passes on"
     return Finding(
         "singular-gradient",
         f"{name} {words.place(evidence)} gives {spelled(evidence.kind)}{given} in `{code}`. The loss does not see it: it is "
-        f"masked, clamped or filtered away, and the loss is finite. Its derivative does see it: "
-        f"{first.op.short_name.lstrip('_')} in the backward pass multiplies it by 0 and passes on "
-        f"{spelled(words.kind(first))}.",
+        f"masked, clamped, compared or filtered away, and the loss is finite. Its derivative does see it: "
+        f"{words.name(first.op)} in the backward pass {how} {spelled(words.kind(first))}.",
         weight=55,
         evidence={"hidden": True, "hidden_op": evidence.op.name, "operand_value": value},
         proposals=operand_fixes(evidence),
@@ -50,21 +52,34 @@ def _hidden(evidence: GradientEvidence) -> Finding:
     )
 
 
+def _multiplies_by_zero(link: Link) -> bool:
+    """Whether the other factor of a product is 0 at the bad element."""
+    op = link.op
+    if op.short_name != "mul" or op.args is None or link.flat is None:
+        return False
+    factors = [
+        t for t, read in zip(flat_tensors(op.args, op.kwargs or {}), op.inputs, strict=False) if read.bad is None
+    ]
+    shape = op.outputs[link.result].shape
+    return any(bool(t.broadcast_to(shape).reshape(-1)[link.flat] == 0) for t in factors)
+
+
 def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
     forward = evidence.differentiated
     value = operand_value(evidence.forward)
     name = words.operator(evidence)
     given = "" if value is None else f" at {spelled(value)}"
-    of = (
-        f"the derivative of {forward.short_name.lstrip('_')}{given}"
-        if forward is not None
-        else "the backward of this line"
+    of = f"the derivative of {words.name(forward)}{given}" if forward is not None else "the backward of this line"
+    scale = "" if evidence.at_unit_scale is None else ", at a loss scale of 1 as well"
+    is_used = not evidence.bad.is_of_gradients
+    what = (
+        f"The step computes with a derivative that is not finite: {of}" if is_used else f"The loss is finite and {of}"
     )
-    scale = "" if evidence.bad.loss_scale is None else ", at a loss scale of 1 as well"
+    then = "; " if is_used else ": "
     return Finding(
         "singular-gradient",
-        f"The loss is finite and {of} {words.place(evidence)} is {spelled(evidence.kind)} in any precision{scale}: {name} in the "
-        f"backward pass makes it from {_operands(evidence)}.",
+        f"{what} {words.place(evidence)} is {spelled(evidence.kind)} in any precision{scale}{then}{name} in the backward pass "
+        f"makes it from {_operands(evidence)}.",
         weight=50,
         evidence={"operand_value": value},
         proposals=operand_fixes(evidence),

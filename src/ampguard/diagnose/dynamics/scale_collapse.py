@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.trajectory import Trajectory
-from ampguard.diagnose.words import number
+from ampguard.diagnose.words import number, spelled_out
 from ampguard.incident import Fix, Incident
 
 ITS_GRADIENTS = frozenset({"gradient-overflow", "loss-scale-overflow"})
@@ -55,7 +55,7 @@ def scale_collapse(situation: Situation) -> Incident | None:
         "attempted_steps": trajectory.attempts_in_fall,
         "scales": [[step, s] for step, s, _ in list(trajectory.used_scales())[-SHOWN:]],
     }
-    place = f" What overflows is {known.op} in {known.module or 'the root module'}." if known and known.op else ""
+    place = f" What overflows is {_what(known)}." if known is not None and known.op else ""
     return Incident(
         step=situation.step,
         rank=situation.rank,
@@ -70,11 +70,18 @@ def scale_collapse(situation: Situation) -> Incident | None:
         explanation=(
             f"The loss scale has collapsed: since step {since} it fell from {number(before)} to "
             f"{number(scale)}, and {trajectory.skips_in_fall} of {trajectory.attempts_in_fall} steps were "
-            f"skipped. The losses are finite, gradients overflow at every scale, and nothing is learned.{place}"
+            f"skipped. The losses are finite, gradients overflow at every scale that was tried, and nothing is learned.{place}"
         ),
         evidence={**(known.evidence if known else {}), **facts},
         fixes=fixes(known),
     )
+
+
+def _what(known: Incident) -> str:
+    """ "mm in the backward pass of blocks.0.attn"."""
+    name = spelled_out((known.op or "").split(".")[1])
+    where = "the root module" if known.module == "" else known.module
+    return f"{name} in the backward pass of {where or 'what runs outside every module'}"
 
 
 def fixes(known: Incident | None) -> tuple[Fix, ...]:

@@ -1,0 +1,52 @@
+"""A table with a hole in it: which entry it is tells what made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Guard = Callable[..., Any]
+
+
+class Weighted(nn.Module):
+    """A loss weighted by the noise level of each sample, where the last level has no signal left: 0/0."""
+
+    def __init__(self, last: float) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+        signal = torch.cumprod(1 - torch.linspace(0.05, last, 20, dtype=torch.float64), 0)
+        ratio = signal / (1 - signal)
+        self.register_buffer("loss_weight", (ratio / ratio).float())
+
+    def forward(self, x: Tensor, levels: Tensor) -> Tensor:
+        weight: Tensor = self.loss_weight  # type: ignore[assignment]
+        return (self.net(x) - x).square().mean(1).mul(weight.gather(0, levels)).mean()
+
+
+def train(last: float) -> None:
+    torch.manual_seed(0)
+    model = Weighted(last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(5):
+        levels = torch.randint(0, 19, (4,))
+        levels[0] = 19 if step == 3 else 0
+        loss = model(torch.randn(4, 8), levels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+
+def test_the_entry_of_a_table_is_named(guard: Guard) -> None:
+    run = guard(lambda: train(last=1.0))
+    assert (run.first.cause, run.first.step, run.first.op) == ("nonfinite-parameter", 3, "aten.gather.default")
+    assert run.first.evidence["name"] == "loss_weight"
+    assert run.first.evidence["at"] == [[19]]
+    assert "1 of 20 values, at [19]." in run.first.explanation
+
+
+def test_a_schedule_that_keeps_some_signal_is_silent(guard: Guard) -> None:
+    assert guard(lambda: train(last=0.99)).causes == []
