@@ -99,7 +99,7 @@ def test_what_a_device_refuses_is_said(spoilt: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"--device cuda:7: not on this machine; there are cpu"):
+    with pytest.raises(UsageError, match=r"--device cuda:7: not on this machine, which has cpu"):
         check_machine(["cuda:7"])
 
 

@@ -38,7 +38,9 @@ def test_the_fastest_that_trains_alike() -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ({"incidents": (error(),)}, "not finite: fp16-overflow in blocks.3, first in step 41"),
+        ({"incidents": (error(),), "nonfinite": 1}, "not finite: fp16-overflow in blocks.3, first in step 41"),
+        ({"incidents": (error(),)}, "an error was found: fp16-overflow in blocks.3, first in step 41"),
+        ({"losses": FALLING[:50] + shifted(1000.0)[50:]}, "its loss rose from 2 to 112.9"),
         ({"losses": shifted(1.3)}, "its loss is 30.0% above fp32's"),
         ({"losses": (2.0,) + (None,) * 99}, "its losses cannot be compared"),
         ({"status": 1}, "the script ended with status 1"),
@@ -67,6 +69,20 @@ def test_within_the_noise_of_float32() -> None:
     other = course("bf16", losses=tuple(x + 0.1 for x in noisy), step_seconds=0.05)
     assert noise(reference) == pytest.approx(0.4, rel=0.02)
     assert recommend([reference, other]).recommended == "bf16"
+
+
+def test_float32_that_diverges_is_not_recommended() -> None:
+    rising = tuple(2.0 * 1.2**i for i in range(100))
+    verdict = recommend([course("fp32", losses=rising), course("bf16")])
+    assert verdict.recommended == "bf16"
+    assert verdict.reason.startswith("fp32 itself does not train (its loss rose from 10.32 to ")
+    both = recommend([course("fp32", losses=rising), course("bf16", losses=rising)])
+    assert both.recommended is None
+    assert recommend([course("fp32", losses=(1e-9, *FALLING))]).recommended == "fp32"  # one small loss is no beginning
+
+
+def test_one_precision_is_compared_with_nothing() -> None:
+    assert recommend([course("fp16")]).reason == "nothing else was run"
 
 
 def test_nothing_gained() -> None:

@@ -242,3 +242,22 @@ def test_the_advice_is_about_this_step_and_this_precision(mode: str) -> None:
     assert "the batch or the weights hold NaN or Inf, or an operation of the forward pass" in str(caught.value)
     assert "skipping" not in str(caught.value)
     assert ("precision='bf16'" in str(caught.value)) is (mode == "fp16")
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_a_batch_that_is_rolled_back_is_left_out_by_all_optimizers(mode: str) -> None:
+    """The second is still to step when the first goes back: its gradients are gone, and so is the batch."""
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(8, 4), torch.nn.Linear(4, 1)
+    optimizers = {"body": torch.optim.SGD(body.parameters(), 0.1), "head": torch.optim.SGD(head.parameters(), 0.1)}
+    amp = ampguard.Amp([body, head], optimizers, mode, on_nonfinite=Rollback(every=1), init_scale=64.0)
+    skipped = []
+    for number in range(4):
+        x = torch.full((4, 8), NAN if number == 2 else 1.0)
+        before = head.weight.detach().clone()
+        with amp.autocast():
+            loss = head(body(x)).float().square().mean()
+        amp.backward(loss)
+        skipped += [amp.step("body").skipped, amp.step("head").skipped]
+        assert torch.equal(before, head.weight) is (number == 2)
+    assert skipped == [False] * 4 + [True] * 2 + [False] * 2

@@ -225,3 +225,15 @@ def test_nothing_moves_before_the_error() -> None:
     with pytest.raises(ProtocolError):
         amp.step()
     assert same(before, weights(amp))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_unscaling_where_there_is_no_scale_changes_nothing(mode: str) -> None:
+    """The same loop serves every precision."""
+    amp = made(mode)
+    for number in range(3):
+        amp.backward(loss_of(amp, number))
+        amp.backward(loss_of(amp, number + 10))
+        amp.unscale_()
+        nn.utils.clip_grad_norm_(model_of(amp).parameters(), 1.0)
+        assert amp.step().stepped

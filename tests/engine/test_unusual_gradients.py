@@ -151,3 +151,45 @@ def test_what_is_no_model_or_optimizer_is_named() -> None:
         ampguard.Amp(model, optimizer, force_fp32=[3])
     with pytest.raises(SetupError, match="max_grad_norm=0 would stop all learning"):
         ampguard.Amp(model, optimizer, max_grad_norm=0)
+
+
+@pytest.mark.parametrize(("mode", "options"), [("O3", {}), ("bf16-true", {"rounding": "nearest"})])
+def test_state_that_is_older_than_the_cast_of_its_weights(mode: str, options: dict[str, str]) -> None:
+    """Adagrad has its sums before it ever steps: in float32, which no fused kernel takes with float16 weights."""
+    torch.manual_seed(0)
+    model, exact = nn.Linear(8, 1), nn.Linear(8, 1)
+    exact.load_state_dict(model.state_dict())
+    amp = ampguard.Amp(model, torch.optim.Adagrad(model.parameters(), lr=0.01), mode, init_scale=64.0, **options)
+    plain = torch.optim.Adagrad(exact.parameters(), lr=0.01)
+    for number in range(5):
+        x, y = batch(number)
+        with amp.autocast():
+            loss = nn.functional.mse_loss(model(x), y)
+        amp.backward(loss)
+        assert amp.step().stepped
+        plain.zero_grad()
+        nn.functional.mse_loss(exact(x), y).backward()
+        plain.step()
+    torch.testing.assert_close(model.weight.float(), exact.weight, rtol=0.02, atol=0.02)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(10, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x))
+
+
+@pytest.mark.parametrize("mode", ["fp16", "O2", "O3", "bf16-true"])
+def test_an_embedding_in_float32_gives_what_follows_its_type(mode: str) -> None:
+    """Its inputs hold no floats, whose type its result could take."""
+    torch.manual_seed(0)
+    model = Words()
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), mode, force_fp32="words", init_scale=64.0)
+    with amp.autocast():
+        loss = model(torch.arange(10)).square().mean()
+    amp.backward(loss)
+    assert amp.step().stepped
+    assert model.words.weight.dtype == torch.float32

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from digits_loops import IMAGES, LABELS, batches, furthest, network
-from several_optimizers import Step, one_backward
+from several_optimizers import Step, losses_of, one_backward
 from torch import Tensor, nn
 
 accelerate = pytest.importorskip("accelerate")
@@ -151,12 +151,8 @@ def norms(kind: str, step: Step, burst: tuple[int, int] | None = None, lr: float
     parts, optimizers = list(prepared[:3]), list(prepared[3:])
     found = []
     for number in range(4):
-        rows = slice(32 * number, 32 * number + 32)
-        losses = [nn.functional.cross_entropy(p(IMAGES[rows].flatten(1)).float(), LABELS[rows]) for p in parts]
-        if burst is not None and burst[0] == number:
-            losses[burst[1]] = losses[burst[1]] * 1e36
         acc.norms = None
-        step(acc, parts, optimizers, losses, number)
+        step(acc, parts, optimizers, losses_of(parts, number, burst), number)
         found.append(acc.norms or [norm(m) for m in modules])
     return found, acc
 

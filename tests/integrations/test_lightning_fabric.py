@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from digits_loops import IMAGES, LABELS, batches, furthest, network
-from several_optimizers import Step, one_backward
+from digits_loops import batches, furthest, network
+from several_optimizers import Step, losses_of, one_backward
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, of many kinds
@@ -84,11 +84,7 @@ def norms(plugin: Any, step: Step, burst: tuple[int, int] | None = None, lr: flo
     parts, optimizers = [list(items) for items in zip(*pairs, strict=True)]
     found = []
     for number in range(4):
-        rows = slice(32 * number, 32 * number + 32)
-        losses = [nn.functional.cross_entropy(p(IMAGES[rows].flatten(1)).float(), LABELS[rows]) for p in parts]
-        if burst is not None and burst[0] == number:
-            losses[burst[1]] = losses[burst[1]] * 1e36
-        step(fabric, parts, optimizers, losses, number)
+        step(fabric, parts, optimizers, losses_of(parts, number, burst), number)
         found.append([norm(m) for m in modules])
     return found
 

@@ -38,7 +38,7 @@ def _chosen(names: Sequence[str]) -> list[torch.device]:
     chosen = [device for device in there if not names or str(device) in names or device.type in names]
     unknown = [name for name in names if all(name not in (str(d), d.type) for d in there)]
     if unknown:
-        raise UsageError(f"--device {unknown[0]}: not on this machine; there are {', '.join(map(str, there))}")
+        raise UsageError(f"--device {unknown[0]}: not on this machine, which has {', '.join(map(str, there))}")
     return chosen
 
 

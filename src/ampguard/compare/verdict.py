@@ -16,6 +16,8 @@ SKIPPED_SHARE = 0.05
 TIMED_STEPS = 20
 """Steps that are needed before one time is called shorter than another."""
 NOTHING_GAINED = "no other precision is faster or smaller on this device"
+ROSE = 10.0
+"""A loss that ends so many times above the largest that it began with has not been trained."""
 WORTH = 0.05
 """Time or memory saved, from which on it is worth another precision."""
 
@@ -37,7 +39,8 @@ def recommend(courses: Sequence[Course]) -> Verdict:
         return _without_reference(reference, sound, against)
     best = min((c for c in sound if c is not reference), key=_cost, default=None)
     if best is None:
-        return Verdict(reference.precision, "nothing else trains as it does", against)
+        alone = "nothing else was run" if len(courses) == 1 else "nothing else trains as it does"
+        return Verdict(reference.precision, alone, against)
     gain = _gain(best, reference)
     if gain is None:
         others = {c.precision: "no cheaper here" for c in sound if c is not reference}
@@ -58,7 +61,9 @@ def _fault(course: Course, reference: Course) -> str | None:
     if course.steps == 0:
         return "no optimizer step was made"
     if course.errors:
-        return f"not finite{_by(course)}"
+        return ("not finite" if course.nonfinite else "an error was found") + _by(course)
+    if (rise := _rise(course)) is not None:
+        return rise
     late = max(1, course.steps - course.steps // 2)
     if course.skipped_late > SKIPPED_SHARE * late:
         return f"{course.skipped_late} of its last {late} steps were skipped"
@@ -68,6 +73,15 @@ def _fault(course: Course, reference: Course) -> str | None:
     if moved > max(SAME_LOSS, noise(reference)):
         return f"its loss is {_moved(moved)} {reference.precision}'s"
     return None
+
+
+def _rise(course: Course) -> str | None:
+    """That the loss ended far above where it began; None where it did not."""
+    began = [loss for loss in course.losses[: max(5, len(course.losses) // 10)] if loss is not None]
+    ended = course.final_loss
+    if len(course.losses) < 2 * len(began) or not began or ended is None or not 0 < max(began) * ROSE < ended:
+        return None
+    return f"its loss rose from {max(began):.4g} to {ended:.4g}"
 
 
 def _without_reference(reference: Course, sound: list[Course], against: dict[str, str]) -> Verdict:

@@ -92,7 +92,9 @@ class Amp:
         self.ranks = RanksOfModels(roots)
         self.ranks.refuse_converting(self.mode)
 
-        forced = arguments.force_patterns(self.models, force_fp32)  # from here on, models and optimizers are changed
+        forced = arguments.force_patterns(
+            self.models, force_fp32, self.mode
+        )  # from here on, models and optimizers are changed
         self.mode.convert(roots, list(self.optimizers.values()), forced)
         arguments.note_converted(self.models, self.optimizers, self.mode)
         self.holdings = {
@@ -167,6 +169,8 @@ class Amp:
         """
         chosen = self._chosen(optimizer)
         arguments.refuse_missing_closure(self.optimizers, [h.name for h in chosen], closure)
+        if any(holding.leaves_out for holding in chosen):
+            return self._left_out(chosen)
         if closure is not None:
             return self._step_with_closure(chosen, closure)
         if self.accumulate > 1 and not last:
@@ -185,6 +189,11 @@ class Amp:
         self.stepper.apply(chosen, check)
         self.stepper.end_iteration(chosen, check.found_inf)
         return self._judged(StepResult(check.norm, check.found_inf, before, names), chosen, check.found_inf)
+
+    def _left_out(self, chosen: Sequence[Holding]) -> StepResult:
+        """The batch was given up since its backward pass: all went back to an earlier state."""
+        self.stepper.clear(chosen)
+        return StepResult(None, torch.ones(()))
 
     def _step_with_closure(self, chosen: Sequence[Holding], closure: Callable[[], Any]) -> StepResult:
         if len(chosen) != 1:
@@ -243,8 +252,14 @@ class Amp:
         self._checkpoint.load(state)
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """As `load_state_dict`, but the random streams and the count of skipped steps go on."""
+        """As `load_state_dict`, but the random streams and the count of skipped steps go on.
+
+        Optimizers that are still to step on gradients of the present batch leave it out.
+        """
+        waiting = [holding for holding in self.holdings.values() if holding.has_gradients()]
         self._checkpoint.load(state, rng=False, skips=False)
+        for holding in waiting:
+            holding.leaves_out = True
 
     def load_without_streams(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams go on: the state is another process's."""

@@ -111,7 +111,7 @@ def refuse_missing_closure(optimizers: Mapping[str, Optimizer], chosen: Sequence
             )
 
 
-def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str]) -> list[nn.Module]:
+def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str], mode: Precision) -> list[nn.Module]:
     """Every model is asked for every pattern, which must match in at least one. Nothing is changed if one does not."""
     forced: dict[str, dict[str, nn.Module]] = {name: {} for name in models}
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -130,7 +130,7 @@ def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str
         if len(missed) == len(models):
             raise missed[0]
     for found in forced.values():
-        ForcedModules(found)
+        ForcedModules(found, without_floats=mode.low_dtype)
     return [module for found in forced.values() for module in found.values()]
 
 

@@ -39,6 +39,8 @@ class Holding:
         """Calls of `amp.step` in the present accumulation window."""
         self.is_new = False
         """Whether `amp.backward` was called since the last of them."""
+        self.leaves_out = False
+        """Whether its gradients are gone because the run went back to an earlier state."""
         self.foreign_writes_told = False
         self.refresh()
 
@@ -99,7 +101,7 @@ class Holding:
     def clear(self) -> None:
         """Gradients become None; those that share a buffer become 0 in place, or the buffer would lose them."""
         in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
-        self.micro_steps, self.is_new = 0, False
+        self.micro_steps, self.is_new, self.leaves_out = 0, False, False
         if not in_place:
             for p in self.parameters:
                 p.grad = None

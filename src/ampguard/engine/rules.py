@@ -55,7 +55,7 @@ class Rules:
     def after_backward(self, only: Sequence[Holding] | None) -> None:
         """Whose gradients have changed has been reached. `only`: whose could; None: anybody's."""
         for holding in self._holdings if only is None else only:
-            holding.is_new = True
+            holding.is_new, holding.leaves_out = True, False
         now = {h.name: h.fingerprint() for h in self._holdings}
         changed = {name for name, seen in now.items() if seen != self._before[name]}
         for holding in self._holdings:
@@ -77,6 +77,8 @@ class Rules:
     def unscale(self, holding: Holding) -> None:
         """`amp.unscale_`, before it divides."""
         self._expect_gradients(holding)
+        if not self._is_scaled:
+            return
         if self.stage(holding) is Stage.UNSCALED:
             first = self._machine.ledger(holding.name).unscaled_at
             raise misuse.of_breach("double-unscale", holding.name, first)

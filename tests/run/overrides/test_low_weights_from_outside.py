@@ -494,3 +494,75 @@ def test_everything_is_put_back(overridden: Callable[..., Any]) -> None:
     assert type(net[1]) is nn.LayerNorm
     assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in net.parameters())
     assert net(torch.randn(2, 8)).dtype == torch.float32
+
+
+class WithStatistics(nn.Module):
+    """Statistics that a layer keeps, and some that a model of its own keeps by the same function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+        self.register_buffer("exact", torch.tensor([0.1, 0.2, 0.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.batch_norm(self.inner(x), self.mean, self.variance, training=self.training)
+        return self.head(self.norm(hidden)) * self.exact.sum()
+
+
+@pytest.mark.parametrize("precision", ["O2", "O3", "bf16-true"])
+def test_running_statistics_are_kept(overridden: Callable[..., Any], precision: str) -> None:
+    """Their kernels count no version: what the casts have taken in has to reach the model all the same."""
+
+    def trained() -> WithStatistics:
+        torch.manual_seed(1)
+        net = WithStatistics()
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        for x, y in batches(12):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(2 + x), y).backward()
+            optimizer.step()
+        return net
+
+    control = trained()
+    with overridden(precision):
+        net = trained()
+    for mine, theirs in zip(net.buffers(), control.buffers(), strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
+    assert not torch.equal(net.norm.running_mean, torch.zeros(16))
+    assert torch.equal(net.exact, control.exact)  # nobody has written to it: it keeps what float16 cannot hold
+
+
+class OwnLoss(nn.Module):
+    """Its loss is made in its own forward, in the precision of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - nn.functional.one_hot(y, 4)).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "O2", "O3"])
+def test_a_float16_loss_of_a_models_own_loses_no_step(overridden: Callable[..., Any], precision: str) -> None:
+    """Times 65536 its gradient is infinite in float16, however the loss is cast afterwards."""
+    with overridden(precision) as session:
+        net = OwnLoss()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for x, y in batches(5):
+            optimizer.zero_grad()
+            net(x, y).backward()
+            optimizer.step()
+    assert session.report.run["steps_held_off"] == 0
+    assert session.report.steps == 5
+    assert [i for i in session.report.incidents if i.severity != "info"] == []
+
+
+@pytest.mark.parametrize("precision", ["O2", "O3"])
+def test_a_scaler_is_not_called_needless(overridden: Callable[..., Any], precision: str) -> None:
+    with overridden(precision) as session:
+        train_with_amp("fp16", steps=20)
+    assert [i.cause for i in session.report.incidents if i.severity != "info"] == []

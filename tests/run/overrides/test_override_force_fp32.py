@@ -111,3 +111,21 @@ def test_a_pattern_that_names_nothing(overridden: Callable[..., Any], capsys: py
     assert run["in_float32"] == ["head"]
     (said,) = run["could_not"]
     assert said.startswith("--force-fp32 'blocks.*.attention' matches no module; nearest: blocks.*.attn")
+
+
+def test_a_pattern_that_is_like_nothing(overridden: Callable[..., Any]) -> None:
+    with overridden("fp16", ("zzz",)) as session:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        net(torch.ones(2, 8))
+    assert session.report.run["could_not"] == ["--force-fp32 'zzz' matches no module; the top modules are 0, 1"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "O2", "bf16-true"])
+def test_an_embedding_in_float32_gives_what_follows_its_type(overridden: Callable[..., Any], precision: str) -> None:
+    with overridden(precision, ("0",)) as session:
+        net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net(torch.arange(10)).square().mean().backward()
+        optimizer.step()
+    assert session.report.run["in_float32"] == ["0"]
+    assert session.report.run["could_not"] == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,15 +19,32 @@ from ampguard.engine.patterns import matching_modules
 from ampguard.errors import PatternError
 
 
+class _Way(NamedTuple):
+    """What a forced module does with its results, and whether its copies are forced too."""
+
+    cast_back: bool
+    copies_too: bool
+    without_floats: torch.dtype | None
+
+
 class ForcedModules:
     """The modules that were changed; `undo()` gives them their classes back. Also a context manager."""
 
-    def __init__(self, modules: dict[str, nn.Module], cast_back: bool = True, copies_too: bool = True) -> None:
-        """`copies_too=False`: copies and pickles of the modules have their old classes."""
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        cast_back: bool = True,
+        copies_too: bool = True,
+        without_floats: torch.dtype | None = None,
+    ) -> None:
+        """`copies_too=False`: copies and pickles of the modules have their old classes.
+
+        `without_floats`: the type of results of modules whose inputs hold no floats, where that is to be a low one.
+        """
         self._modules = {name: m for name, m in modules.items() if not is_forced(m)}
         self.names = tuple(modules)
         for name, module in self._modules.items():
-            _change_class(name, module, cast_back, copies_too)
+            _change_class(name, module, _Way(cast_back, copies_too, without_floats))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -55,14 +72,14 @@ def is_forced(module: nn.Module) -> bool:
     return "_ampguard_cast_back" in vars(type(module))
 
 
-def _change_class(name: str, module: nn.Module, cast_back: bool, copies_too: bool) -> None:
+def _change_class(name: str, module: nn.Module, way: _Way) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise PatternError(
             f"`{name}` is a TorchScript module: its forward pass cannot be changed from outside\n"
             "  do    force the Python module around it, or script it after this call"
         )
     try:
-        module.__class__ = _forced_class(type(module), cast_back, copies_too)
+        module.__class__ = _forced_class(type(module), way)
     except TypeError as error:
         raise PatternError(
             f"`{name}` ({type(module).__name__}) cannot be changed: {error}\n"
@@ -70,27 +87,27 @@ def _change_class(name: str, module: nn.Module, cast_back: bool, copies_too: boo
         ) from error
 
 
-_classes: dict[tuple[type[nn.Module], bool, bool], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], _Way], type[nn.Module]] = {}
 
 
-def _forced_class(original: type[nn.Module], cast_back: bool, copies_too: bool = True) -> type[nn.Module]:
-    key = (original, cast_back, copies_too)
+def _forced_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
+    key = (original, way)
     if key not in _classes:
         _classes[key] = _make_class(*key)
     return _classes[key]
 
 
-def _make_class(original: type[nn.Module], cast_back: bool, copies_too: bool) -> type[nn.Module]:
+def _make_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call_in_fp32(functools.partial(original.forward, self), args, kwargs, cast_back)
+        return call_in_fp32(functools.partial(original.forward, self), args, kwargs, way.cast_back, way.without_floats)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
         made = super(type(self), self).__reduce_ex__(protocol)
         if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            if not copies_too:
+            if not way.copies_too:
                 return (copyreg._reconstructor, (original, object, None), *made[2:])  # type: ignore[attr-defined]
-            return (_rebuild, (original, cast_back), *made[2:])
+            return (_rebuild, (original, way.cast_back, way.without_floats), *made[2:])
         return made
 
     body = {
@@ -99,11 +116,11 @@ def _make_class(original: type[nn.Module], cast_back: bool, copies_too: bool) ->
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "_ampguard_cast_back": cast_back,
+        "_ampguard_cast_back": way.cast_back,
     }
     return type(original.__name__, (original,), body)
 
 
-def _rebuild(original: type[nn.Module], cast_back: bool) -> nn.Module:
-    forced = _forced_class(original, cast_back)
+def _rebuild(original: type[nn.Module], cast_back: bool, without_floats: torch.dtype | None = None) -> nn.Module:
+    forced = _forced_class(original, _Way(cast_back, True, without_floats))
     return forced.__new__(forced)

@@ -31,13 +31,20 @@ def outside_autocast() -> Iterator[None]:
         yield
 
 
-def call_in_fp32(function: Callable[..., Any], args: Any, kwargs: Any, cast_back: bool = True) -> Any:
+def call_in_fp32(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    cast_back: bool = True,
+    without_floats: torch.dtype | None = None,
+) -> Any:
     """`function` on float32 inputs, outside autocast.
 
-    Its floating results get the narrowest type among the inputs, so that what follows sees what it saw before. Where
-    all inputs were float32 (or with `cast_back=False`) the results stay float32.
+    Its floating results get the narrowest type among the inputs, so that what follows sees what it saw before;
+    `without_floats` is that type where no input is floating (an embedding's). Where all inputs were float32 (or with
+    `cast_back=False`) the results stay float32.
     """
-    back = lowest_dtype((args, kwargs)) if cast_back else None
+    back = (lowest_dtype((args, kwargs)) or without_floats) if cast_back else None
     with outside_autocast():
         result = function(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
     return result if back is None else cast_floats(result, back)

@@ -42,6 +42,11 @@ class Precision:
         self.notes: list[str] = []
         """What was changed beside the precision itself, to be told to the user."""
 
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The type of weights that `convert` casts; None where it casts none."""
+        return self.weights_dtype if self.weights_dtype != torch.float32 else None
+
     def refuse_if_unsupported(self, models: Sequence[nn.Module]) -> None:
         """Raise PrecisionError where this device or these models cannot do it. Nothing was changed yet."""
 

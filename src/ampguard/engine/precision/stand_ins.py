@@ -51,6 +51,24 @@ def _walk(module: nn.Module, forced: frozenset[int], in_float32: bool, seen: set
             yield from _walk(child, forced, in_float32, seen)
 
 
+_Before = tuple[int, Tensor | None]
+
+
+@torch.no_grad()
+def _before(tensor: Tensor, stand_in: Tensor) -> _Before:
+    """A stand-in's version, and for what may be statistics its values: BatchNorm's kernels write without counting a version."""
+    may_be_statistics = not isinstance(tensor, nn.Parameter) and tensor.dim() == 1
+    return compat.version_of(stand_in), stand_in.clone() if may_be_statistics else None
+
+
+def _take_over(buffer: Tensor, stand_in: Tensor, version: int, values: Tensor | None) -> None:
+    """What was written to a buffer's stand-in; elsewhere the buffer keeps what its stand-in cannot hold."""
+    if compat.version_of(stand_in) != version:
+        buffer.copy_(stand_in)
+    elif values is not None:  # compared where they lie: nobody waits for a device
+        buffer.copy_(torch.where(stand_in != values, stand_in.to(buffer.dtype), buffer))
+
+
 class StandIns:
     """What stands in some places of a model between `enter` and `leave`, as often as wanted."""
 
@@ -58,13 +76,13 @@ class StandIns:
         self._standing_in = list(standing_in)
         self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
         self._flat: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._entered: list[tuple[Place, Tensor, int]] = []
+        self._entered: list[tuple[Place, Tensor, _Before]] = []
 
     def enter(self) -> None:
         """Put them there, where the model's own tensors are."""
         self._flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
         self._entered = [
-            (place, stand_in, compat.version_of(stand_in))
+            (place, stand_in, _before(place.tensor, stand_in))
             for place, stand_in in self._standing_in
             if place.entries.get(place.name) is place.tensor
         ]
@@ -74,12 +92,12 @@ class StandIns:
     @torch.no_grad()
     def leave(self) -> None:
         """Put the model's own back, and into them what was written to buffers meanwhile."""
-        for place, stand_in, version in self._entered:
+        for place, stand_in, before in self._entered:
             now = place.entries.get(place.name)
             if now is stand_in:
                 place.entries[place.name] = place.tensor
-                if not isinstance(place.tensor, nn.Parameter) and compat.version_of(stand_in) != version:
-                    place.tensor.copy_(stand_in)
+                if not isinstance(place.tensor, nn.Parameter):
+                    _take_over(place.tensor, stand_in, *before)
             elif isinstance(now, Tensor) and now.dtype == stand_in.dtype:  # `self.buffer = new`
                 place.entries[place.name] = now.to(place.tensor.dtype)
         self._entered = []

@@ -54,7 +54,9 @@ class Look:
 
 
 _layouts: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[_Places, Layout]]] = weakref.WeakKeyDictionary()
-_states: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int, set[frozenset[torch.dtype]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -112,9 +114,13 @@ def types_agree(layout: Layout, parameters: Sequence[Tensor], gradients: Sequenc
 
 
 def lie_alike(optimizer: Optimizer, layout: Layout, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether plain gradients and the state lie in memory as their parameters do, without gaps."""
+    """Whether plain gradients and the state lie in memory as their parameters do, without gaps, the state in their types."""
     try:
-        if layout.is_contiguous and all(map(Tensor.is_contiguous, gradients)) and _is_state_contiguous(optimizer):
+        if (
+            layout.is_contiguous
+            and all(map(Tensor.is_contiguous, gradients))
+            and _is_state_alike(optimizer, layout.dtypes)
+        ):
             return True
     except RuntimeError:  # a sparse tensor does not even answer
         return False
@@ -124,15 +130,18 @@ def lie_alike(optimizer: Optimizer, layout: Layout, parameters: Sequence[Tensor]
     return all(_lies_alike(p, g, state.get(p, {})) for p, g in zip(parameters, gradients, strict=True))
 
 
-def _is_state_contiguous(optimizer: Optimizer) -> bool:
-    """Remembered until a checkpoint is loaded, which replaces the whole state, or a parameter steps for the first time."""
+def _is_state_alike(optimizer: Optimizer, dtypes: frozenset[torch.dtype]) -> bool:
+    """Remembered, for parameters of these types, until a checkpoint is loaded, which replaces the whole state, or a
+    parameter steps for the first time."""
     state = optimizer.state
     known = _states.get(optimizer)
     if known is None or known[0] is not state or known[1] != len(state):
-        kept = [t for values in state.values() for t in values.values() if isinstance(t, Tensor)]
-        if not all(map(Tensor.is_contiguous, kept)):
+        known = _states[optimizer] = (state, len(state), set())
+    if dtypes not in known[2]:
+        kept = [(p, t) for p, values in state.items() for t in _kept_of(p, values)]
+        if not all(t.is_contiguous() and t.dtype == p.dtype for p, t in kept):
             return False
-        _states[optimizer] = (state, len(state))
+        known[2].add(dtypes)
     return True
 
 
@@ -143,5 +152,10 @@ def _lies_alike(p: Tensor, g: Tensor, state: dict[str, Any]) -> bool:
         if size != 1 and stride != expected:
             return False
         expected *= size
-    others = [g, *(s for s in state.values() if isinstance(s, Tensor) and s.shape == p.shape)]
-    return all(other.stride() == p.stride() for other in others)
+    kept = _kept_of(p, state)
+    return all(other.stride() == p.stride() for other in (g, *kept)) and all(s.dtype == p.dtype for s in kept)
+
+
+def _kept_of(p: Tensor, state: dict[str, Any]) -> list[Tensor]:
+    """What an optimizer keeps for each element of a parameter; it may be older than a cast of that."""
+    return [t for key, t in state.items() if key != "step" and isinstance(t, Tensor) and t.shape == p.shape]

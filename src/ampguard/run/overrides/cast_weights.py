@@ -28,6 +28,7 @@ from ampguard.replay.variants import Variant
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.places import is_not_made_yet, why_weights_stay
 from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.regions import own_low_dtype
 from ampguard.run.overrides.stored_low import StoredLow
 
 
@@ -68,6 +69,8 @@ class CastWeights:
     def enter(self, root: nn.Module, replay: Variant | None) -> Callable[[], None] | None:
         """Put casts of the root's weights in their places, made for this call."""
         if self._plan.weights_dtype == torch.float32 or self._stays(root):
+            return None
+        if own_low_dtype(root) is not None:
             return None
         if self._plan.keeps_masters:
             self._put_norms_in_float32(root)

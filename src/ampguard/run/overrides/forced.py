@@ -11,12 +11,14 @@ from ampguard.engine.force_fp32 import ForcedModules
 from ampguard.engine.patterns import nearest
 from ampguard.errors import PatternError
 from ampguard.run.overrides.ledger import Ledger, say
+from ampguard.run.overrides.plan import Plan
 
 
 class Forced:
     """The modules that run in float32 at the user's wish, and those that a fix put there."""
 
-    def __init__(self, patterns: Sequence[str], ledger: Ledger) -> None:
+    def __init__(self, patterns: Sequence[str], ledger: Ledger, plan: Plan) -> None:
+        self._plan = plan
         self._unmatched = list(patterns)
         self._patterns = tuple(patterns)
         self._ledger = ledger
@@ -44,7 +46,7 @@ class Forced:
         is_done = True
         for name, module in modules.items():
             try:
-                self._changed.append(ForcedModules({name: module}, cast_back))
+                self._changed.append(ForcedModules({name: module}, cast_back, without_floats=self._plan.low_dtype))
             except PatternError as error:
                 self._ledger.failed(str(error).splitlines()[0])
                 is_done = False
@@ -65,13 +67,17 @@ class Forced:
             forced.undo()
         self._changed.clear()
         for pattern in self._unmatched:
-            near = ", ".join(nearest(pattern, self._seen))
-            hint = f"; nearest: {near}" if near else "; no model was called" if not self._seen else ""
-            self._ledger.failed(f"--force-fp32 {pattern!r} matches no module{hint}")
+            self._ledger.failed(f"--force-fp32 {pattern!r} matches no module{self._meant(pattern)}")
         self._unmatched.clear()
 
     def first_step(self) -> None:
         """A model was trained: what matches nothing by now is most likely misspelt, and is not said after hours only."""
         for pattern in self._unmatched:
-            near = ", ".join(nearest(pattern, self._seen))
-            say(f"--force-fp32 {pattern!r} matches no module so far" + (f"; nearest: {near}" if near else ""))
+            say(f"--force-fp32 {pattern!r} matches no module so far{self._meant(pattern)}")
+
+    def _meant(self, pattern: str) -> str:
+        if not self._seen:
+            return "; no model was called"
+        near = nearest(pattern, self._seen)
+        top = list(dict.fromkeys(name.partition(".")[0] for name in self._seen if name))
+        return f"; nearest: {', '.join(near)}" if near else f"; the top modules are {', '.join(top[:8]) or 'none'}"

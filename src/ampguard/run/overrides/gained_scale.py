@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.engine.casting import tensors_in
 from ampguard.engine.step.scale import LossScale
 
 HALF_LOSS_SCALE = 2.0**15
@@ -27,6 +28,7 @@ class GainedScale:
         self._state: LossScale | None = None
         self._attempted = self._found_inf = False
         self._halvings = 0
+        self._meets_half_losses = False
 
     @property
     def _scale(self) -> Tensor | None:
@@ -43,6 +45,13 @@ class GainedScale:
         """Let the scale fall before the next loss is multiplied."""
         self._halvings = max(self._halvings, halvings)
 
+    def see(self, output: Any) -> None:
+        """What a model returns, before it is cast: where that is a loss in float16, its gradient is the scale itself."""
+        if not self._meets_half_losses:
+            self._meets_half_losses = any(
+                t.dtype == torch.float16 and t.numel() == 1 and t.requires_grad for t in tensors_in(output)
+            )
+
     def attempted(self, was_finite: bool) -> None:
         """An optimizer was to step."""
         self._attempted = True
@@ -58,7 +67,8 @@ class GainedScale:
         if self._halvings:
             self._state.value.mul_(2.0**-self._halvings)
             self._halvings = 0
-        if any(loss.dtype == torch.float16 for loss in losses) and self.get_scale() > HALF_LOSS_SCALE:
+        is_half = self._meets_half_losses or any(loss.dtype == torch.float16 for loss in losses)
+        if is_half and self.get_scale() > HALF_LOSS_SCALE:
             self._state.value.fill_(HALF_LOSS_SCALE)
         return tuple(self._state.scale(loss) for loss in losses)
 

@@ -18,12 +18,17 @@ from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.cast_weights import CastWeights
 from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.regions import Regions, device_of
 
 
 class LowCalls:
     """Around each call of a root module that has weights."""
 
-    def __init__(self, weights: CastWeights, plan: Plan, recorder: FlightRecorder, barrier: FaultBarrier) -> None:
+    def __init__(
+        self, weights: CastWeights, plan: Plan, regions: Regions, recorder: FlightRecorder, barrier: FaultBarrier
+    ) -> None:
+        self._regions = regions
+        self._has_told = False
         self._weights = weights
         self._plan = plan
         self._recorder = recorder
@@ -38,6 +43,7 @@ class LowCalls:
         leave = self._barrier.call(self._weights.enter, module, None)
         if leave is None:
             return run(args, kwargs)
+        self._barrier.call(self._tell_precision, module, args, kwargs)
         dtype = self._plan.weights_dtype
         try:
             with _quiet_compiler(module):
@@ -45,6 +51,15 @@ class LowCalls:
         finally:
             leave()
         return cast_floats(output, torch.float32)
+
+    def _tell_precision(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Let the guard know of a low precision that no region of autocast shows: a scaler has something to do here."""
+        device = device_of(module, args, kwargs)
+        if self._has_told or device is None or not torch.is_grad_enabled():
+            return
+        self._has_told = True
+        with self._regions.make(device, self._plan.weights_dtype):
+            pass
 
     def _settle(self, module: nn.Module) -> None:
         """What is bad by now is explained while the models still hold the script's own weights."""

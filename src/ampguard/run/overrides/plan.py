@@ -33,6 +33,11 @@ class Plan:
         return self.mode.weights_dtype if self.mode is not None else torch.float32
 
     @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The same where they are low; else None."""
+        return self.weights_dtype if self.weights_dtype != torch.float32 else None
+
+    @property
     def keeps_masters(self) -> bool:
         """Whether the optimizer goes on updating float32 weights where calls run on lower ones."""
         return self.mode is not None and self.mode.keeps_masters

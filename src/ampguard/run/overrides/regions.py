@@ -13,6 +13,7 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.engine.casting import tensors_in
+from ampguard.numerics import is_low_precision
 from ampguard.run.overrides.plan import Plan
 
 
@@ -74,12 +75,26 @@ class Regions:
         device, wanted = device_of(module, args, kwargs), self._plan.dtype
         if device is None or not torch.amp.is_autocast_available(device):
             return None
+        own = own_low_dtype(module)
+        if own is not None and own != wanted:  # in another type its weights and its activations would not go together
+            return (self.make(device, own), False) if device in self.of_script else None
         if torch.is_autocast_enabled(device):
             is_right = wanted is not None and torch.get_autocast_dtype(device) == wanted
             return None if is_right else (self.make(device, wanted), False)
         if wanted is None or device in self.of_script:
             return None
         return self.make(device, wanted), True
+
+
+def own_low_dtype(module: nn.Module) -> torch.dtype | None:
+    """The type of all floating parameters, where that is one low precision."""
+    found: torch.dtype | None = None
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            if not is_low_precision(parameter.dtype) or found not in (None, parameter.dtype):
+                return None
+            found = parameter.dtype
+    return found
 
 
 def device_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:

@@ -43,6 +43,8 @@ class RootCalls:
         """Where calls run on low-precision weights."""
         self.on_return: Callable[[], None] | None = None
         """Called when a root call has returned."""
+        self.on_output: Callable[[Any], None] | None = None
+        """Given what a root call returns, as its own precision has it."""
         self._inside = False
         self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.inputs: list[weakref.ref[torch.Tensor]] = []
@@ -112,10 +114,10 @@ class RootCalls:
         self._inside = True
         try:
             if needed is None:
-                return original(module, *args, **kwargs)
+                return self._seen(original(module, *args, **kwargs))
             region, is_gained = needed
             with self._regions.around(region):
-                output = original(module, *args, **kwargs)
+                output = self._seen(original(module, *args, **kwargs))
         finally:
             self._inside = False
             if self.on_return is not None:
@@ -125,6 +127,11 @@ class RootCalls:
         self._on_gain()
         # What follows was written for float32: `.numpy()`, losses by hand, writing into float32 buffers.
         return cast_floats(output, torch.float32)
+
+    def _seen(self, output: Any) -> Any:
+        if self.on_output is not None:
+            self.on_output(output)
+        return output
 
     def _prepare(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Needed:
         if module not in self._known:

@@ -61,7 +61,7 @@ class RunningOverrides:
         self._patches = Patches()
         self._plan = plan = Plan(asked.precision)
         self._regions = Regions(plan)
-        self._forced = Forced(asked.force_fp32, self.ledger)
+        self._forced = Forced(asked.force_fp32, self.ledger, plan)
         self._lines = LinesInFloat32()
         self._barrier = FaultBarrier(self._on_fault)
         self._roots = RootCalls(self._regions, self._barrier, self._on_root, self._on_gain)
@@ -79,7 +79,7 @@ class RunningOverrides:
         self._weights: CastWeights | None = None
         if plan.weights_dtype != torch.float32:
             self._weights = CastWeights(plan, self.ledger)
-            self._roots.low_calls = LowCalls(self._weights, plan, listener.recorder, self._barrier)
+            self._roots.low_calls = LowCalls(self._weights, plan, self._regions, listener.recorder, self._barrier)
             self._updates.weights = self._weights
         if on_nonfinite == "heal":
             self.begin_healing()

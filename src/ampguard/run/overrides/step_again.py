@@ -85,7 +85,8 @@ class StepAgain:
             return None
         take_values(log, made)
         for part in parts:
-            log.producers.define(made[part.ref], part.ref)  # should its gradients be bad, they are explained as this loss's
+            # Should its gradients be bad, they are explained as this loss's.
+            log.producers.define(made[part.ref], part.ref)
         again = tuple(remaking.scaled_as(part, made) for part in parts)
         shown = float(made[parts[-1].plain or parts[-1].ref].detach())
         remaking.ledger.made_again.add(remaking.step)

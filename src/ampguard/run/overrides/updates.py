@@ -86,6 +86,8 @@ class Updates:
     def install(self, patches: Patches) -> None:
         self._patches = patches
         patches.replace(torch.autograd, "backward", self._watch_backward)
+        if self._plan.scales_loss:
+            self._roots.on_output = self._gained.see
         patches.replace(Optimizer, "__init__", self._watch_init)
         self._scalers.on_skipped = self._skipped_by_scaler
         self._scalers.on_attempt = self._patience.attempting if self._patience is not None else None
