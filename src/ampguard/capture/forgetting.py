@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_of
 
 KEPT_ROOTS = 8
@@ -14,8 +16,13 @@ MAX_WINDOW_EVENTS = 2048
 """Events kept of an accumulation window whose optimizer has not stepped yet."""
 
 
-def still_used(events: list[Event], later: list[Event], iteration_start: int) -> set[int]:
-    """The later events, those with a live result (of root calls: the last few), and what all of them came from."""
+def still_used(
+    events: list[Event], later: list[Event], iteration_start: int, writers: Mapping[int, Sequence[int]]
+) -> set[int]:
+    """The later events, those with a live result (of root calls: the last few), and what all of them came from.
+
+    `writers` names, for an event, those that wrote to its result in place: what they wrote is part of it.
+    """
     alive = [e for e in events if has_live_result(e)]
     roots = [e.index for e in alive if isinstance(e, RootCall)]
     kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= iteration_start}
@@ -23,10 +30,16 @@ def still_used(events: list[Event], later: list[Event], iteration_start: int) ->
     beyond = beyond_memory(alive, kept)
     kept -= beyond
     kept |= {e.index for e in later}
-    present = {e.index for e in events} - beyond
-    for event in (*reversed(later), *reversed(events)) if kept else ():
-        if event.index in kept:
-            kept |= {ref.event for ref in refs_of(event)} & present
+    present = {e.index: e for e in (*events, *later) if e.index not in beyond}
+    pending = list(kept)
+    while pending:
+        index = pending.pop()
+        event = present.get(index)
+        if event is not None:
+            behind = {ref.event for ref in refs_of(event)} | set(writers.get(index, ()))
+            more = (behind & present.keys()) - kept
+            kept |= more
+            pending += more
     return kept
 
 

@@ -19,7 +19,8 @@ from ampguard import compat
 from ampguard.capture import lineage
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall, StepRecord, tensors_in
+from ampguard.capture.pace import Pace
+from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall, StepRecord, since, tensors_in
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.told import tell_calls
 from ampguard.compat import version_of
@@ -48,6 +49,8 @@ class Judge:
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
         self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
         self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._looked_until = 0
+        """Events before it were searched for losses that were thrown away."""
         self._bad_loss_step: int | None = None
         self._spoilt: list[weakref.ref[Tensor]] = []
         """Gradients that an earlier backward pass left non-finite."""
@@ -244,15 +247,25 @@ class Judge:
             return
         floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
         flag = FiniteFlag([t for _, t in floats])
+        if flag.is_known and flag.is_set():
+            return
         refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
         bad = self._bad("output", "eval", refs)
         if not flag.is_known:
             self._unread_outputs.append((flag, bad))
-        elif not flag.is_set():
-            if root.modes.inference:  # its results cannot be a teacher's in a training step
-                self._report(bad)
-            else:
-                self.suspects.append(bad)
+        elif root.modes.inference:  # its results cannot be a teacher's in a training step
+            self._report(bad)
+        else:
+            self.suspects.append(bad)
+
+    def wants_to_know(self, module: nn.Module, output: Any, pace: Pace) -> bool:
+        """Whether a call in evaluation that was not kept has to be."""
+        floats = [t for t in tensors_in(output) if t.is_floating_point()]
+        pace.may_rest = all(is_immediate(t) for t in floats)
+        if not pace.may_rest:
+            pace.is_resting = False
+            return False
+        return module not in self._innocent and not all(is_finite(t) for t in floats)
 
     def suspect_buffers(self, root: RootCall, poisoned: list[tuple[str, Tensor]]) -> None:
         """A call turned buffers non-finite."""
@@ -344,23 +357,25 @@ class Judge:
         events = self._log.record.events
         if not events or events[-1].index < self._log.closed_until:
             return
-        open_events = [e for e in events if e.index >= self._log.closed_until]
+        is_last = module is None
+        open_events = since(
+            events, self._log.closed_until if is_last else max(self._log.closed_until, self._looked_until)
+        )
         roots = [e for e in open_events if isinstance(e, RootCall)]
         if not roots or any(bad.kind == "loss" for bad in self.suspects):
             return
         if module is not None and all(e.module is not module for e in roots):
             return
-        found = self._discarded_loss(open_events, module is None)
+        self._looked_until = open_events[-1].index + 1
+        found = self._discarded_loss(open_events, is_last)
         if found is not None:
             bad = self._bad("loss", "train", (found,))  # kept calls have let go of their operands
-            found = self._discarded_loss(
-                [e for e in bad.record.events if e.index >= self._log.closed_until], module is None
-            )
+            found = self._discarded_loss(since(bad.record.events, self._log.closed_until), is_last)
             if found is not None:
                 self.suspects.append(dataclasses.replace(bad, targets=(found,)))
                 return
         last = roots[-1]
-        if module is None or module is last.module:
+        if is_last or module is last.module:
             self._suspect_grad_enabled_evaluation(last)
 
     def _discarded_loss(self, events: list[Event], waits: bool) -> Ref | None:

@@ -50,6 +50,8 @@ LONGEST_ALARM = 256
 """Steps after which what raised the alarm is taken to be the usual."""
 TIME_SHARE = 0.01
 """Of the run's time that copying for alarms may take; the first copy is free."""
+FREE_SECONDS = 2.0
+"""Beyond it, keeping steps may take the same share of the time: some losses jump up and down for ever."""
 
 
 class Alarm(Protocol):
@@ -94,6 +96,8 @@ class StretchKeeper:
         self._steps_armed = 0
         self._spent = 0.0
         self._cost = 0.0
+        self._kept_for = 0.0
+        """Seconds that keeping steps has taken."""
         self._began = time.perf_counter()
 
     def before_update(self, optimizer: Optimizer, by_scaler: bool) -> None:
@@ -146,7 +150,9 @@ class StretchKeeper:
         if stretch is None:
             return
         if stretch.refusal is None and not stretch.is_closed:
+            started = time.perf_counter()
             self._keep(stretch, self._kept(step, begin, updates))
+            self._kept_for += time.perf_counter() - started
         if any(type(loss) is float and not math.isfinite(loss) for loss in self._recorder.judge.losses):
             self._drop()  # it has failed: what led to it has been asked for
             return
@@ -196,7 +202,8 @@ class StretchKeeper:
         self._wanted = None
         recorder = self._recorder
         elapsed = time.perf_counter() - self._began
-        if recorder.counting or (self._cost and self._spent + self._cost > TIME_SHARE * elapsed):
+        is_dear = self._cost and self._spent + self._cost > TIME_SHARE * elapsed
+        if recorder.counting or is_dear or self._kept_for > FREE_SECONDS + TIME_SHARE * elapsed:
             return
         self.alarms_raised += 1
         self.stretch = Stretch(reason, self._step, alarm.highest, rate_before)

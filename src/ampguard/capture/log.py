@@ -63,6 +63,8 @@ class EventLog:
         """True once an operator used what was computed before a backward pass: one more loss of the same graph."""
         self.producers = Producers()
         self._sweep_at = SWEEP_EVENTS
+        self._rests_until = 0
+        """Events from which on it is seen again which of them are still in use: a quarter more than were found to be."""
         self.arguments = ArgumentCopies()
 
     # --- adding -----------------------------------------------------------------------------------------------------
@@ -340,6 +342,8 @@ class EventLog:
         if self._pending:
             events = self.record.events
         if events and events[0].index < self.closed_until:
+            if len(events) < self._rests_until:
+                return False
             closed_until = self.closed_until
             if closed_until > self.iteration_start and not is_window_too_large(events):
                 closed_until = self.iteration_start
@@ -349,14 +353,18 @@ class EventLog:
             if events[-1].index < closed_until <= self.iteration_start and self._keep_roots(events):
                 return True
             closed = [e for e in events if e.index < closed_until]
-            self._keep(still_used(closed, events[len(closed) :], self.iteration_start))
+            self._keep(still_used(closed, events[len(closed) :], self.iteration_start, self.producers.writers))
             return True
-        if not keep_all and (len(events) > self._sweep_at or is_evaluating(events)):
+        if not keep_all and self._may_sweep(events):
             tell_calls(self.record)  # their operands would keep each other alive
             events = self.record.events
-            self._keep(still_used(events, [], self.iteration_start))
+            self._keep(still_used(events, [], self.iteration_start, self.producers.writers))
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
+
+    def _may_sweep(self, events: list[Event]) -> bool:
+        """Without a backward pass: at twice as many events, in an evaluation sooner."""
+        return len(events) > self._sweep_at or (len(events) >= self._rests_until and is_evaluating(events))
 
     def _keep_roots(self, events: list[Event]) -> bool:
         """Of a finished iteration keep the calls of modules whose results are in use. False where they need others."""
@@ -370,6 +378,8 @@ class EventLog:
     def _keep(self, kept: set[int]) -> None:
         self.record.events = [e for e in self.record.events if e.index in kept]
         self.producers.forget(kept)
+        found = len(self._record.events)
+        self._rests_until = found + found // 4 if found > SWEEP_EVENTS else 0
 
 
 def versions_in(values: Iterable[Any]) -> Sequence[int]:

@@ -56,11 +56,11 @@ class Producers:
         """
         version, index = version_of(written), op.index
         memory = compat.storage_key(written) if any(isinstance(a, Ref) for a in op.args[:1]) else 0
-        for identity, (alias, ref, known_version) in list(self.known.items()):
+        for identity, (alias, ref, known_version) in list(self.known.items()) if memory else ():
             tensor = alias()
-            if tensor is None or tensor is written or known_version != version_of(tensor):
-                continue
-            if memory and compat.storage_key(tensor) == memory:
+            if tensor is None:
+                del self.known[identity]  # a loop that fills a tensor row by row comes by here again and again
+            elif tensor is not written and known_version == version_of(tensor) and compat.storage_key(tensor) == memory:
                 self.known[identity] = (alias, ref, known_version + 1)
                 self.writers.setdefault(ref.event, []).append(index)
         self.known[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)

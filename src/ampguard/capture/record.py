@@ -383,6 +383,14 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def since(events: Sequence[Event], index: int) -> list[Event]:
+    """The events from `index` on. They are few at the end of many, mostly."""
+    first = len(events)
+    while first and events[first - 1].index >= index:
+        first -= 1
+    return list(events[first:])
+
+
 def refs_in(tree: Any) -> list[Ref]:
     """Every reference to an earlier event in a tree of arguments."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Ref)]

@@ -26,6 +26,7 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
+from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.record import (
     BackwardCall,
@@ -85,6 +86,7 @@ class FlightRecorder:
         self.tape = GlueTape(self)
         self.schedule = TapeSchedule()
         self.context = CallContext()
+        self.pace = Pace()
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.last_batch: Any = None
@@ -131,6 +133,8 @@ class FlightRecorder:
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = True
         log = self.log
+        if not torch.is_grad_enabled():
+            self.pace.enter(log.next_index)
         if log.has_open_events or self.judge.has_open_questions:
             self.judge.settle(module)
         if self.tells_forward:
@@ -186,7 +190,22 @@ class FlightRecorder:
             self.judge.suspect_buffers(root, poisoned)
         if not root.modes.grad:
             self.judge.look_at_outputs(root, outputs)
+            self.pace.leave(self.log.next_index, root.seconds)
         self.tape.enter(self.schedule.limit)
+
+    def pass_over(self, module: nn.Module) -> None:
+        """A call without gradients that is only looked at begins."""
+        self.tape.leave()
+        if self.judge.has_open_questions:
+            self.judge.settle(module)
+
+    def look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """It has returned: keep it after all if anything is wrong with it."""
+        if self.thread != threading.get_ident() or not self.judge.wants_to_know(module, output, self.pace):
+            return
+        root = self.enter_root(module, args, kwargs)
+        if root is not None:
+            self.leave_root(root, output)
 
     def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         """Keep a custom function that is applied outside every module."""

@@ -29,13 +29,15 @@ class ModuleProbe:
 
     def _watch_modules(self) -> None:
         recorder = self._recorder
-        guarded = recorder.barrier.call
+        guarded, pace = recorder.barrier.call, recorder.pace
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 if tracing_state() is not None:
                     guarded(recorder.tape.leave)
                     return original(module, *args, **kwargs)
+                if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
+                    return resting_call(module, args, kwargs)
                 root = guarded(recorder.enter_root, module, args, kwargs)
                 recorder.paused = True
                 try:
@@ -56,6 +58,16 @@ class ModuleProbe:
                     guarded(recorder.leave_root, root, output)
                 elif recorder.counting and not torch.is_grad_enabled():
                     guarded(recorder.judge.count_output, output)
+                return output
+
+            def resting_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                guarded(recorder.pass_over, module)
+                recorder.paused = True
+                try:
+                    output = original(module, *args, **kwargs)
+                finally:
+                    recorder.paused = False
+                guarded(recorder.look_at, module, args, kwargs, output)
                 return output
 
             def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
