@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from ampguard.capture.ranks.checksums import bit_sum, digest_of
+from ampguard.capture.ranks.checksums import digest_of
+from ampguard.numerics import bit_sum
 from ampguard.report.store import MERGE_ROUNDS, MERGE_WITHIN_S
 from ampguard.run.ranks import COURSE, is_due
 from ampguard.run.ranks_exchange import Check, Exchange, Sums

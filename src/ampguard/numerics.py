@@ -25,6 +25,9 @@ SMALL = 1 << 14
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose values are where they say they are."""
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
+
 KIND_NAMES = {NAN: "nan", POS_INF: "+inf", NEG_INF: "-inf"}
 
 
@@ -173,3 +176,15 @@ def stats(tensor: Tensor) -> TensorStats:
         int((wide == -math.inf).sum()),
         zeros,
     )
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of the elements' bits, read as integers: an int64 of no dimension on the tensor's device (modulo 2**64).
+
+    Integer addition does not depend on the order, so the same bits give the same number on every device and with every
+    number of threads, and one element that differs changes it. One pass over the memory, nothing copied.
+    """
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    if not compat.has_values(values) or values.layout != torch.strided:
+        return torch.zeros((), dtype=torch.int64)
+    return values.view(INTEGERS[values.dtype.itemsize]).sum(dtype=torch.int64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampguard.capture.ranks.checksums import as_parts, bit_sum, digest_of, from_parts
+from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
+from ampguard.numerics import bit_sum
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8)
 

@@ -1,29 +1,13 @@
-"""A number for each tensor that tells two tensors apart: the sum of its bits, read as integers.
-
-Integer addition does not depend on the order, so the same bits give the same number on every device and with every
-number of threads, and one element that differs changes it. One pass over the memory, nothing copied.
-"""
+"""What ranks tell each other of their weights: the sums of their bits (`numerics.bit_sum`), sent as float32, or one word."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ampguard import compat
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PART = 1 << 24
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of the elements' bits, an int64 of no dimension on the tensor's device (modulo 2**64)."""
-    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    if not compat.has_values(values) or values.layout != torch.strided:
-        return torch.zeros((), dtype=torch.int64)
-    return values.view(_INTEGERS[values.dtype.itemsize]).sum(dtype=torch.int64)
 
 
 def as_parts(sums: Sequence[Tensor]) -> list[Tensor]:

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampguard import compat
 from ampguard.capture.patches import Patches
-from ampguard.capture.ranks.checksums import bit_sum
 from ampguard.capture.ranks.past_wrapper import PastWrapper, past_wrapper
 from ampguard.capture.record import RootCall
+from ampguard.numerics import bit_sum
 
 
 class Replica:

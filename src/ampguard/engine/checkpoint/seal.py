@@ -6,8 +6,9 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from ampguard.numerics import bit_sum
 
 _MODULUS = 1 << 61
 
@@ -18,7 +19,8 @@ def seal_of(state: Any) -> int:
     for path, leaf in leaves(state):
         total = (total * 31 + zlib.crc32(f"{path}:{_told(leaf)}".encode())) % _MODULUS
         if isinstance(leaf, Tensor):
-            total = (total * 31 + _bits(leaf)) % _MODULUS
+            dense = leaf.detach().coalesce().values() if leaf.is_sparse else leaf
+            total = (total * 31 + int(bit_sum(dense))) % _MODULUS
     return total
 
 
@@ -39,14 +41,3 @@ def _told(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)}:{leaf.dtype}"
     return repr(leaf) if isinstance(leaf, (str, int, float, bool, bytes, complex, type(None))) else type(leaf).__name__
-
-
-@torch.no_grad()
-def _bits(tensor: Tensor) -> int:
-    """Sum of the tensor's memory, read as integers."""
-    if tensor.numel() == 0:
-        return 0
-    dense = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-    flat = dense.contiguous().view(-1)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size(), torch.uint8)
-    return int(flat.view(kind).sum(dtype=torch.int64))
