@@ -566,3 +566,28 @@ def test_a_scaler_is_not_called_needless(overridden: Callable[..., Any], precisi
     with overridden(precision) as session:
         train_with_amp("fp16", steps=20)
     assert [i.cause for i in session.report.incidents if i.severity != "info"] == []
+
+
+@pytest.mark.parametrize("precision", ["O2", "O3", "bf16-true"])
+def test_sparse_gradients_stay_sparse(overridden: Callable[..., Any], precision: str) -> None:
+    """SparseAdam takes no others, and the derivative of an ordinary cast takes no sparse one."""
+
+    def trained_bag() -> nn.Module:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.EmbeddingBag(30, 8, sparse=True), nn.Linear(8, 4))
+        optimizers = [torch.optim.SparseAdam(net[0].parameters(), 1e-2), torch.optim.SGD(net[1].parameters(), 0.1)]
+        for x, y in batches(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            nn.functional.cross_entropy(net((x.abs() * 9).long().clamp(max=29)), y).backward()
+            assert net[0].weight.grad.is_sparse
+            for optimizer in optimizers:
+                optimizer.step()
+        return net
+
+    control = trained_bag()
+    with overridden(precision) as session:
+        net = trained_bag()
+    assert session.report.run["steps_held_off"] == 0
+    for mine, theirs in zip(weights(net), weights(control), strict=True):
+        assert torch.allclose(mine, theirs, atol=0.03)

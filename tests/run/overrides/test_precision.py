@@ -183,6 +183,36 @@ def test_a_scaler_for_cuda_becomes_one_for_the_cpu(overridden: Callable[..., Any
     assert any("CUDA" in done for done in session.report.run["did"])
 
 
+def train_converted(dtype: torch.dtype, in_region: bool) -> nn.Module:
+    """A script that has its weights in a low precision: it casts the inputs itself, or lets its autocast do that."""
+    net = model().to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype) if in_region else contextlib.nullcontext():
+            output = net(x if in_region else x.to(dtype))
+        nn.functional.cross_entropy(output.float(), y).backward()
+        optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["fp32", "fp16", "bf16", "O2", "O3"])
+def test_a_model_in_a_low_precision_of_its_own_is_left_alone(
+    overridden: Callable[..., Any], wanted: str, dtype: torch.dtype, in_region: bool
+) -> None:
+    """Activations in another type would not go together with its weights."""
+    control = train_converted(dtype, in_region)
+    with overridden(wanted) as session:
+        net = train_converted(dtype, in_region)
+    if wanted in ("fp16", "bf16"):
+        assert_equal(net, control)
+    else:
+        assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(weights(net), weights(control), strict=True))
+    assert session.report.steps == 4
+
+
 def test_what_cannot_be_overridden_is_said(overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     with overridden("fp16") as session:
         half = nn.Linear(4, 4).half()

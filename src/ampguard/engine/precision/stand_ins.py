@@ -21,12 +21,16 @@ from ampguard.engine.force_fp32.modules import is_forced
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter or buffer, under the name in its module's own table. `in_float32`: a module around it runs so."""
+    """A parameter or buffer, under the name in its module's own table.
+
+    `in_float32`: a module around it runs so. `gets_sparse`: its module gives it sparse gradients.
+    """
 
     entries: dict[str, Any]
     name: str
     tensor: Tensor
     in_float32: bool
+    gets_sparse: bool = False
 
 
 def places_in(root: nn.Module, forced: frozenset[int] = frozenset()) -> Iterator[Place]:
@@ -45,7 +49,7 @@ def _walk(module: nn.Module, forced: frozenset[int], in_float32: bool, seen: set
     for entries in (compat.parameters_of(module), compat.buffers_of(module)):
         for name, tensor in entries.items():
             if tensor is not None and is_castable(tensor):
-                yield Place(entries, name, tensor, in_float32)
+                yield Place(entries, name, tensor, in_float32, getattr(module, "sparse", False) is True)
     for child in compat.children_of(module).values():
         if child is not None:
             yield from _walk(child, forced, in_float32, seen)

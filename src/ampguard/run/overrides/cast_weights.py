@@ -10,6 +10,7 @@ In a backward pass the last casts stand there again, for what activation checkpo
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,13 +33,36 @@ from ampguard.run.overrides.regions import own_low_dtype
 from ampguard.run.overrides.stored_low import StoredLow
 
 
+@functools.cache
+def _sparse_cast() -> type[torch.autograd.Function]:
+    """A cast whose gradient may be sparse: that of `Tensor.to` raises for one."""
+
+    class SparseCast(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            ctx.dtype = tensor.dtype
+            return tensor.to(dtype)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0].to(ctx.dtype), None
+
+    return SparseCast
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, gets_sparse: bool) -> Tensor:
+    """The tensor in another type; differentiable."""
+    made: Tensor = _sparse_cast().apply(tensor, dtype) if gets_sparse else tensor.to(dtype)
+    return made
+
+
 def casts_of(root: nn.Module, places: list[Place], dtype: torch.dtype) -> StandIns:
     """Casts of what stands in these places of a root; tied weights have one."""
     made: dict[int, Tensor] = {}
     with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
         for place in places:
             if id(place.tensor) not in made:
-                made[id(place.tensor)] = place.tensor.to(dtype)
+                made[id(place.tensor)] = cast(place.tensor, dtype, place.gets_sparse)
     return StandIns(root, [(place, made[id(place.tensor)]) for place in places])
 
 
