@@ -157,7 +157,7 @@ class ReplayMode(compat.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = facts_of(func)
-        if facts.is_collective:
+        if facts.is_collective and compat.several_ranks():  # (one that is alone waits for nobody)
             raise CollectiveError(f"{func} would wait for the other ranks")
         precision = self._precision() if self._may_convert else None
         if precision is not None:
