@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,93 @@ def test_method_of_a_trainer(guarded: Any) -> None:
 
     incident = only(guarded(body)[1])
     assert (incident.step, incident.cause, incident.module) == (1, "singular-gradient", "middle")
+
+
+class Log(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.linear(x).relu() + (0.1 if x.sum() > -1e3 else 0.0)).mean()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_loss_that_the_step_itself_refuses(guarded: Any, tmp_path: Path, raises: bool) -> None:
+    """It is never differentiated: the step returns it, or ends the script."""
+
+    def body() -> Any:
+        torch.manual_seed(0)
+        model = Log()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        @torch.compile(backend="eager")
+        def step(x: Tensor) -> Tensor:
+            loss: Tensor = model(x)
+            if torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            elif raises:
+                raise ArithmeticError("the loss is not finite")
+            return loss
+
+        return [math.isfinite(step(torch.randn(8, 4) - (1e4 if i == 2 else 0)).item()) for i in range(4)]
+
+    if raises:
+        with pytest.raises(ArithmeticError), ampguard.watch(out=tmp_path / "run") as session:
+            body()
+        assert session.report is not None
+        report = session.report
+    else:
+        result, report = guarded(body)
+        assert result == [True, True, False, True]
+    incident = only(report)
+    assert incident.step == 2
+    assert place(incident)[:3] == ("domain-error", "", "aten.log.default")
+    assert any(fix.verified for fix in incident.fixes)
+
+
+def test_compiled_evaluation(guarded: Any) -> None:
+    def body() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Cube()).eval()
+
+        @torch.compile(backend="aot_eager")
+        def evaluate(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.float16):
+                return model(x)  # type: ignore[no-any-return]
+
+        with torch.no_grad():
+            return [evaluate(torch.randn(4, 4) * factor).isfinite().all().item() for factor in (1, 100)]
+
+    result, report = guarded(body)
+    assert result == [True, False]
+    assert (only(report).mode, only(report).module) == ("eval", "1")
+    assert place(only(report))[3] == "return h * h * h"
+
+
+def test_compiled_update_is_no_forward_pass(guarded: Any) -> None:
+    """Else the gradients would be taken for dropped, and the weights that they spoil for another failure."""
+
+    def body() -> Any:
+        torch.manual_seed(0)
+        model = Net(Length())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        @torch.compile(backend="aot_eager")
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for i in range(4):
+            model(torch.zeros(5, 4) if i == 2 else torch.randn(5, 4)).mean().backward()
+            update()
+        return fingerprint(model, optimizer)
+
+    incident = only(guarded(body)[1])
+    assert (incident.step, incident.cause, incident.module) == (2, "singular-gradient", "middle")
+    assert incident.occurrences == 1
 
 
 def steps_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Step]:

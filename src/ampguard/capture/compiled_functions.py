@@ -48,10 +48,10 @@ def recorded(recorder: FlightRecorder, function: Any, compiled: Callable[..., An
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if recorder.paused or torch.compiler.is_compiling() or not recorder.active or not torch.is_grad_enabled():
+        if recorder.paused or torch.compiler.is_compiling() or not recorder.active:
             return compiled(*args, **kwargs)
         modules = recorder.barrier.call(modules_reached, function, args, kwargs)
-        if modules is None:
+        if modules is None or not (modules or torch.is_grad_enabled()):
             return compiled(*args, **kwargs)
         key = tuple(map(id, modules.values()))
         if key not in known:

@@ -11,30 +11,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ampguard.capture.compiled_functions import CompiledFunction
-from ampguard.capture.reached import modules_reached, of_kind
+from ampguard.capture.leaving import (
+    LeftError,
+    bad_number_in,
+    gradients_kept,
+    left_at,
+    nothing_updated,
+    replaced,
+    stays_in_graph,
+    with_unscaled,
+)
+from ampguard.capture.reached import may_differentiate, modules_reached, of_kind, only_updates
 from ampguard.capture.record import Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
 
 
-class LeftError(BaseException):
-    """A replay leaves a training step here; `losses` is what was about to be differentiated."""
-
-    def __init__(self, losses: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.losses = losses
-
-
 class CompiledStep(CompiledFunction):
-    """A compiled training step in the record, up to the `turn`-th time that it differentiates."""
+    """A compiled training step in the record, up to the `turn`-th time that it differentiates.
+
+    `raises`: it does so before that, with a loss in hand that is not finite, which is its result then.
+    """
+
+    raises = False
 
     def __init__(
         self, compiled: Callable[..., Any], function: Any, reached: Mapping[str, nn.Module], turn: int
@@ -43,14 +50,14 @@ class CompiledStep(CompiledFunction):
         self._turn = turn
         self._later: CompiledStep | None = None
 
+    def alike(self, turn: int = 1) -> CompiledStep:
+        """The same step, up to another time."""
+        return CompiledStep(self._compiled, self._function, dict(self.named_children()), turn)
+
     def following(self) -> CompiledStep:
         """The same step, up to the next time."""
         if self._later is None:
-            object.__setattr__(
-                self,
-                "_later",
-                CompiledStep(self._compiled, self._function, dict(self.named_children()), self._turn + 1),
-            )
+            object.__setattr__(self, "_later", self.alike(self._turn + 1))  # not as a part of this module
         assert self._later is not None
         return self._later
 
@@ -62,92 +69,11 @@ class CompiledStep(CompiledFunction):
                 return super().forward(*args, **kwargs)
             except LeftError as left:
                 return left.losses
-
-
-@contextlib.contextmanager
-def left_at(turn: int) -> Iterator[None]:
-    """What is differentiated for the `turn`-th time raises `LeftError`; what was before leaves no gradients."""
-    turns = 0
-    before_scaling: dict[int, tuple[Tensor, Tensor]] = {}
-    multiply, differentiate = torch.amp.GradScaler.scale, torch.autograd.grad
-
-    def leave(tensors: Any) -> None:
-        nonlocal turns
-        turns += 1
-        if turns == turn:
-            raise LeftError(with_unscaled(tensors, before_scaling.get))
-
-    def scale(scaler: Any, loss: Any) -> Any:
-        scaled = multiply(scaler, loss)
-        if isinstance(scaled, Tensor) and scaled is not loss:
-            before_scaling[id(scaled)] = (scaled, loss)
-        return scaled
-
-    def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not stays_in_graph(args, kwargs):
-            leave(outputs)
-        return differentiate(outputs, *args, **kwargs)
-
-    calls = [
-        (torch.autograd, "backward", lambda tensors, *args, **kwargs: leave(tensors)),
-        (torch.autograd, "grad", grad),
-    ]
-    with replaced([*calls, (torch.amp.GradScaler, "scale", scale)]):
-        yield
-
-
-@contextlib.contextmanager
-def nothing_updated() -> Iterator[None]:
-    """Optimizers, scalers and schedulers stay as they are: an earlier turn's update has been made."""
-    kinds = [(kind, "step") for kind in subclasses_of(Optimizer) if "step" in vars(kind)]
-    kinds += [(torch.amp.GradScaler, name) for name in ("step", "update", "unscale_")]
-    kinds += [(kind, "step") for kind in subclasses_of(torch.optim.lr_scheduler.LRScheduler) if "step" in vars(kind)]
-    with replaced([(kind, name, lambda *args, **kwargs: None) for kind, name in kinds]):
-        yield
-
-
-@contextlib.contextmanager
-def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """What is done to these gradients is done to copies."""
-    kept = [(p, p.grad) for p in {id(p): p for p in parameters}.values() if p.is_leaf]
-    try:
-        for parameter, gradient in kept:
-            if gradient is not None:
-                parameter.grad = gradient.detach().clone()
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def replaced(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes that stand for something else for as long."""
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in attributes]
-    try:
-        for owner, name, value in attributes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
-
-
-def subclasses_of(kind: type[Any]) -> list[type[Any]]:
-    """A class and all that are derived from it."""
-    derived: list[type[Any]] = kind.__subclasses__()
-    return [kind, *(inner for one in derived for inner in subclasses_of(one))]
-
-
-def with_unscaled(tensors: Any, scaled_from: Callable[[int], tuple[Any, Tensor] | None]) -> list[Tensor]:
-    """What is differentiated; and behind that, of each tensor that a scaler has multiplied, what it was before."""
-    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    return losses + [known[1] for loss in losses if (known := scaled_from(id(loss))) is not None]
-
-
-def stays_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `torch.autograd.grad`, given these after its outputs, makes gradients that are differentiated again."""
-    return bool(args[3] if len(args) > 3 else kwargs.get("create_graph", False))
+            except Exception as error:
+                loss = bad_number_in(error) if self.raises else None
+                if loss is None:
+                    raise
+                return loss
 
 
 class _OpenStep:
@@ -181,6 +107,16 @@ class _OpenStep:
             root.outputs.append(log.producers.define(tensor, Ref(root.index, position)))
             root.floating.append(tensor.is_floating_point())
 
+    def raised(self, error: Exception) -> None:
+        """The call raised: a loss that the step has in hand, and that is not finite, may be why."""
+        bad, module = bad_number_in(error), self._first.module
+        if self.has_differentiated or bad is None or not isinstance(module, CompiledStep):
+            return
+        self._first.module = raising = module.alike()
+        raising.raises = True
+        self._first.outputs.append(self._recorder.log.producers.define(bad, Ref(self._first.index, 0)))
+        self._first.floating.append(True)
+
     def end(self, output: Any) -> None:
         """The call has returned."""
         recorder = self._recorder
@@ -204,8 +140,12 @@ def recorded_step(
     guarded = recorder.barrier.call
     known: dict[tuple[int, ...], CompiledStep] = {}
 
-    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep:
+    differentiates = may_differentiate(function)
+
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep | None:
         modules = modules_reached(function, args, kwargs)
+        if not (modules or torch.is_grad_enabled()) or (not differentiates and only_updates(function, args, kwargs)):
+            return None
         key = tuple(map(id, modules.values()))
         if key not in known:
             known[key] = CompiledStep(compiled, function, modules, 1)
@@ -217,11 +157,16 @@ def recorded_step(
         if is_nested or not recorder.active:
             return compiled(*args, **kwargs)
         guarded(hide)
-        step = guarded(begin, args, kwargs) if torch.is_grad_enabled() else None
+        step = guarded(begin, args, kwargs)
         root = guarded(recorder.enter_root, step, args, kwargs) if step is not None else None
         opened = _OpenStep(recorder, root) if root is not None else None
         with without_tape(recorder), telling(recorder, opened):
-            output = compiled(*args, **kwargs)
+            try:
+                output = compiled(*args, **kwargs)
+            except Exception as error:
+                if opened is not None:
+                    guarded(opened.raised, error)
+                raise
         if opened is not None:
             guarded(opened.end, output)
         return output

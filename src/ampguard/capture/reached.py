@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from ampguard.capture.frames import is_user_code
 
-DRIVES = frozenset(["backward", "autograd", "grad", "step", "unscale_", "zero_grad"])
-"""Names in a function that may differentiate or update: it is no forward pass."""
+UPDATES = frozenset(["step", "unscale_", "zero_grad", "grad"])
+"""Names in a function that may update or clear gradients: it is no forward pass."""
+DIFFERENTIATES = frozenset(["backward", "autograd"])
 
 MAX_DEPTH = 3
 MAX_PARTS = 256
@@ -31,9 +36,31 @@ def plain_function(function: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
+def is_users(function: Any) -> bool:
+    """Whether this is a function of the user's: not a module, nor a method of PyTorch's own (`optimizer.step`)."""
+    code = getattr(plain_function(function), "__code__", None)
+    return code is not None and is_user_code(code)
+
+
 def may_drive(function: Any) -> bool:
-    """Whether a function, or one of the user's that it names, may differentiate or update."""
-    return any(not DRIVES.isdisjoint(code.co_names) for code in codes_of(function))
+    """Whether a function, or one of the user's that it names, may differentiate or update: it is no forward pass."""
+    return any(not (UPDATES | DIFFERENTIATES).isdisjoint(code.co_names) for code in codes_of(function))
+
+
+def may_differentiate(function: Any) -> bool:
+    """Whether a function, or one of the user's that it names, may differentiate."""
+    if any(not DIFFERENTIATES.isdisjoint(code.co_names) for code in codes_of(function)):
+        return True
+    grad = inspect.unwrap(torch.autograd.grad)
+    named = (dict(named_in(one)).get("grad") for one in (function, *functions_named_in(function)))
+    return any(callable(value) and inspect.unwrap(value) is grad for value in named)
+
+
+def only_updates(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function that does not differentiate may use gradients: it is a part of the update."""
+    if any("grad" in code.co_names for code in codes_of(function)):
+        return True
+    return any(isinstance(value, (Optimizer, GradScaler)) for _, value in near(function, args, kwargs))
 
 
 def may_autocast(function: Any) -> bool:
@@ -58,13 +85,23 @@ def functions_named_in(function: Any) -> list[Any]:
     code = getattr(plain_function(function), "__code__", None)
     if code is None:
         return []
-    found = [value for _, value in named_in(function) if isinstance(value, (types.FunctionType, types.MethodType))]
+    found = [called for _, value in named_in(function) if (called := function_behind(value)) is not None]
     owner = getattr(function, "__self__", None)
     for name in code.co_names if owner is not None and not isinstance(owner, nn.Module) else ():
         method = getattr(type(owner), name, None)
         if isinstance(method, types.FunctionType):
             found.append(types.MethodType(method, owner))
     return found
+
+
+def function_behind(value: Any) -> Any:
+    """What runs when a value is called that is a function, or an object of a class of the user's with a `__call__`."""
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return value
+    call = getattr(type(value), "__call__", None)  # noqa: B004
+    if not isinstance(call, types.FunctionType) or isinstance(value, (type, nn.Module)):
+        return None
+    return types.MethodType(call, value) if is_user_code(call.__code__) else None
 
 
 def named_in(function: Any) -> Iterator[tuple[str, Any]]:

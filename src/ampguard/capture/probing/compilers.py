@@ -15,11 +15,12 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.compiled_functions import recorded
 from ampguard.capture.compiled_steps import recorded_step
 from ampguard.capture.patches import Patches
-from ampguard.capture.reached import may_drive
+from ampguard.capture.reached import is_users, may_drive
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
 
 PACKAGE = __name__.partition(".")[0]
+DYNAMO = "torch._dynamo.eval_frame"
 
 
 class CompilerProbe:
@@ -37,7 +38,7 @@ class CompilerProbe:
         self._patches.replace(torch, "compile", self._watch_compile)
         for name in ("trace", "trace_module"):
             self._patches.replace(torch.jit, name, self._off_tape)
-        if "torch._dynamo.eval_frame" in sys.modules:  # perhaps something is compiled already
+        if DYNAMO in sys.modules:  # perhaps something is compiled already
             self._recorder.barrier.call(self._hide)
 
     def _watch_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +50,7 @@ class CompilerProbe:
             if not recorder.active:
                 return made
             recorder.barrier.call(self._hide)
-            if not isinstance(model, (types.FunctionType, types.MethodType, functools.partial)):
+            if isinstance(model, type) or not is_users(model):
                 return made
             if recorder.barrier.call(may_drive, model):
                 made = recorded_step(recorder, model, made, self._hide)
@@ -61,7 +62,7 @@ class CompilerProbe:
 
     def _hide(self) -> None:
         """Where compiled code stops at a call of ours (`backward`, a hook), Dynamo would compile our frames."""
-        if len(sys.modules) != self._modules_hidden:
+        if len(sys.modules) != self._modules_hidden and DYNAMO in sys.modules:
             self._modules_hidden = len(sys.modules)
             new = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
             compat.run_uncompiled([code for name in new.keys() - self._hidden for code in codes_of_module(new[name])])
