@@ -74,6 +74,33 @@ BY_THE_OPTIMIZER = {
 }
 
 
+@pytest.mark.parametrize("rate", [10.0, 40.0, 1000.0])
+def test_a_warm_up_that_ends_in_one_giant_update(guard: Guard, rate: float) -> None:
+    """The first update has no size at all; what one look has seen of the second is no measure of health."""
+
+    def loop() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] = rate * step
+            x, y = torch.randn(32, 32), torch.randint(0, 10, (32,))
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if not loss.isfinite():
+                return
+        raise AssertionError("this loop was meant to fail")
+
+    run = guard(loop)
+    assert [i.cause for i in run.report.incidents if i.severity == "error"] == ["divergence"], run.stderr
+    assert run.first.evidence["began_at_step"] == 1
+
+
 @pytest.mark.parametrize("name", BY_THE_OPTIMIZER)
 def test_first_updates_that_throw_the_weights_away_are_divergence(guard: Guard, name: str) -> None:
     run = guard(BY_THE_OPTIMIZER[name])

@@ -23,7 +23,13 @@ from ampguard.capture.weights import WeightSample, watchable
 from ampguard.diagnose.dynamics.doing import could_have_moved
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.fits import kendall, smoothed
-from ampguard.diagnose.dynamics.proportion import healthy_norm, is_near_zero, ordinary_norm
+from ampguard.diagnose.dynamics.proportion import (
+    MOVED_FAR,
+    healthy_norm,
+    is_near_zero,
+    last_before_it_moved,
+    ordinary_norm,
+)
 from ampguard.diagnose.dynamics.remedies import Remedies, try_remedies, untried
 from ampguard.diagnose.dynamics.trajectory import Trajectory, is_number
 from ampguard.diagnose.words import number
@@ -49,8 +55,6 @@ MIN_RISES_GENTLY = 6
 WEIGHTS_GREW = 1.1
 GREW_SUDDENLY = 10.0
 """By which factor the weights grow between two looks, in no healthy training."""
-MOVED_FAR = 0.5
-"""||weights now - weights then|| / ||weights then|| over the few steps that are kept."""
 SHOWN = 8
 MORE_RANGE = frozenset(["force-fp32", "use-bf16", "disable-amp"])
 
@@ -99,7 +103,7 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     if not losses:
         return None
     remedies = remedies_of(situation, even_if_data=False)
-    look = next((s for s in reversed(situation.trajectory.looks) if s.weight_norm and is_number(s.weight_norm)), None)
+    look = last_before_it_moved(situation.trajectory.looks)
     if remedies is not None and remedies.began_at is not None:
         if not is_giant(remedies, situation):
             return None
@@ -122,7 +126,7 @@ def is_out_of_range(incident: Incident, usual: float) -> bool:
     if not any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
         return True
     wide = incident.evidence.get("loss_in_float32")
-    return is_number(wide) and abs(wide) >= RISEN_STEEPLY * usual > 0
+    return is_number(wide) and abs(wide) >= RISEN * usual > 0
 
 
 def growth_by_optimizer(look: WeightSample | None, situation: Situation, rise: float) -> float | None:
@@ -281,7 +285,7 @@ def moved_in_words(remedies: Remedies, trajectory: Trajectory, facts: dict[str, 
     facts["weights_moved_by"] = remedies.moved
     usual = usual_ratio(trajectory)
     before = ""
-    if usual is not None:
+    if usual:
         facts["usual_update_ratio"] = usual
         before = f" (one update usually moves them by {number(usual)} of it)"
     return (

@@ -27,11 +27,15 @@ from ampguard.numerics import dtype_name, is_finite, is_low_precision
 
 ELEMENTS = 512
 SAFE_EPS = 1e-4
+WIDER = {
+    "fp32-parameters": "keep the model in float32 (no .half()) and run it under torch.autocast",
+    "master-weights": "let the optimizer update float32 copies of the weights, and copy them back",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Poisoned:
-    """A low-precision parameter that its optimizer made non-finite, and where."""
+    """A parameter that its optimizer made non-finite, and where."""
 
     optimizer: Optimizer
     parameter: Tensor
@@ -54,26 +58,45 @@ def optimizer_underflow(situation: Situation) -> Incident | None:
 
 
 def poisoned(optimizer: Optimizer) -> Poisoned | None:
-    """The first parameter that only its own precision made non-finite: the same update in float32 is finite."""
+    """The first parameter that only its own precision, or an eps of 0, made non-finite: the same update is finite otherwise."""
     for parameter in watchable(optimizer):
-        if not is_low_precision(parameter.dtype) or is_finite(parameter):
+        if is_finite(parameter) or not optimizer.state.get(parameter):
             continue
         if parameter.grad is not None and not is_finite(parameter.grad):
             continue
         bad = (~torch.isfinite(parameter.detach())).reshape(-1).nonzero().reshape(-1)
         some = bad[:ELEMENTS]
         own = update_alone(optimizer, parameter, some)
-        wide = update_alone(optimizer, parameter, some, torch.float32)
-        if own is None or wide is None or own.is_finite or not wide.is_finite:
-            continue
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        if (
+            own is None
+            or own.is_finite
+            or not (is_finite_wide(optimizer, parameter, some) or needs_eps(optimizer, group, parameter, some))
+        ):
+            continue
         return Poisoned(optimizer, parameter, group, bad, own)
     return None
+
+
+def is_finite_wide(optimizer: Optimizer, parameter: Tensor, elements: Tensor) -> bool:
+    """Whether these elements of low-precision weights could be updated in float32."""
+    wide = update_alone(optimizer, parameter, elements, torch.float32) if is_low_precision(parameter.dtype) else None
+    return wide is not None and wide.is_finite
+
+
+def needs_eps(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, elements: Tensor) -> bool:
+    """Whether the optimizer was given an eps of 0, and these elements could be updated with one that is not."""
+    safe = update_alone(optimizer, parameter, elements, eps=SAFE_EPS) if group.get("eps") == 0 else None
+    return safe is not None and safe.is_finite
 
 
 def told(found: Poisoned, situation: Situation) -> Incident:
     parameter, optimizer = found.parameter, found.optimizer
     dtype = dtype_name(parameter.dtype)
+    wider = is_finite_wide(optimizer, parameter, found.bad[:ELEMENTS])
+    cure = (
+        "The same update in float32 is finite." if wider else f"With an eps of {SAFE_EPS:g} the same update is finite."
+    )
     name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
     kind = type(optimizer).__name__
     zeros, facts = zeros_of(found)
@@ -93,7 +116,7 @@ def told(found: Poisoned, situation: Situation) -> Incident:
         location=line.location() if line is not None else None,
         explanation=(
             f"{kind}'s update of {name} is not finite although its gradients are: {of} of it became NaN or Inf, because "
-            f"{zeros}. The same update in float32 is finite."
+            f"{zeros}. {cure}"
         ),
         evidence={"name": name, "bad_elements": found.bad.numel(), "elements": parameter.numel(), **facts},
         fixes=fixes(found),
@@ -110,7 +133,7 @@ def zeros_of(found: Poisoned) -> tuple[str, dict[str, Any]]:
         rounded = float(torch.tensor(float(eps), dtype=found.parameter.dtype))
         facts |= {"eps": float(eps), "eps_in_low_precision": rounded}
         if rounded == 0:
-            words.append(f"eps {eps:g} is 0 in {dtype}")
+            words.append(f"eps {eps:g} is 0 in {dtype}" if eps else "eps is 0")
     state = found.optimizer.state.get(found.parameter, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == found.parameter.shape and value.dtype == found.parameter.dtype:
@@ -128,40 +151,16 @@ def zeros_of(found: Poisoned) -> tuple[str, dict[str, Any]]:
 
 def fixes(found: Poisoned) -> tuple[Fix, ...]:
     """Each tried on the elements that went bad."""
-    elements = found.bad[:ELEMENTS]
-    wide = update_alone(found.optimizer, found.parameter, elements, torch.float32)
-    ok = wide is not None and wide.is_finite
-    outcome = "the same update is finite in float32" if ok else None
-    tried = [
-        Fix(
-            "fp32-parameters",
-            None,
-            "keep the model in float32 (no .half()) and run it under torch.autocast",
-            ok,
-            outcome,
-        ),
-        Fix(
-            "master-weights",
-            None,
-            "let the optimizer update float32 copies of the weights, and copy them back",
-            ok,
-            outcome,
-        ),
-    ]
-    if "eps" in found.group:
-        safe = update_alone(found.optimizer, found.parameter, elements, eps=SAFE_EPS)
-        if safe is not None:
-            how = (
-                f"{type(found.optimizer).__name__}(..., eps={SAFE_EPS:g}): eps must not be 0 in {found.parameter.dtype}"
-            )
-            finite = safe.is_finite
-            tried.append(
-                Fix(
-                    "add-epsilon",
-                    None,
-                    how,
-                    finite,
-                    "the same update is finite" if finite else "it is still not finite",
-                )
-            )
+    optimizer, parameter, elements = found.optimizer, found.parameter, found.bad[:ELEMENTS]
+    tried: list[Fix] = []
+    if is_low_precision(parameter.dtype):
+        ok = is_finite_wide(optimizer, parameter, elements)
+        outcome = "the same update is finite in float32" if ok else None
+        for action, how in WIDER.items():
+            tried.append(Fix(action, None, how, ok, outcome))
+    safe = update_alone(optimizer, parameter, elements, eps=SAFE_EPS) if "eps" in found.group else None
+    if safe is not None:
+        how = f"{type(optimizer).__name__}(..., eps={SAFE_EPS:g}): eps must not be 0 in {parameter.dtype}"
+        outcome = "the same update is finite" if safe.is_finite else "it is still not finite"
+        tried.append(Fix("add-epsilon", None, how, safe.is_finite, outcome))
     return tuple(tried)

@@ -7,8 +7,9 @@ to, never against what they began with.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +19,8 @@ from ampguard.diagnose.dynamics.trajectory import is_number
 
 NEAR_ZERO = 0.1
 """Share of the ordinary norm below which weights have yet to grow."""
+MOVED_FAR = 0.5
+"""Share of the weights' norm, or of their ordinary one, by which no update moves them in health."""
 WHOLE = 1.0
 """Relative size up to which an update of weights near zero is a usual one: the second is as large as the first."""
 
@@ -35,6 +38,31 @@ def ordinary_norm(parameters: Iterable[Tensor]) -> float:
 def is_near_zero(norm: float, parameters: Iterable[Tensor]) -> bool:
     """Whether weights of this norm have yet to grow to their ordinary size."""
     return norm < NEAR_ZERO * ordinary_norm(parameters)
+
+
+def last_before_it_moved(looks: Sequence[WeightSample]) -> WeightSample | None:
+    """The last look at weights that its own update had not thrown far away; else the first, as it was before that update.
+
+    A look is taken after an update: where that one was already far too large, what it shows is no measure of health.
+    """
+    found: WeightSample | None = None
+    for look in reversed([s for s in looks if s.weight_norm and is_number(s.weight_norm)]):
+        before = _before_its_update(look)
+        if before is None:
+            return found or look
+        found = before
+    return found
+
+
+def _before_its_update(look: WeightSample) -> WeightSample | None:
+    """Where the update was far too large: the look as if it had been taken before (at right angles, say). None elsewhere."""
+    ratio, optimizer = look.update_ratio, look.optimizer()
+    if not look.weight_norm or not is_number(ratio) or optimizer is None:
+        return None
+    norm = look.weight_norm / math.hypot(1.0, ratio)
+    if ratio * norm < MOVED_FAR * max(norm, ordinary_norm(watchable(optimizer))):
+        return None
+    return dataclasses.replace(look, weight_norm=norm, update_ratio=None)
 
 
 def healthy_norm(look: WeightSample, optimizer: Optimizer, step: int) -> float:
