@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +129,20 @@ def test_weight_norm_of_an_empty_row(rows: int, guard: Callable[..., Watched]) -
     assert incident.module == "layers.0.parametrizations.weight.0"
     assert incident.evidence["zero_divisors"] == rows
     assert [(fix.action, fix.verified) for fix in incident.fixes] == [("initialise-parameter", True)]
+
+
+@pytest.mark.parametrize(
+    "line", ["r = ((h - h.detach()) ** 2).sum(-1) ** 0.5", "r = (h - h.detach()).pow(2).sum(-1).pow(0.5)"]
+)
+def test_the_power_that_is_accused(line: str, guard: Callable[..., Watched], tmp_path: Path) -> None:
+    """Two powers on one line: to clamp the difference that is squared would cut off its negative half."""
+    file = tmp_path / "two_powers.py"
+    head = "import torch\nfrom torch import nn\ntorch.manual_seed(0)\nh = nn.Linear(4, 3)(torch.randn(5, 4))\n"
+    file.write_text(f"{head}{line}\nr.mean().backward()\n")
+    incident = guard(lambda: exec(compile(file.read_text(), str(file), "exec"), {})).first
+    assert incident.cause == "singular-gradient"
+    clamped = next(fix for fix in incident.fixes if fix.action == "clamp")
+    assert clamped.verified
+    squared, _, rest = clamped.how.partition(".sum(-1)")
+    assert "clamp" not in squared
+    assert rest.startswith(".clamp(min=1e-6)")

@@ -50,3 +50,22 @@ def test_loss_and_what_follows_from_it(by_backward: bool, guard: Callable[..., W
     assert any(fix.verified for fix in incident.fixes)
     assert incident.evidence["later_failures_caused_by_it"] >= 1
     assert not run.faults
+
+
+def test_gradient_that_nobody_looks_at(guard: Callable[..., Watched]) -> None:
+    """A singular gradient of plain tensors is seen one step later. Nothing may be said of gradients that were not seen."""
+
+    def body() -> None:
+        weight = torch.randn(5, 4, requires_grad=True)
+        for step in range(STEPS):
+            a, b = torch.randn(8, 5), torch.randn(8, 5)
+            if step == BAD:
+                b[2] = a[2]
+            weight.grad = None
+            ((a - b) @ weight).pow(2).sum(1).sqrt().mean().backward()
+            assert weight.grad is not None
+            weight.data.add_(weight.grad, alpha=-0.01)
+
+    (incident,) = guard(body).report.incidents
+    assert "the gradients of that update were finite" not in incident.explanation
+    assert "optimizer's own arithmetic" not in incident.explanation

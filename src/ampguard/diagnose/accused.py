@@ -93,8 +93,16 @@ def accused_alone(evidence: Evidence, expressions: list[rewrite.Expression]) -> 
     turn = turn_of(evidence, expressions)
     if turn is not None:
         return expressions[turn]
-    able = [e for e in expressions if not _has_a_plain_number(e, op.short_name)]
+    able = [e for e in expressions if not _has_a_plain_number(e, op.short_name) and not has_another_number(e, op)]
     return able[0] if len(able) == 1 else None
+
+
+def has_another_number(expression: rewrite.Expression, op: TracedOp) -> bool:
+    """`x ** 2` on a line whose `y ** 0.5` is accused. (In a derivative the number is not the one that is written.)"""
+    takes_one = op.name.endswith(".Tensor_Scalar") and len(op.scalars) == 1 and not op.in_backward
+    written = expression.operand(op.short_name, 1, "exponent") if takes_one else None
+    number = rewrite.plain_number(written) if written is not None else None
+    return number is not None and [number] != op.scalars
 
 
 def _has_a_plain_number(expression: rewrite.Expression, operator: str) -> bool:

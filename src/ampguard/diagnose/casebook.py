@@ -418,8 +418,8 @@ class Casebook:
             text += f" {reason} The steps before this one did not use it: initialisation or a checkpoint."
         elif self._recorder.judge.last_good_step is not None:
             facts["since_step"] = self._recorder.judge.last_good_step
-            if changed is not None or self._unreplayable:
-                facts["gradients_were_looked_at"] = False
+            if changed is not None or self._unreplayable or not self._recorder.stepped_since(0):
+                facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
             text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: {_since(facts)}."
             kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
             incident = msgspec.structs.replace(incident, fixes=kept)

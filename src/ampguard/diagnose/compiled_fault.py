@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ampguard import compat, numerics
 from ampguard.capture.record import BadResult, RootCall
-from ampguard.diagnose.compiled_search import Search, guilty_part
+from ampguard.diagnose.compiled_search import Search, allowed_seconds, guilty_part
 from ampguard.diagnose.compiled_traced import operator_of, operators_in
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Chain, Link
@@ -24,9 +24,6 @@ from ampguard.replay.compiled_graphs import CaughtGraph
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.trace import TracedOp, bad_elements
 from ampguard.replay.variants import Variant
-
-MOST_SECONDS = 60.0
-"""The longest search in compiled code, unless a step takes very long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +161,6 @@ def fault_of_compiled_code(bad: BadResult, replayer: Replayer, eager: Outcome, d
     op = operator_of(eager.trace, region.graph, part, seen, replayer, is_of_backward)
     link = Link(op, 0, None, kind_of_outputs(seen) or kind_of(found))
     return CompiledFault(bad, link, eager, search, as_ran or found, region, is_of_backward)
-
-
-def allowed_seconds(left: float) -> float:
-    """How long compiled code may be searched: what is left for the investigation, or as long as the script has compiled.
-
-    Whoever waited for that can wait as long again, once; other ranks would give up.
-    """
-    if compat.several_ranks():
-        return left
-    return max(left, min(compat.compilation_seconds(), MOST_SECONDS))
 
 
 def run_as_compiled(search: Search) -> Outcome | None:

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ampguard import compat
 from ampguard.replay.compiled import InParts, Part
 from ampguard.replay.rebuild import Outcome, Replayer
 from ampguard.replay.variants import Variant
 
 MAX_REPLAYS = 40
+MOST_SECONDS = 60.0
+"""The longest search in compiled code, unless a step takes very long."""
 SHARE = 2 / 3
 """Of the time that is allowed: the search may take so much, and trying the fixes the rest."""
 
@@ -72,6 +75,16 @@ class Search:
     def wholes(self) -> list[Part]:
         """Every graph of the step, whole."""
         return [Part(i, 0, len(graph.nodes)) for i, graph in enumerate(self.bench.calls) if graph.nodes]
+
+
+def allowed_seconds(left: float) -> float:
+    """How long compiled code may be searched: what is left for the investigation, or as long as the script has compiled.
+
+    Whoever waited for that can wait as long again, once; other ranks would give up.
+    """
+    if compat.several_ranks():
+        return left
+    return max(left, min(compat.compilation_seconds(), MOST_SECONDS))
 
 
 def guilty_part(search: Search) -> tuple[Part, bool] | None:

@@ -19,7 +19,7 @@ from ampguard.capture.record import RootCall
 from ampguard.diagnose import accused, rewrite, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
-from ampguard.replay.operators import flat_tensors
+from ampguard.replay.operators import flat_scalars, flat_tensors
 from ampguard.replay.variants import CodePlace, Intervention, Variant
 
 SPELLED = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "-Inf"}
@@ -194,7 +194,10 @@ class OperandFix:
         """Printed as a line of code where the text tells which expression failed, else in words."""
         found = _changed_line(evidence, self)
         if found is not None:
-            return Proposal(self.action, words.region(evidence), found[0], trial=found[1])
+            every = _every_power_changed(evidence, self)
+            region = words.region(evidence)
+            more = Proposal(self.action, region, every[0], trial=every[1]) if every is not None else None
+            return Proposal(self.action, region, found[0], trial=found[1], otherwise=more)
         argument = None if self.every_use else _argument_of(evidence, self.position)
         where = _places(evidence, _changing(argument, self.position, self.tried, self.needs))
         code = accused.statement(evidence)
@@ -264,6 +267,17 @@ def _changed_line(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | No
     return _all_changed(evidence, line, expressions, fix, argument)
 
 
+def _every_power_changed(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:
+    """Where a power was told from others of the line by its exponent: all of them, should the others fail as well."""
+    line, argument = accused.line_of(evidence), _argument_of(evidence, fix.position)
+    if line is None or argument is None:
+        return None
+    expressions = line.expressions(evidence.op.short_name, accused.is_in_place(evidence.op))
+    if not any(accused.has_another_number(e, evidence.op) for e in expressions):
+        return None
+    return _all_changed(evidence, line, expressions, fix, argument)
+
+
 def _all_changed(
     evidence: Evidence, line: rewrite.LineOfCode, expressions: list[rewrite.Expression], fix: OperandFix, argument: int
 ) -> tuple[str, Trial] | None:
@@ -288,12 +302,23 @@ def _runs(
     evidence: Evidence, expressions: list[rewrite.Expression], chosen: rewrite.Expression, change: Intervention
 ) -> Trial:
     """Try a change wherever the chosen expression runs."""
+    if any(accused.has_another_number(e, evidence.op) for e in expressions):
+        change = _with_number(evidence.op.scalars, change)
     if accused.turn_of(evidence, expressions) is None or len(expressions) == 1:
         return _places(evidence, change)
     turn = expressions.index(chosen)
     runs = [group[turn] for group in accused.runs_of_the_line(evidence) if len(group) == len(expressions)]
     indices = [run.index for run in runs if run.index is not None and run.name == evidence.op.name]
     return lambda e: Variant(interventions=dict.fromkeys([e.op.index, *indices], change))
+
+
+def _with_number(numbers: list[float], change: Intervention) -> Intervention:
+    """The change, in the runs that were given this plain number (`x ** 0.5`, and not `y ** 2` on the same line)."""
+
+    def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return change(func, args, kwargs) if flat_scalars(args, kwargs) == numbers else func(*args, **kwargs)
+
+    return intervention
 
 
 def _places(evidence: Evidence, change: Intervention) -> Trial:

@@ -370,7 +370,7 @@ class Replayer:
             for name, buffer in list(compat.buffers_of(owner).items()):
                 if buffer is None:
                     continue
-                other = low_to(variant.tensors.get(id(buffer), buffer), wide)
+                other = low_to(variant.tensors.get(sandbox.identity_of(owner, name, buffer), buffer), wide)
                 if other is not buffer:
                     sandbox.swap_buffer(owner, name, other)
 

@@ -105,6 +105,12 @@ class ModuleSandbox:
         for attribute in self._root.attributes:
             self._bind(attribute)
 
+    def identity_of(self, owner: nn.Module, name: str, buffer: Tensor) -> int:
+        """Under which a variant knows a buffer: by the script's own tensor, where that has been swapped for a clone."""
+        buffers = compat.buffers_of(owner)
+        own = (known for known, (place, key) in self.stand_ins.items() if place is buffers and key == name)
+        return next(own, id(buffer))
+
     def leave(self) -> None:
         for undo in reversed(self._undo):
             undo()

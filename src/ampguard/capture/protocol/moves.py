@@ -15,14 +15,11 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import user_line
-from ampguard.capture.protocol.added import AddedGradients
+from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
-from ampguard.capture.protocol.hand_scale import HandScale
-from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, LeafHooks
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.capture.protocol.threads import TrainingThread
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
 from ampguard.capture.record import Line
@@ -31,7 +28,6 @@ from ampguard.protocol.events import (
     Backward,
     Breach,
     Clear,
-    Divided,
     Event,
     Read,
     Refused,
@@ -45,8 +41,6 @@ from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
 
 ZERO_CHECKS = 8
-HAND_SCALE = 8.0
-"""A smaller number may divide gradients for many reasons (ranks, accumulation)."""
 
 Frame = FrameType | None
 
@@ -71,11 +65,7 @@ class Moves:
         self.is_lost = False
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.losses = ScaledLosses()
-        self._leaf_hooks = LeafHooks()
-        self._shared = SharedParameters()
-        self.added = AddedGradients()
-        self.by_hand = HandScale()
-        self._before_clipping: list[Any] = []
+        self.close = CloseLook(self)
         self.attempt = 0
         """The iteration of the last attempted step."""
         self.scale_was_read = False
@@ -185,17 +175,16 @@ class Moves:
                 continue
             is_empty = watch.before_backward()
             if watch.copy is not None and not is_empty:
-                self._note_division(watch)
+                self.close.note_division(watch)
             stage = machine.stage(watch)
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
                 machine.feed(Clear(watch))
-        self._next = self._scale_of(losses, gradients)
-        if self.looks_closely and self._next[0] is not None:
-            self._leaf_hooks.begin(self.mine())
-        elif self.looks_closely and not self.scales:
-            self.by_hand.before_backward(losses)
+        self._next = self.scale_of(losses, gradients)
+        if self.looks_closely:
+            self.close.before_backward(losses, self._next[0] is not None)
 
-    def _scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
+    def scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
+        """The scale that losses (or the gradients given for them) carry, and whether a part carries none."""
         if losses is self.fresh and self.fresh_from is not None:
             return self.fresh_from.current_scale(), False
         self.remember_fresh()
@@ -230,88 +219,15 @@ class Moves:
         self.routine.note(("backward", scale is not None, frame.f_code, frame.f_lasti, empty), event)
         if event.also_plain:
             self.routine.spoil()
-        if closely and scale is not None:
-            for watch in reached:
-                watch.keep_copy()
-            self._tell_hooks(float(scale))
-        elif closely and not self.scales:
-            self.by_hand.after_backward(reached, event.where)
+        if closely:
+            self.close.after_backward(reached, float(scale) if scale is not None else None, event.where)
         return reached
-
-    def _tell_hooks(self, scale: float) -> None:
-        """Hooks on parameters that have clipped gradients which carry this scale."""
-        for clip in self._leaf_hooks.end():
-            if clip.limit >= SMALLEST_LIMIT * scale or self.machine.stage(clip.watch) is not Stage.SCALED:
-                continue
-            breaches = self.machine.feed(Read(clip.watch, clip.where, clips=True))
-            for breach in breaches:
-                breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
-            self.tell(breaches, self.recorder.steps.count)
 
     # --- the scaler ---------------------------------------------------------------------------------------------------
 
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
-        """Somebody may have divided the gradients already, by hand."""
-        watch = self._claimed(optimizer)
-        if self.looks_closely and len(self.watches.optimizers) > 1:
-            self._is_divided_for_another(watch, scaler, frame)
-        if self.looks_closely:
-            self._tell_added(watch, scaler, frame)
-        is_as_it_was = watch.is_untouched() and watch.divided == 1.0
-        if watch.copy is None or self.machine.stage(watch) is not Stage.SCALED or is_as_it_was:
-            watch.copy = None
-            return
-        by, of = watch.divided_by(), self.watches.scaler(scaler)
-        watch.copy = None
-        scale = float(of.current_scale())
-        if by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2:
-            first = self.machine.ledger(watch).parts[-1].where
-            facts = {"by_hand": True, "scale": scale, "backward": first, "divided_at": watch.divided_at}
-            facts["explicit"] = self.stepping is None
-            breach = Breach("double-unscale", watch, of, first, script_line(frame), 1.0 / scale, facts)
-            self.tell([breach], self.recorder.steps.count)
-
-    def _is_divided_for_another(self, watch: OptimizerWatch, scaler: Any, frame: Frame) -> None:
-        """Parameters that two optimizers hold are divided for each of them."""
-        of, found = self.watches.scaler(scaler), self._shared.again(watch)
-        scale = float(of.current_scale()) if of.is_enabled and found is not None else 1.0
-        if found is None or scale == 1.0 or self.machine.ledger(watch).session is not Stage.EMPTY:
-            return
-        shared, other, first = found
-        facts = {"shared_with": other, "parameters": shared, "of": len(watch.parameters()), "scale": scale}
-        self.tell(
-            [Breach("double-unscale", watch, of, first, script_line(frame), 1.0 / scale, facts)],
-            self.recorder.steps.count,
-        )
-
-    def differentiated(self, losses: Any, given: Any, inputs: Any, results: Any, frame: Frame) -> None:
-        """`torch.autograd.grad` with respect to parameters that hold gradients already."""
-        if self._scale_of(losses, given)[0] is None:
-            self.added.taken(inputs, results, script_line(frame))
-
-    def _tell_added(self, watch: OptimizerWatch, scaler: Any, frame: Frame) -> None:
-        """Gradients of a loss that was not scaled were added to those which the scaler is about to divide."""
-        of = self.watches.scaler(scaler)
-        scale = float(of.current_scale()) if of.is_enabled else 1.0
-        found = self.added.to(watch, scale) if self.machine.stage(watch) is Stage.SCALED else None
-        if found is not None:
-            times, first = found
-            facts = {"scale": scale, "added": times}
-            breach = Breach("unscaled-backward", watch, of, first, script_line(frame), 1.0 / scale, facts)
-            self.tell([breach], self.recorder.steps.count)
-
-    def _note_division(self, watch: OptimizerWatch) -> None:
-        """The script may have divided the gradients by the scale itself, before more are added or before its own step."""
-        if watch.copy is None or not self.machine.stage(watch).is_scaled:
-            return
-        by = None if watch.is_untouched() and watch.divided == 1.0 else watch.divided_by()
-        for of in self.watches.scalers if by is not None else ():
-            scale = float(of.current_scale()) if of.is_enabled and of.uses else 0.0
-            if by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2:
-                self.machine.feed(Divided(watch, of, of.current_scale(), watch.divided_at))
-                watch.rest()
-                watch.copy = None
-                return
+        """Somebody may have done to the gradients what the scaler is about to do."""
+        self.close.before_unscale(self._claimed(optimizer), self.watches.scaler(scaler), frame)
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """The script has let the scaler divide an optimizer's gradients."""
@@ -324,7 +240,7 @@ class Moves:
         watch.rest()
         if self.looks_closely:
             watch.keep_weights()
-            self._shared.divided(watch, self.mine(), event.where)
+            self.close.divided(watch, event.where)
         if frame is not None:
             self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)
 
@@ -367,7 +283,7 @@ class Moves:
         else:
             event = Step(watch, None, where)
         if self.looks_closely and self.unscaled_inside:
-            self._shared.divided(watch, self.mine(), where)
+            self.close.divided(watch, where)
         breaches = self.machine.feed(event)
         idle = self.machine.ledger(watch).idle_steps
         watch.lost_one = watch.lost_one or idle == 1
@@ -387,8 +303,7 @@ class Moves:
         of.scale = None
         self.fresh = None
         self.is_lost = False
-        self._shared.forget()
-        self.added.forget()
+        self.close.forget()
         event = Update(of, script_line(frame))
         self.machine.feed(event)
         self.losses.forget_dead()
@@ -431,12 +346,7 @@ class Moves:
         if self.scales:
             self.routine.spoil()
         watch = self._claimed(optimizer)
-        self._note_division(watch)
-        clipped = self.by_hand.stepping(watch)
-        if clipped is not None:
-            facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
-            breach = Breach("clip-before-unscale", watch, None, clipped.backward, clipped.clip, clipped.scale, facts)
-            self.tell([breach], self.recorder.steps.count)
+        self.close.before_direct_step(watch)
         self.attempt = self.recorder.steps.count
         self._untouched = self.machine.stage(watch) in _TRUE or watch.is_untouched()
 
@@ -508,27 +418,6 @@ class Moves:
         divided = {id(p) for other in others for p in other.parameters()}
         read = [p for p in watch.sample if id(p.grad) in ids] if divided else []
         return bool(read) and all(id(p) in divided for p in read)
-
-    def before_clipping(self) -> None:
-        """Somebody may have divided them by hand: what clipping does to them then is not to hide it."""
-        self._before_clipping = self._shared.as_left()
-        for watch in self.mine():
-            if watch.copy is not None and not watch.is_untouched():
-                by = watch.divided_by()
-                watch.copy = None
-                if by is not None:
-                    watch.keep_copy(by)
-
-    def after_clipping(self) -> None:
-        """Clipping writes to gradients, which is known."""
-        for divided in self._before_clipping:
-            divided.rest()
-        self._before_clipping = []
-        for watch in self.mine():
-            if watch.at_rest is not None:
-                watch.rest()
-            if watch.copy is not None:
-                watch.keep_copy(watch.divided)
 
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:

@@ -2,6 +2,7 @@
 
 What happens   log of 0 is -Inf and of a negative number NaN; sqrt of a negative number is NaN (a variance computed as
                E[x^2] - E[x]^2 can be slightly below 0); acos and asin beyond 1, a fractional power of a negative number.
+               In evaluation a BatchNorm takes the root of its running variance: a checkpoint may hold a negative one.
 Why it hurts   the operand is off by a rounding error, the result is NaN. A later `* 0` does not help: NaN * 0 is NaN.
 Instead        clamp the operand into the domain, or use the stable form (log_softmax, logsigmoid, logsumexp,
                binary_cross_entropy_with_logits).
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
+from ampguard.capture.record import Ref, RootCall
 from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_position
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import clamp_fix, precision_fixes, spelled
+from ampguard.replay.variants import Variant
 
 EDGE = 1e-6
 DOMAINS: dict[str, tuple[float | None, float | None, bool]] = {
@@ -28,11 +33,25 @@ DOMAINS: dict[str, tuple[float | None, float | None, bool]] = {
 }  # fmt: skip
 """Lower end, upper end, and whether the ends themselves are outside."""
 
+TRAINING_POSITION = 5
+EPS_POSITION = {
+    "native_batch_norm": 7,
+    "batch_norm": 7,
+    "cudnn_batch_norm": 7,
+    "miopen_batch_norm": 7,
+    "_native_batch_norm_legit": 7,
+    "_native_batch_norm_legit_no_training": 6,
+}
+"""Where the arguments of a BatchNorm hold eps; where training is told, it is the sixth."""
+
 
 @cause("domain-error")
 def domain_error(evidence: Evidence) -> Finding | None:
     if evidence.given is not None or evidence.intended or evidence.op.refused or evidence.is_finite_in_float32:
         return None
+    variance = negative_variance(evidence)
+    if variance is not None:
+        return of_variance(evidence, *variance)
     if divisor_position(evidence) is not None or not evidence.float_operands:
         return None
     found = outside_domain(evidence)
@@ -57,6 +76,57 @@ def domain_error(evidence: Evidence) -> Finding | None:
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
         proposals=tuple(proposals),
     )
+
+
+def negative_variance(evidence: Evidence) -> tuple[int, float, float] | None:
+    """(channel, running variance, eps) where a BatchNorm in evaluation takes the root of a number that is not above 0."""
+    op = evidence.op
+    if op.short_name not in EPS_POSITION or evidence.flat is None or not op.outputs or not evidence.float_operands:
+        return None
+    plain, shape, variances = op.plain, op.outputs[0].shape, evidence.operands[-1].values
+    at = EPS_POSITION[op.short_name]
+    is_training = at > TRAINING_POSITION + 1 and len(plain) > at and bool(plain[TRAINING_POSITION])
+    if is_training or len(plain) <= at or len(shape) < 2 or variances.shape != shape[1:2] or not variances.numel():
+        return None
+    channel = evidence.flat // math.prod(shape[2:]) % shape[1]
+    value, eps = float(variances[channel]), float(plain[at])
+    return (channel, value, eps) if math.isfinite(value) and value + eps <= 0 else None
+
+
+def of_variance(evidence: Evidence, channel: int, value: float, eps: float) -> Finding:
+    """A running statistic that no batch can have made."""
+    variances = evidence.operands[-1].values
+    low = int((variances.double() + eps <= 0).sum())
+    name = f"{evidence.op.module}.running_var" if evidence.op.module else "running_var"
+    return Finding(
+        "domain-error",
+        f"The running variance {words.place(evidence)} is {words.number(value)} in channel {channel}, and evaluation takes the "
+        f"root of it: {low} of {variances.numel()} channels are not above 0 with eps {eps:g}. No batch has a negative "
+        f"variance: it came from a checkpoint, an average of weights, or a write of the script's.",
+        weight=60,
+        evidence={"name": name, "channel": channel, "operand_value": value, "eps": eps, "channels": low},
+        proposals=(
+            Proposal(
+                "initialise-parameter",
+                name,
+                "clamp it (running_var.clamp_(min=0)), or call reset_running_stats() and run some batches in training mode",
+                trial=lambda e: Variant(tensors=clamped_variances(e)),
+            ),
+            Proposal("load-weights", name, "load a checkpoint whose running variances are not negative"),
+        ),
+        phase="parameters",
+    )
+
+
+def clamped_variances(evidence: Evidence) -> dict[int | Ref, Tensor]:
+    """Every running variance of the step with 0 in place of what is below, by identity."""
+    clamped: dict[int | Ref, Tensor] = {}
+    for root in evidence.events():
+        for module in root.module.modules() if isinstance(root, RootCall) else ():
+            variance = getattr(module, "running_var", None)
+            if isinstance(variance, Tensor) and bool((variance < 0).any()):
+                clamped[id(variance)] = variance.detach().clamp(min=0)
+    return clamped
 
 
 def outside_domain(evidence: Evidence) -> tuple[int, float, float | None, float | None] | None:

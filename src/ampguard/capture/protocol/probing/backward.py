@@ -73,7 +73,7 @@ class BackwardProbe:
             inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
             results = original(outputs, inputs, grad_outputs, *args, **kwargs)
             if get_ident() == training.ident and wants(inputs):
-                witness.guarded(moves.differentiated, outputs, grad_outputs, inputs, results, sys._getframe(1))
+                witness.guarded(moves.close.differentiated, outputs, grad_outputs, inputs, results, sys._getframe(1))
             return results
 
         return grad

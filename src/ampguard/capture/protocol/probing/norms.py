@@ -46,19 +46,19 @@ class NormProbe:
     def _before_clipping(self, frame: Frame, *given: Any) -> None:
         moves = self._witness.moves
         if moves.machine.scaled:
-            moves.before_clipping()
-        if moves.by_hand.is_open and not moves.looks_closely:
-            moves.by_hand.forget()
-        elif moves.by_hand.is_open:
-            moves.by_hand.before_clip()
+            moves.close.before_clipping()
+        if moves.close.own_scale.is_open and not moves.looks_closely:
+            moves.close.own_scale.forget()
+        elif moves.close.own_scale.is_open:
+            moves.close.own_scale.before_clip()
 
     def _after_clipping(self, frame: Frame, *given: Any) -> None:
         moves = self._witness.moves
         if moves.machine.scaled:
-            moves.after_clipping()
-        if moves.by_hand.is_open and given:
+            moves.close.after_clipping()
+        if moves.close.own_scale.is_open and given:
             limit = given[1] if len(given) > 1 and isinstance(given[1], (int, float)) else None
-            moves.by_hand.after_clip(moves.mine(), limit, script_line(frame))
+            moves.close.own_scale.after_clip(moves.mine(), limit, script_line(frame))
 
     def _measuring(self, limit: Callable[[], float | None]) -> Callable[[Call], Call]:
         witness = self._witness

@@ -1,0 +1,185 @@
+"""What a script does to gradients by itself, seen in the iterations that are looked at closely.
+
+It may divide by the scale, add gradients of another loss, clip in hooks, scale without a scaler, or give one parameter to
+two optimizers. All of it is found by comparing a few small gradients with copies of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ampguard.capture.protocol.added import AddedGradients
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.hand_scale import HandScale
+from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, LeafHooks
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.shared import SharedParameters
+from ampguard.capture.protocol.watches import ScalerWatch
+from ampguard.capture.record import Line
+from ampguard.protocol.events import Breach, Divided, Read
+from ampguard.protocol.states import Stage
+
+if TYPE_CHECKING:
+    from ampguard.capture.protocol.moves import Frame, Moves
+
+HAND_SCALE = 8.0
+"""A smaller number may divide gradients for many reasons (ranks, accumulation)."""
+
+
+class CloseLook:
+    """Asked by the moves, of which it tells the machine and the listener as they do."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._hooks = LeafHooks()
+        self._shared = SharedParameters()
+        self._as_left: list[Any] = []
+        self.added = AddedGradients()
+        self.own_scale = HandScale()
+
+    def forget(self) -> None:
+        """The scale may have changed: an iteration is over."""
+        self._shared.forget()
+        self.added.forget()
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def before_backward(self, losses: Any, is_scaled: bool) -> None:
+        if is_scaled:
+            self._hooks.begin(self._moves.mine())
+        elif not self._moves.scales:
+            self.own_scale.before_backward(losses)
+
+    def after_backward(self, reached: tuple[OptimizerWatch, ...], scale: float | None, where: Line | None) -> None:
+        """Copy what will be compared, and tell hooks on parameters that have clipped what carries the scale."""
+        if scale is None:
+            if not self._moves.scales:
+                self.own_scale.after_backward(reached, where)
+            return
+        for watch in reached:
+            watch.keep_copy()
+        machine = self._moves.machine
+        for clip in self._hooks.end():
+            if clip.limit >= SMALLEST_LIMIT * scale or machine.stage(clip.watch) is not Stage.SCALED:
+                continue
+            breaches = machine.feed(Read(clip.watch, clip.where, clips=True))
+            for breach in breaches:
+                breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
+            self._moves.tell(breaches, self._moves.recorder.steps.count)
+
+    # --- divisions ----------------------------------------------------------------------------------------------------
+
+    def before_unscale(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:
+        """The scaler is about to divide: what is wrong with these gradients already?"""
+        moves = self._moves
+        if moves.looks_closely and of.is_enabled:
+            if len(moves.watches.optimizers) > 1:
+                self._tell_shared(watch, of, frame)
+            self._tell_added(watch, of, frame)
+        is_as_it_was = watch.is_untouched() and watch.divided == 1.0
+        if watch.copy is None or moves.machine.stage(watch) is not Stage.SCALED or is_as_it_was:
+            watch.copy = None
+            return
+        by, scale = watch.divided_by(), float(of.current_scale())
+        watch.copy = None
+        if _is_scale(by, scale):
+            first = moves.machine.ledger(watch).parts[-1].where
+            facts = {"by_hand": True, "backward": first, "divided_at": watch.divided_at}
+            facts["explicit"] = moves.stepping is None
+            self._tell("double-unscale", watch, of, (first, frame), scale, facts)
+
+    def note_division(self, watch: OptimizerWatch) -> None:
+        """The script may have divided the gradients by the scale itself, before more are added or before its own step."""
+        machine = self._moves.machine
+        if watch.copy is None or not machine.stage(watch).is_scaled:
+            return
+        by = None if watch.is_untouched() and watch.divided == 1.0 else watch.divided_by()
+        for of in self._moves.watches.scalers if by is not None else ():
+            if of.is_enabled and of.uses and _is_scale(by, float(of.current_scale())):
+                machine.feed(Divided(watch, of, of.current_scale(), watch.divided_at))
+                watch.rest()
+                watch.copy = None
+                return
+
+    def divided(self, watch: OptimizerWatch, where: Line | None) -> None:
+        """The scaler has divided the gradients of an optimizer."""
+        self._shared.divided(watch, self._moves.mine(), where)
+
+    def _tell_shared(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:
+        """Parameters that two optimizers hold are divided for each of them."""
+        found = self._shared.again(watch)
+        if found is None or self._moves.machine.ledger(watch).session is not Stage.EMPTY:
+            return
+        scale = float(of.current_scale())
+        if scale != 1.0:
+            shared, other, first = found
+            facts = {"shared_with": other, "parameters": shared, "of": len(watch.parameters())}
+            self._tell("double-unscale", watch, of, (first, frame), scale, facts)
+
+    # --- gradients of another loss --------------------------------------------------------------------------------------
+
+    def differentiated(self, losses: Any, given: Any, inputs: Any, results: Any, frame: Frame) -> None:
+        """`torch.autograd.grad` with respect to parameters that hold gradients already."""
+        if self._moves.scale_of(losses, given)[0] is None:
+            self.added.taken(inputs, results, script_line(frame))
+
+    def _tell_added(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:
+        """Gradients of a loss that was not scaled were added to those which the scaler is about to divide."""
+        if self._moves.machine.stage(watch) is not Stage.SCALED:
+            return
+        scale = float(of.current_scale())
+        found = self.added.to(watch, scale)
+        if found is not None:
+            times, first = found
+            self._tell("unscaled-backward", watch, of, (first, frame), scale, {"added": times})
+
+    # --- clipping -----------------------------------------------------------------------------------------------------
+
+    def before_clipping(self) -> None:
+        """Somebody may have divided them by hand: what clipping does to them then is not to hide it."""
+        self._as_left = self._shared.as_left()
+        for watch in self._moves.mine():
+            if watch.copy is not None and not watch.is_untouched():
+                by = watch.divided_by()
+                watch.copy = None
+                if by is not None:
+                    watch.keep_copy(by)
+
+    def after_clipping(self) -> None:
+        """Clipping writes to gradients, which is known."""
+        for divided in self._as_left:
+            divided.rest()
+        self._as_left = []
+        for watch in self._moves.mine():
+            if watch.at_rest is not None:
+                watch.rest()
+            if watch.copy is not None:
+                watch.keep_copy(watch.divided)
+
+    # --- a step without a scaler --------------------------------------------------------------------------------------
+
+    def before_direct_step(self, watch: OptimizerWatch) -> None:
+        """An optimizer's own step: were its gradients divided by hand, and only after they were clipped?"""
+        self.note_division(watch)
+        clipped = self.own_scale.stepping(watch)
+        if clipped is not None:
+            facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
+            breach = Breach("clip-before-unscale", watch, None, clipped.backward, clipped.clip, clipped.scale, facts)
+            self._moves.tell([breach], self._moves.recorder.steps.count)
+
+    def _tell(
+        self,
+        cause: str,
+        watch: OptimizerWatch,
+        of: ScalerWatch,
+        places: tuple[Line | None, Frame],
+        scale: float,
+        facts: dict[str, Any],
+    ) -> None:
+        first, frame = places
+        breach = Breach(cause, watch, of, first, script_line(frame), 1.0 / scale, {"scale": scale, **facts})
+        self._moves.tell([breach], self._moves.recorder.steps.count)
+
+
+def _is_scale(by: float | None, scale: float) -> bool:
+    return by is not None and scale >= HAND_SCALE and abs(by / scale - 1.0) < 1e-2
