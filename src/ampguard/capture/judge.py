@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture import lineage
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
+from ampguard.capture.frames import locals_of
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall, StepRecord, since, tensors_in
@@ -337,7 +338,7 @@ class Judge:
         found: list[Ref] = []
         entry = error.__traceback__
         while entry is not None:
-            for value in entry.tb_frame.f_locals.values():
+            for value in locals_of(entry.tb_frame).values():
                 if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
                     ref = self._log.lookup(value)
                     if ref is not None and not is_finite(value):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.capture.frames import is_user_code
+from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.numerics import is_finite
 
 
@@ -112,7 +112,7 @@ def bad_number_in(error: BaseException) -> Tensor | None:
     found: Tensor | None = None
     entry = error.__traceback__
     while entry is not None:
-        values = entry.tb_frame.f_locals.values() if is_user_code(entry.tb_frame.f_code) else ()
+        values = locals_of(entry.tb_frame).values() if is_user_code(entry.tb_frame.f_code) else ()
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1 and not is_finite(value):
                 found = value

@@ -40,29 +40,33 @@ def is_float(record: StepRecord, ref: Ref) -> bool:
 
 def wants_gradient(record: StepRecord, ref: Ref) -> bool:
     """Whether this tensor was computed with gradients on, from something that wants one."""
-    stack, seen = [ref.event], set[int]()
-    while stack:
-        index = stack.pop()
-        event = record.event(index)
-        if event is None or index in seen:
-            continue
-        seen.add(index)
+    return ref.event in wanting_gradients(record)
+
+
+def wanting_gradients(record: StepRecord) -> set[int]:
+    """Events whose results want a gradient. A number that is computed with gradients on from a result of `no_grad` (the
+    mean of a validation output) wants none, nor does what a module made under a `no_grad` of its own."""
+    found: set[int] = set()
+    for event in record.events:
         if isinstance(event, RootCall):
-            if event.modes.grad:
-                return True
-        elif event.grad:
-            if any(held.tensor.requires_grad for held in held_in((event.args, event.kwargs))):
-                return True
-            stack += [r.event for r in refs_of(event)]
-    return False
+            tensors = [ref() for ref in event.outputs]
+            wants = event.modes.grad and any(tensor is None or tensor.requires_grad for tensor in tensors)
+        else:
+            wants = event.grad and (
+                any(held.tensor.requires_grad for held in held_in((event.args, event.kwargs)))
+                or any(ref.event in found for ref in refs_of(event))
+            )
+        if wants:
+            found.add(event.index)
+    return found
 
 
 def events_behind_gradients(record: StepRecord) -> set[int]:
     """Events from which a result that wants a gradient was made."""
+    wanting = wanting_gradients(record)
     reached: set[int] = set()
     for event in reversed(record.events):
-        wants = event.index in reached or (event.modes.grad if isinstance(event, RootCall) else event.grad)
-        if wants:
+        if event.index in reached or event.index in wanting:
             reached |= {ref.event for ref in refs_of(event)}
     return reached
 

@@ -267,9 +267,15 @@ class EventLog:
         ref = self.producers.of(tensor, version)
         if ref is not None and ref.event < self.closed_until:
             event = self._record.event(ref.event)
-            if event is None or (ref.event < self.iteration_start and not isinstance(event, RootCall)):
-                return None  # glue of a finished step is not kept
+            if event is None or (ref.event < self.iteration_start and not self._can_run_again(event)):
+                return (
+                    None  # glue of a finished step is not kept, nor what a call was given that only such glue had made
+                )
         return ref
+
+    def _can_run_again(self, event: Event) -> bool:
+        """Whether a call of a finished step still has all that it was given (an RNN's hidden state was made by glue)."""
+        return isinstance(event, RootCall) and all(self._record.event(ref.event) is not None for ref in refs_of(event))
 
     def named(self, value: Any) -> Any:
         """An operand as the record keeps it."""

@@ -120,21 +120,26 @@ def named_in(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
-def near(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """What a call of a function has at hand, by the names that it knows it by; what plain objects hold too."""
+def near(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """What a call of a function has at hand, by the names that it knows it by; what plain objects hold too.
+
+    `known` are the functions that lead to it.
+    """
     if isinstance(function, functools.partial):
-        yield from near(function.func, (*function.args, *args), {**function.keywords, **kwargs}, depth)
+        yield from near(function.func, (*function.args, *args), {**function.keywords, **kwargs}, known)
         return
+    known = (*known, plain_function(function))
     owner = getattr(function, "__self__", None)
     at_hand = [*named_in(function), *((f"argument{i}", value) for i, value in enumerate(args)), *kwargs.items()]
     for name, value in [*at_hand, ("self", owner)]:
         yield name, value
         for key, part in parts_of(value):
             yield f"{name}.{key}", part
-    for helper in functions_named_in(function) if depth < MAX_DEPTH else ():
-        code = plain_function(helper).__code__
-        if is_user_code(code) and helper is not function:
-            yield from near(helper, (), {}, depth + 1)
+    for helper in functions_named_in(function) if len(known) <= MAX_DEPTH else ():
+        if is_users(helper) and plain_function(helper) not in known:
+            yield from near(helper, (), {}, known)
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:

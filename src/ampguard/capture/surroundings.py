@@ -14,6 +14,7 @@ from torch import nn
 
 from ampguard import compat
 from ampguard.capture.bymodule import ByModule
+from ampguard.capture.frames import locals_of
 from ampguard.capture.record import Modes, RngStates, RootCall, cuda_rng_states
 
 RECHECK_DRAWS = 64
@@ -146,7 +147,7 @@ def find_prefix(module: nn.Module, frame: Any) -> str:
     """The dotted path of `module` from the nearest calling method's own module, "" where there is none."""
     depth = 0
     while frame is not None and depth < 12:
-        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        owner = locals_of(frame).get("self") if "self" in frame.f_code.co_varnames[:1] else None
         if isinstance(owner, nn.Module) and owner is not module:
             for name, child in owner.named_modules():
                 if child is module and name:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ampguard.capture.frames import locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 
 MAX_FRAMES = 60
@@ -52,10 +53,11 @@ def _named_values() -> Iterator[tuple[str, Any]]:
     """Variables of the script's frames, from the innermost on, and what lies one step inside of them."""
     seen: set[int] = set()
     for frame in _frames():
-        for names in (frame.f_locals, frame.f_globals):
-            if id(names) in seen:
-                continue
-            seen.add(id(names))
+        tables = [] if frame.f_locals is frame.f_globals else [locals_of(frame)]
+        if id(frame.f_globals) not in seen:
+            seen.add(id(frame.f_globals))
+            tables.append(frame.f_globals)
+        for names in tables:
             variables = [(n, v) for n, v in list(names.items()) if n.isidentifier() and not n.startswith("__")]
             yield from variables
             for name, value in variables:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code
+from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
@@ -366,16 +366,16 @@ def _spots(frame: FrameType, scale: float) -> Iterator[Spot]:
 def _scales_in(frame: FrameType, scale: float) -> dict[str, float]:
     """Names whose value is the present loss scale, or its inverse (as a float: an int of that size is a size)."""
     found = {}
-    for name, value in list(frame.f_locals.items()):
+    for name, value in locals_of(frame).items():
         if type(value) is float and value in (scale, 1.0 / scale):
             found[name] = 1.0 if value == scale else -1.0
     return found
 
 
 def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
-    for name, value in list(frame.f_locals.items()):
+    for name, value in locals_of(frame).items():
         if value is tensor:
             return name
-    owner = frame.f_locals.get("self")
+    owner = locals_of(frame).get("self")
     attributes = getattr(owner, "__dict__", None) or {}
     return next((f"self.{name}" for name, value in list(attributes.items()) if value is tensor), None)

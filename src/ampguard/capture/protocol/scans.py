@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard.capture.frames import locals_of
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models, hold_flat, look_alike, orphans, share_memory, unowned
 from ampguard.capture.protocol.moves import Moves
@@ -175,7 +176,7 @@ def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:
             return False  # a module's parameters, the names of a script
     frame = sys._getframe(1)
     while frame is not None:
-        if is_script_code(frame.f_code) and any(_holds(value, parameter, ids) for value in frame.f_locals.values()):
+        if is_script_code(frame.f_code) and any(_holds(value, parameter, ids) for value in locals_of(frame).values()):
             return False
         frame = frame.f_back  # type: ignore[assignment]
     return True

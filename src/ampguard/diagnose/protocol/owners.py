@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code
+from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.replay.names import module_names, parameters_under
 
@@ -26,7 +26,7 @@ def variable_name(subject: object) -> str | None:
         for frame in frames:
             if not wanted(frame.f_code):
                 continue
-            for names in (frame.f_locals, frame.f_globals):
+            for names in (locals_of(frame), frame.f_globals):
                 found = _name_among(names, subject)
                 if found is not None and "._" not in found:
                     return found
@@ -119,7 +119,7 @@ def modules_in_frames() -> list[nn.Module]:
     for frame in _frames():
         if not is_script_code(frame.f_code):
             continue
-        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+        for value in [*locals_of(frame).values(), *frame.f_globals.values()]:
             if isinstance(value, nn.Module):
                 found.append(value)
             elif not isinstance(value, type) and type(value).__module__ not in ("builtins", "torch"):
