@@ -74,19 +74,19 @@ class Again:
             if not self._look(output, moment):
                 self._is_borne()
                 return output
-        except RuntimeError as error:
+        except Exception as error:
             if not self._is_healed_since(moment):
                 return self._without_fix(error, moment, run)
         output = None  # let go of the bad one: to the guard it must not look like a loss that is thrown away
         self._restore(moment)
         try:
             output = run()
-        except RuntimeError as error:
+        except Exception as error:
             return self._without_fix(error, moment, run)
         self._is_made()
         return output
 
-    def _without_fix(self, error: RuntimeError, moment: Moment, run: Callable[[], Any]) -> Any:
+    def _without_fix(self, error: Exception, moment: Moment, run: Callable[[], Any]) -> Any:
         """The call as it was before the last fix, which its code does not bear. Raises where it is not for a fix."""
         if not self._take_back(error):
             raise error

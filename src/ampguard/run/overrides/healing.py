@@ -18,6 +18,7 @@ from ampguard.run.overrides.healed_ranks import Healed, HealedRanks
 from ampguard.run.overrides.ledger import Ledger, say
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.plan import Plan
+from ampguard.run.overrides.regions import own_low_dtype
 from ampguard.run.overrides.roots import RootCalls
 
 SMALLEST_FIRST = ("force-fp32", "use-bf16", "disable-amp")
@@ -108,6 +109,8 @@ class Healer:
 
     def _apply(self, fix: Fix, location: Location | None) -> bool:
         if fix.action in PRECISION_OF:
+            if self._plan.weights_dtype == torch.float32 and any(own_low_dtype(root) for root in self._roots.roots):
+                return False  # autocast is not what made them low
             self._on_trial = fix, functools.partial(setattr, self._plan, "mode", self._plan.mode)
             self._plan.change(PRECISION_OF[fix.action])
             return True
