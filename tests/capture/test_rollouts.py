@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from ampguard.capture import forgetting, log, pace
 from ampguard.capture.record import Event
 
 Guard = Callable[..., Any]
-STEPS = 48
+STEPS = 16
 
 
 def rollout(actor: nn.Module, critic: nn.Module, stored: dict[str, Tensor]) -> None:
@@ -96,3 +97,17 @@ def test_an_agent_that_acts_is_only_looked_at_after_a_while(
     assert len(kept) == (2 if rests else 2 * 3 * STEPS + 1)
     incident = run.first
     assert (incident.cause, incident.mode, incident.step) == ("nonfinite-input", "eval", 2)
+
+
+def test_a_tensor_of_before_is_kept_as_each_reader_saw_it() -> None:
+    """Written to again and again in place: earlier readers get the copy of their own version, and only these."""
+    kept = log.EventLog()
+    held = torch.zeros(3)
+    add = torch.ops.aten.add.Tensor
+    readers = []
+    for value in range(3):
+        readers += [kept.add_operator(add, (held, 1.0), {}, None, sys._getframe()) for _ in range(2)]
+        copy = kept.copied(held)
+        held.fill_(value + 1.0)
+        assert float(copy.value[0]) == value
+    assert [float(op.args[0].value[0]) for op in readers] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]

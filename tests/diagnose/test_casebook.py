@@ -86,6 +86,38 @@ def test_what_follows_a_poisoned_update_is_its_consequence(guard: Guard) -> None
     assert incident.occurrences == 1
 
 
+class Normed(nn.Module):
+    """The running statistics of its second input are poisoned before any loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.relu(self.norm(self.two(b)) + self.one(a)))
+        return out
+
+
+def test_update_after_a_failure_that_showed_first_in_a_buffer_poisons(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model, criterion = Normed(), nn.MSELoss()  # a module: the buffer is judged as it is called
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(5):
+            a, b = torch.randn(8, 8), torch.randn(8, 8)
+            if step == 1:
+                b[3, 2] = -math.inf
+            optimizer.zero_grad()
+            criterion(model(a, b), torch.zeros(8, 4)).backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert [(i.cause, i.step, i.occurrences) for i in run.report.incidents] == [("nonfinite-input", 1, 1)]
+    assert run.first.evidence["later_failures_caused_by_it"] == 3
+
+
 def test_no_more_than_max_incidents_are_investigated(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     replays = []
     run_original = Replayer.run

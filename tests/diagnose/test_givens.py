@@ -63,6 +63,42 @@ def test_input_that_is_overwritten_before_backward(
     assert any(fix.action == "fix-data" and fix.verified for fix in run.first.fixes)
 
 
+class Sequence(nn.Module):
+    """Its first product reads (time, batch, features) as (time * batch, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 16, bias=False)
+        self.cell = nn.GRUCell(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[1], 4)
+        for frame in self.project(x):
+            state = self.cell(frame, state)
+        return state
+
+
+def test_input_that_is_read_through_a_view_has_its_own_shape(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Sequence()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(3):
+            x = torch.randn(6, 4, 8)
+            if step == 2:
+                x[3, 1] = -math.inf
+            target = torch.randn(4, 4)
+            loss = nn.functional.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert (run.first.step, run.first.cause, run.first.evidence["name"]) == (2, "nonfinite-input", "x")
+    assert run.first.evidence["samples"] == [3]
+    assert [fix.action for fix in run.first.fixes if fix.verified] == ["filter-sample", "fix-data"]
+
+
 def test_buffer_that_held_two_batches_of_one_window(guard: Guard) -> None:
     """The same tensor is filled anew for each micro-batch; only the second one is bad."""
 

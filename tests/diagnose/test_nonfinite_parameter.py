@@ -48,5 +48,34 @@ def test_the_entry_of_a_table_is_named(guard: Guard) -> None:
     assert "1 of 20 values, at [19]." in run.first.explanation
 
 
+def test_table_that_was_never_written_to_was_made_so(guard: Guard) -> None:
+    """The losses before were finite because they did not use the entry: it has not been spoiled since."""
+    incident = guard(lambda: train(last=1.0)).first
+    assert incident.evidence["times_written"] == 0
+    assert incident.evidence["since_step"] is None
+    assert "written to since" not in incident.explanation.replace("no write to it since", "")
+    assert "its construction" in incident.explanation
+    assert "initialise-parameter" in [fix.action for fix in incident.fixes if fix.verified]
+
+
+def test_table_that_was_written_to_in_training_was_spoiled_since(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Weighted(0.99)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(4):
+            if step == 2:
+                model.loss_weight[19] = torch.nan
+            levels = torch.tensor([0, 1, 2, 19 if step == 3 else 3])
+            loss = model(torch.randn(4, 8), levels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert incident.evidence["times_written"] == 1
+    assert "it was written to since" in incident.explanation
+
+
 def test_a_schedule_that_keeps_some_signal_is_silent(guard: Guard) -> None:
     assert guard(lambda: train(last=0.99)).causes == []

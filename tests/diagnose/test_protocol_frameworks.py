@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,7 @@ def test_a_checkpoint_of_fabric_with_the_scaler(guard: Guard, tmp_path: Path) ->
 
 def accelerate_loop(how: str, scale: float = SCALE) -> Callable[[], None]:
     accelerate = pytest.importorskip("accelerate")
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)  # what another test left
 
     def body() -> None:
         accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)

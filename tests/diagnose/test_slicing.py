@@ -222,3 +222,29 @@ def test_no_chain_where_no_operator_made_the_bad_value() -> None:
     bad = bad_elements(given)
     assert bad is not None
     assert chain_from(trace, traced(given), bad) is None
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+@pytest.mark.parametrize("shape", [(12, 1), (3, 4)])
+def test_overflow_among_others_that_came_an_operator_later(place: int, shape: tuple[int, ...]) -> None:
+    """Most elements grow beyond float16 only as a dropout scales them; one was infinite before."""
+
+    def compute() -> Tensor:
+        rows = torch.full((12, 1), 63000.0)
+        rows[place] = 64000.0
+        grown = rows.half() @ torch.full((1, 1), 1.025).half()
+        return (grown * 1.2).view(shape).sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "mm"
+    assert chain.head.flat == place
+
+
+def test_overflow_that_does_not_go_into_the_result_is_not_followed() -> None:
+    def compute() -> Tensor:
+        rows = torch.full((12, 1), 63000.0)
+        rows[5] = 64000.0
+        grown = rows.half() @ torch.full((1, 1), 1.025).half()
+        return (grown * 1.2)[6:].sum()
+
+    assert accused(chain_behind(compute)) == "mul"

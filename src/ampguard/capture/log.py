@@ -16,6 +16,7 @@ from torch import Tensor
 from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
 from ampguard.capture.forgetting import KEPT_ROOTS, has_live_result, is_evaluating, is_window_too_large, still_used
 from ampguard.capture.frames import user_line
+from ampguard.capture.holders import Holders
 from ampguard.capture.producers import Producers
 from ampguard.capture.record import (
     PLAIN_TYPES,
@@ -30,7 +31,6 @@ from ampguard.capture.record import (
     RootCall,
     StepRecord,
     TapedCall,
-    held_in,
     refs_of,
 )
 from ampguard.capture.surroundings import current_modes
@@ -66,6 +66,7 @@ class EventLog:
         self._rests_until = 0
         """Events from which on it is seen again which of them are still in use: a quarter more than were found to be."""
         self.arguments = ArgumentCopies()
+        self._holders = Holders()
 
     # --- adding -----------------------------------------------------------------------------------------------------
 
@@ -304,10 +305,9 @@ class EventLog:
         if not isinstance(value, Tensor) or self.lookup(value) is not None or value.numel() > MAX_COPY:
             return value
         version, copy = version_of(value), value.detach().clone()
-        for event in self.record.events:  # earlier readers saw this value too
-            for held in held_in((event.args, event.kwargs)):
-                if held.tensor is value and held.version == version and held.copy is None:
-                    held.copy = copy
+        for held in self._holders.of(value, self.record.events):  # earlier readers saw this value too
+            if held.version == version and held.copy is None:
+                held.copy = copy
         return Held(value, version, copy)
 
     # --- forgetting -------------------------------------------------------------------------------------------------
@@ -316,6 +316,7 @@ class EventLog:
         """Glue of a finished step is not kept: what its calls computed from is the script's alone again."""
         self.iteration_start = self.next_index
         self._pending.clear()
+        self._holders.clear()
         record = self._record
         if any(type(event) is TapedCall for event in record.events):
             record.events = [event for event in record.events if type(event) is not TapedCall]
@@ -323,6 +324,7 @@ class EventLog:
     def slice(self) -> StepRecord:
         """The record as it stands, for an investigation."""
         tell_calls(self.record)
+        self._holders.clear()
         return self.snapshot()
 
     def snapshot(self) -> StepRecord:
@@ -334,6 +336,7 @@ class EventLog:
         self._record = StepRecord()
         self._pending.clear()
         self.producers = Producers()
+        self._holders.clear()
 
     def forget_finished(self, keep_all: bool) -> bool:
         """Drop the events before the last backward, and dead ones of a loop that never differentiates.
@@ -378,12 +381,14 @@ class EventLog:
         if len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False
         self.producers.keep_only(live)
+        self._holders.clear()
         events[:] = live
         return True
 
     def _keep(self, kept: set[int]) -> None:
         self.record.events = [e for e in self.record.events if e.index in kept]
         self.producers.forget(kept)
+        self._holders.clear()
         found = len(self._record.events)
         self._rests_until = found + found // 4 if found > SWEEP_EVENTS else 0
 

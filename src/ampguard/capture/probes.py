@@ -47,6 +47,8 @@ class Probes:
         self._updates.handles.clear()
         with contextlib.suppress(Exception):  # not through the barrier: after a fault nothing comes through it
             self._recorder.tape.leave()
+        with contextlib.suppress(Exception):
+            compat.forget_functions()
 
     def _in_child(self) -> None:
         """A forked process (a DataLoader worker) is not the guarded one."""

@@ -185,3 +185,12 @@ def stop_compiled_code_at(function: Any) -> None:
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)
     if hasattr(function, "__wrapped__") and not getattr(config, "trace_autograd_ops", False):
         function._torchdynamo_disable = True
+
+
+def forget_functions() -> None:
+    """Let Dynamo look up PyTorch's functions again: it has met those that stood in their place."""
+    rules, variables = sys.modules.get("torch._dynamo.trace_rules"), sys.modules.get("torch._dynamo.variables.torch")
+    handlers = getattr(getattr(variables, "TorchInGraphFunctionVariable", None), "_get_handlers", None)
+    for clear in (getattr(rules, "clear_lru_cache", None), getattr(handlers, "cache_clear", None)):
+        if clear is not None:
+            clear()

@@ -131,6 +131,11 @@ class Casebook:
         with neutral_thread():
             self._on_new(incident)
 
+    def trained(self) -> list[torch.Tensor]:
+        """What the optimizers that have stepped hold and move: frozen parameters are left out."""
+        held = [(o, p) for o in self._recorder.stepped_since(0) for group in o.param_groups for p in group["params"]]
+        return [p for optimizer, p in held if p.requires_grad or p in optimizer.state]
+
     def retell(self, case: Case, incident: Incident) -> None:
         """The same failure, better understood: the case goes on under another cause."""
         case.incident = incident
@@ -367,6 +372,7 @@ class Casebook:
                 case = case.part_of or case
                 case.occurrences += not is_same
                 case.last_step = bad.step
+                self._note_poisoner(bad, case)
                 self._note_poison(bad, case)
                 return True
         return False
@@ -388,15 +394,21 @@ class Casebook:
         if incident.severity == "info":  # normal operation takes none of the investigations
             case.is_investigated = False
             self._looks -= 1
-        poisons = (bad.kind == "loss" and incident.severity != "info") or (
-            bad.kind == "gradient" and not bad.is_held_off
-        )
-        if bad.kind == "gradient":  # the update that poisons follows at once, whoever makes it
-            case.updates -= 1
-        if bad.mode == "train" and poisons and self._poisoned_by is None:
-            self._poisoned_by = case
+        self._note_poisoner(bad, case)
         self._note_poison(bad, case)
         self._tell(incident)
+
+    def _note_poisoner(self, bad: BadResult, case: Case) -> None:
+        """Whether the update that follows makes the weights themselves bad: what fails from then on is its doing."""
+        poisons = (bad.kind == "loss" and case.incident.severity != "info") or (
+            bad.kind == "gradient" and not bad.is_held_off
+        )
+        if bad.mode != "train" or not poisons or self._poisoned_by is not None:
+            return
+        case.updates = self._recorder.attempts
+        if bad.kind == "gradient":  # the update follows at once, whoever makes it
+            case.updates -= 1
+        self._poisoned_by = case
 
     def _with_history(self, incident: Incident) -> Incident:
         """A parameter or buffer that was bad before the step: since when, and what poisoned it."""
@@ -413,6 +425,12 @@ class Casebook:
             facts["since_step"] = first.step
             facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
             text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
+        elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
+            facts["since_step"] = None
+            text += (
+                " PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "
+                "these values (or a write through `.data`)."
+            )
         elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
             facts["since_step"] = None
             text += f" {reason} The steps before this one did not use it: initialisation or a checkpoint."

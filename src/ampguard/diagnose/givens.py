@@ -165,7 +165,8 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
         for name, leaf in named_leaves(event) if isinstance(event, RootCall) else ():
             made = evidence.made(leaf) if isinstance(leaf, Ref) else None
             if made is not None and _looks_like(element, made):
-                return NamedTensor(name, "input", made, value, bad_samples(value), leaf)
+                as_made = value.reshape(made.shape)  # the operator may have read it through a view
+                return NamedTensor(name, "input", made, as_made, bad_samples(as_made), leaf)
     if evidence.given.reader.in_backward:  # nothing that the step was given: it was made where nobody can follow
         return None
     return NamedTensor("a tensor", "input", element, value, bad_samples(value))

@@ -10,7 +10,9 @@ from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, refs_of
 
 
 def calls_behind(bad: BadResult) -> frozenset[int]:
-    """The root calls, by the number of their event, that a bad loss or output was made from."""
+    """The root calls, by the number of their event, that a bad loss or output was made from; the one that spoilt a buffer."""
+    if bad.kind == "buffer":  # it is looked at as the call returns
+        return frozenset([e.index for e in bad.record.events if isinstance(e, RootCall)][-1:])
     if bad.kind not in ("loss", "output"):
         return frozenset()
     stack, seen = [t.event for t in bad.targets if isinstance(t, Ref)], set[int]()

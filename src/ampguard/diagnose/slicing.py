@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ampguard.diagnose.contributions import contributing
 from ampguard.numerics import NAN, NEG_INF, POS_INF
@@ -225,13 +226,28 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
             hits = (mask & (bad.kinds == kind)).nonzero().reshape(-1)
             if not hits.numel() or not _can_explain(op, link.kind, kind):
                 continue
-            for hit in dict.fromkeys((int(hits[0]), int(hits[-1]))):
+            for hit in dict.fromkeys((*_older(trace, op, tensor, bad, hits), int(hits[0]), int(hits[-1]))):
                 step = _origin(trace, op, operand, tensor, bad, hit)
                 options.append(((_preference(link.kind, kind), isinstance(step, Given), operand), step, kind))
     if any(kind_read == link.kind for (_, _, _), _, kind_read in options):  # a NaN operand explains a NaN by itself
         options = [option for option in options if option[2] == link.kind]
     options.sort(key=lambda option: option[0])
     return [step for _, step, _ in options]
+
+
+def _older(trace: Trace, reader: TracedOp, tensor: TracedTensor, bad: BadElements, hits: Tensor) -> list[int]:
+    """One of the hits at whose place an operand of their maker was bad already: the others may have begun there."""
+    writer = trace.writer_of(tensor.storage, int(bad.offsets[hits[0]]), before=reader.index) if len(hits) > 2 else None
+    made = writer[0].outputs[writer[1]] if writer is not None else None
+    if writer is None or made is None or made.bad is None:
+        return []
+    for operand in writer[0].inputs:
+        if operand.bad is not None and operand.shape == made.shape:
+            older = made.bad.offsets[torch.isin(made.bad.flat, operand.bad.flat)]  # (it may be read through a view)
+            found = torch.isin(bad.offsets[hits], older).nonzero().reshape(-1)
+            if found.numel():
+                return [int(hits[found[0]])]
+    return []
 
 
 def _can_explain(op: TracedOp, made: int, read: int) -> bool:

@@ -45,7 +45,9 @@ class ProtocolDesk:
             known.occurrences += 1
             known.last_step = step
         elif len(self._cases) < MAX_CASES:
-            self._open(key, self._incident(breach, step))
+            incident = self._incident(breach, step)
+            if incident is not None:
+                self._open(key, incident)
 
     def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
         """What may yet turn out to be nothing is written down with the names that can be found now."""
@@ -54,7 +56,9 @@ class ProtocolDesk:
         else:
             known = self._suspicions.get(key)
             since = known[1].step if known is not None else step
-            self._suspicions[key] = (_key(breach), self._incident(breach, since))
+            incident = self._incident(breach, since)
+            if incident is not None:
+                self._suspicions[key] = (_key(breach), incident)
 
     def close(self) -> None:
         """The run ends: what was not withdrawn is so."""
@@ -72,11 +76,12 @@ class ProtocolDesk:
         self._on_told(incident)
         self._cases[key] = self._casebook.add(incident, poisons=incident.cause == POISONS)
 
-    def _incident(self, breach: Breach, step: int) -> Incident:
+    def _incident(self, breach: Breach, step: int) -> Incident | None:
         protocol.load()
         assert self._models is not None
-        scene = Scene(breach, self._models)
-        return incident_of(scene, BREACH_RULES[breach.cause](scene), step, self._rank)
+        scene = Scene(breach, self._models, self._casebook.trained)
+        told = BREACH_RULES[breach.cause](scene)
+        return incident_of(scene, told, step, self._rank) if told is not None else None
 
 
 def is_told_as(known: Incident, incident: Incident) -> bool:

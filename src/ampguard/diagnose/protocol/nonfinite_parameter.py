@@ -3,11 +3,10 @@
 What happens   the run has broken, and goes on saving checkpoints.
 Why it hurts   the file overwrites a healthy one, or is resumed from.
 Instead        go back to a file from before the step that is named here.
+Not this       a number beside the weights (the best loss so far), which may be NaN without harm to them.
 """
 
 from __future__ import annotations
-
-from torch import Tensor
 
 from ampguard.diagnose.protocol.owners import common_module
 from ampguard.diagnose.protocol.scene import Scene, at, listed, number
@@ -15,13 +14,27 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
 @breach("nonfinite-parameter")
-def nonfinite_parameter(scene: Scene) -> Telling:
-    names, facts = scene.facts["names"], scene.facts
-    values: list[Tensor] = facts["values"]
+def nonfinite_parameter(scene: Scene) -> Telling | None:
+    facts = scene.facts
+    found = [
+        (name, value, scene.in_model(name, value)) for name, value in zip(facts["names"], facts["values"], strict=True)
+    ]
+    found = [(name, value, known) for name, value, known in found if known is not None or value.numel() > 1]
+    if not found:
+        return None
+    names, values = [name for name, *_ in found], [value for _, value, _ in found]
     bad = sum(int((~t.detach().isfinite()).sum()) for t in values)
     since, largest = facts.get("last_good_step"), facts.get("largest")
+    is_state = all(known is not None and not scene.is_trained(known) for *_, known in found)
     when = f" The loss of step {since} was still finite: a later update has spoiled them." if since is not None else ""
     how = "delete this file and go back to a checkpoint from before that step; find what made the update bad"
+    if is_state:
+        since = None  # batch statistics hide a bad running statistic from the losses of training
+        when = (
+            " No optimizer trains them: they are buffers, or frozen. A forward pass has spoiled them (a running statistic "
+            "that took in a bad batch), a write of the script's, or they were so from the beginning."
+        )
+        how = "delete this file and go back to a checkpoint from before; find what wrote to them, or reset them"
     if largest is not None:
         dtype = str(values[0].dtype).removeprefix("torch.")
         when = f" In the running model they are finite, up to {number(largest)}: the cast to {dtype} for the file overflowed."

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.script_lines import framework_in
@@ -22,12 +25,14 @@ MAX_NAMES = 12
 class Scene:
     """Built in the frame of the breach, while the script's names can be looked up."""
 
-    def __init__(self, breach: Breach, models: Models) -> None:
+    def __init__(self, breach: Breach, models: Models, trained: Callable[[], list[Tensor]] = list) -> None:
+        """`trained` gives what optimizers move, in a module or not."""
         self.breach = breach
         self.facts = breach.facts
         self.first: Line | None = breach.first
         self.again: Line | None = breach.again
         self._models = models
+        self._trained = trained
         self.optimizer = self.name_of(breach.optimizer) or "the optimizer"
         self.scaler = self.name_of(breach.scaler) or "scaler"
         self.framework = _framework(breach.scaler, breach.optimizer)
@@ -54,6 +59,26 @@ class Scene:
         """Where the way from the loss to the parameters in question is cut."""
         return cuts(self._models.record(), self.breach.facts.get("parameters") or [])
 
+    def in_model(self, name: str, saved: Tensor) -> Tensor | None:
+        """The parameter or buffer that a tensor of a checkpoint is, or is a copy of: by its memory, else by its name."""
+        here = self._by_memory.get(compat.storage_key(saved))
+        if here is not None:
+            return here
+        return next((t for k, t in self._state.items() if t.shape == saved.shape and _is_named(name, k)), None)
+
+    def is_trained(self, tensor: Tensor) -> bool:
+        """Whether it wants a gradient, or an optimizer moves it."""
+        return tensor.requires_grad or compat.storage_key(tensor) in {compat.storage_key(p) for p in self._trained()}
+
+    @cached_property
+    def _state(self) -> dict[str, Tensor]:
+        return self._models.state()
+
+    @cached_property
+    def _by_memory(self) -> dict[int, Tensor]:
+        known = {compat.storage_key(t): t for t in (*self._state.values(), *self._trained())}
+        return {key: tensor for key, tensor in known.items() if key}
+
     @property
     def module(self) -> str | None:
         """The module that owns all the parameters in question."""
@@ -68,6 +93,15 @@ class Scene:
     def factor(self) -> str:
         """ "65536 times too large", "too small": by how much the gradients are wrong."""
         return factor_words(self.breach.factor)
+
+
+def _is_named(one: str, other: str) -> bool:
+    """Whether two dotted names are the same but for a prefix of one of them.
+
+    >>> _is_named("model.head.bias", "head.bias"), _is_named("ahead.bias", "head.bias")
+    (True, False)
+    """
+    return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 def _framework(scaler: Any, optimizer: Any) -> str | None:

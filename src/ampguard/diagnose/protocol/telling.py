@@ -30,7 +30,9 @@ class Telling:
     """The operator, where numbers of an optimizer's own arithmetic broke."""
 
 
-BreachRule = Callable[[Scene], Telling]
+BreachRule = Callable[[Scene], Telling | None]
+"""None where a second look shows that nothing is broken."""
+
 BREACH_RULES: dict[str, BreachRule] = {}
 
 

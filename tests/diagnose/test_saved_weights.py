@@ -1,0 +1,73 @@
+"""What a checkpoint holds that is not finite: which of it are weights, and what can have spoiled them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from watching import Watched
+
+Guard = Callable[..., Watched]
+
+
+class Scaled(nn.Module):
+    """A model with running statistics, and with a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x) * self.scale
+        return out
+
+
+def training(path: Path, spoil: Callable[[Scaled], Any], extra: torch.Tensor, frozen: bool = False) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    model.scale.requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        spoil(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save({"model": weights, "best_loss": extra, "step": 3}, path / "last.pt")
+
+
+@pytest.mark.parametrize("best", [torch.tensor(math.nan), torch.tensor([math.nan])], ids=["number", "one of a list"])
+def test_a_number_beside_the_weights_is_no_weight(guard: Guard, tmp_path: Path, best: torch.Tensor) -> None:
+    run = guard(lambda: training(tmp_path, lambda model: None, best))
+    assert run.faults == 0, run.stderr
+    assert run.causes == []
+
+
+def test_a_parameter_that_is_a_single_number_is_a_weight(guard: Guard, tmp_path: Path) -> None:
+    run = guard(lambda: training(tmp_path, lambda model: model.scale.fill_(math.nan), torch.tensor(math.nan)))
+    assert run.causes == ["nonfinite-parameter"]
+    assert run.first.evidence["names"] == ["scale"]
+    assert run.first.evidence["bad_values"] == 1
+    assert "The loss of step 2 was still finite: a later update has spoiled them." in run.first.explanation
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["statistics", "and a frozen number"])
+def test_no_update_has_spoiled_what_no_optimizer_trains(guard: Guard, tmp_path: Path, frozen: bool) -> None:
+    def spoil(model: Scaled) -> None:
+        model.body(torch.full((2, 4), math.nan))  # training mode: the running statistics take it in
+        if frozen:
+            model.scale.fill_(math.nan)
+
+    run = guard(lambda: training(tmp_path, spoil, torch.tensor(1.0), frozen))
+    (saved,) = [i for i in run.report.incidents if i.cause == "nonfinite-parameter"]
+    assert saved.evidence["names"] == [*["scale"] * frozen, "body.1.running_mean", "body.1.running_var"]
+    assert "a later update" not in saved.explanation
+    assert "No optimizer trains them" in saved.explanation
+    assert "since_step" not in saved.evidence
