@@ -131,6 +131,8 @@ class UpdateProbe:
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return original(self, *args, **kwargs)
                 if not recorder.between_steps or not recorder.active or recorder.paused:
                     if is_last and recorder.active and not recorder.paused:
                         guarded(recorder.gradients_cleared, id(self))
@@ -154,6 +156,8 @@ class UpdateProbe:
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return original(self, *args, **kwargs)
                 if recorder.active and not recorder.paused:
                     recorder.barrier.call(recorder.gradients_cleared, None)
                 if recorder.tape.is_of_calls and not recorder.paused:

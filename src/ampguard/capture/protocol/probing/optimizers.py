@@ -7,6 +7,7 @@ import sys
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -98,6 +99,8 @@ class OptimizerProbe:
 
         @functools.wraps(original)
         def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(optimizer, *args, **kwargs)
             if get_ident() != training.ident and not guarded(training.hears, optimizer):
                 return original(optimizer, *args, **kwargs)
             if dropped.waiting >= dropped.usual and recorder.active and not recorder.paused:
@@ -125,7 +128,7 @@ class OptimizerProbe:
 
         @functools.wraps(original)
         def zero_grad(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.active:
+            if torch.compiler.is_compiling() or not recorder.active:
                 return original(module, *args, **kwargs)
             is_other = get_ident() != training.ident
             if is_other and not guarded(training.hears):
