@@ -15,7 +15,7 @@ from ampguard.capture import forgetting, log, pace
 from ampguard.capture.record import Event
 
 Guard = Callable[..., Any]
-STEPS = 16
+STEPS = 12
 
 
 def rollout(actor: nn.Module, critic: nn.Module, stored: dict[str, Tensor]) -> None:

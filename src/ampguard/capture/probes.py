@@ -46,7 +46,8 @@ class Probes:
             handle.remove()
         self._updates.handles.clear()
         with contextlib.suppress(Exception):  # not through the barrier: after a fault nothing comes through it
-            self._recorder.tape.leave()
+            for tape in (self._recorder.tape, *self._recorder.left_behind):
+                tape.leave()
         with contextlib.suppress(Exception):
             compat.forget_functions()
 

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.flags import is_capturing
-from ampguard.capture.frames import user_line
+from ampguard.capture.frames import is_user_code, user_line
 from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
+from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import (
     BackwardCall,
     BadResult,
@@ -105,6 +107,10 @@ class FlightRecorder:
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self._has_root = False
+        self.left_behind: list[GlueTape] = []
+        """Tapes that are on the stack of a thread that is not followed any more."""
+        self._has_begun = False
+        """Whether a module was called, or anything differentiated, since the guard began."""
         self._first_root = 0
         self.has_compiled_before = False
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
@@ -131,7 +137,7 @@ class FlightRecorder:
             self.tape.leave()
         if dispatch_modes_on():
             return None  # the script watches this call with a dispatch mode of its own
-        self._has_root = True
+        self._has_root = self._has_begun = True
         log = self.log
         if not torch.is_grad_enabled():
             self.pace.enter(log.next_index)
@@ -250,6 +256,9 @@ class FlightRecorder:
     def tape_exhausted(self) -> None:
         """The tape met more operators than it may follow."""
         record = self.log.record
+        if not self._has_begun:
+            self.log.clear()  # that was setting up
+            return
         record.complete = False
         self.schedule.exhausted(any(isinstance(event, RootCall) for event in record.events))
 
@@ -268,6 +277,7 @@ class FlightRecorder:
 
         A gradient that stays part of a loss (`create_graph`) is no result yet, and is not judged.
         """
+        self._has_begun = True
         if self.tape.is_on_stack:
             self.tape.leave()
         thread = threading.get_ident()
@@ -323,6 +333,9 @@ class FlightRecorder:
     def _follow(self, thread: int) -> None:
         """Training is where backward is called: what another thread did before was something else."""
         self.thread = thread
+        if self.tape.is_on_stack:
+            self.left_behind.append(self.tape)
+            self.barrier.own_modes = 0
         self.tape = GlueTape(self)
         self.log.clear()
 
@@ -404,6 +417,15 @@ class FlightRecorder:
         gradients in between, from there on (`is_last`).
         """
         if self.schedule.comes_next(is_last):
+            self.tape_preprocessing()
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
+        """Where the script itself makes its optimizer, the first step may begin: what comes now is its preprocessing."""
+        self.steps.created(optimizer)
+        maker: FrameType | None = frame
+        while maker is not None and not is_user_code(maker.f_code):
+            maker = maker.f_back
+        if not self._has_begun and not compat.may_compile() and maker is not None and is_script_code(maker.f_code):
             self.tape_preprocessing()
 
     def tape_preprocessing(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +114,7 @@ class UpdateProbe:
             def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 original(self, *args, **kwargs)
                 if recorder.active:
-                    guarded(recorder.steps.created, self)
+                    guarded(recorder.optimizer_made, self, sys._getframe(1))
 
             return __init__
 

@@ -1,0 +1,60 @@
+"""What a script computes before its first module is its own doing in the first step too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watching import fingerprint, seed_everything
+
+Guard = Callable[..., Any]
+
+
+def noised(x: Tensor, kept: float) -> Tensor:
+    return (torch.ones(()) * kept).sqrt() * x
+
+
+def train(kept: float, prepare: Callable[[nn.Module], Any] | None = None) -> dict[str, Any]:
+    seed_everything()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    if prepare is not None:
+        prepare(model)
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        loss = (model(noised(x, kept)) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not loss.isfinite():
+            break
+    return fingerprint(model, optimizer)
+
+
+@pytest.mark.parametrize("prepare", [None, copy.deepcopy, nn.Module.state_dict])
+def test_the_first_batch_is_spoilt_by_the_script(guard: Guard, prepare: Callable[[nn.Module], Any] | None) -> None:
+    unguarded = train(-0.5, prepare)
+    run = guard(lambda: train(-0.5, prepare))
+    assert run.faults == 0, run.stderr
+    assert run.result == unguarded
+    assert (run.first.cause, run.first.step, run.first.op) == ("domain-error", 0, "aten.sqrt.default")
+    assert run.first.location is not None
+    assert run.first.location.code == "return (torch.ones(()) * kept).sqrt() * x"
+
+
+def initialise(model: nn.Module) -> None:
+    for _ in range(20):
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.02)
+
+
+def test_a_long_setting_up_is_forgotten(guard: Guard) -> None:
+    unguarded = train(0.5, initialise)
+    run = guard(lambda: train(0.5, initialise))
+    assert run.faults == 0, run.stderr
+    assert run.result == unguarded
+    assert run.report.incidents == ()
