@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard import compat
-from ampguard.capture import allowance
+from ampguard.capture import allowance, weights
 from ampguard.capture.allowance import Allowance
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.weights import slice_of
@@ -394,3 +394,13 @@ def test_numbers_come_in_the_order_in_which_they_were_asked_for() -> None:
     later.ask([torch.tensor(1.5), 2.0, None], got.append)
     later.ask([torch.tensor(True)], got.append)
     assert got == [[1.5, 2.0, None], [1.0]]
+
+
+def test_a_slow_first_look_does_not_end_looking() -> None:
+    a = Allowance(weights.SHARE, weights.FIRST_STEPS)
+    seen = []
+    for step in range(1, 40):
+        if a.is_due(step):
+            seen.append(step)
+            a.spend(0.5)  # a machine that is busy with something else
+    assert seen == [1, 2, 4, 8, 16]
