@@ -20,6 +20,9 @@ from ampguard.diagnose.slicing import chain_from
 from ampguard.numerics import largest
 from ampguard.replay.trace import bad_elements, traced
 
+SHORT_STEP = 8000
+"""Operators of a step that is followed in float32 as well: some half a second."""
+
 
 @cause("fp16-overflow")
 def fp16_overflow(evidence: Evidence) -> Finding | None:
@@ -55,6 +58,8 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
 
 def _in_float32_as_well(evidence: Evidence) -> str:
     """Where the same step fails when it is computed in float32; "" where it does not."""
+    if len(evidence.trace.ops) > SHORT_STEP:
+        return ""  # the time is better spent on trying fixes, one of which is float32
     outcome = evidence.step_in_float32
     if outcome is None or not outcome.is_bad:
         return ""
