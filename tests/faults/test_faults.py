@@ -21,7 +21,7 @@ from torch import nn
 from watching import Watched, bits, seed_everything, watched
 
 import ampguard
-from ampguard.capture import barrier, buffers, judge, log, recorder, steps, surroundings, tape
+from ampguard.capture import barrier, buffers, judge, log, pace, producers, recorder, steps, surroundings, tape
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
 from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal
@@ -73,6 +73,7 @@ CALLED_BY_PROBES = [
     (Recorder, "enter_root"),
     (Recorder, "leave_root"),
     (Recorder, "bookkeeping_done"),
+    (Recorder, "optimizer_made"),
     (Recorder, "note_scaled"),
     (Recorder, "before_backward"),
     (Recorder, "after_backward"),
@@ -82,7 +83,7 @@ CALLED_BY_PROBES = [
     (log.EventLog, "add_operator"),
     (log.EventLog, "keep_plain"),
     (log.EventLog, "add_results"),
-    (log.EventLog, "_add_views"),
+    (producers.Producers, "add_views"),
     (log.EventLog, "lookup"),
     (log.EventLog, "forget_finished"),
     (judge.Judge, "read"),
@@ -171,7 +172,7 @@ def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
 
 RARER = [
     "returned_gradients", "enter_function", "leave_function", "note_batch", "root_raised", "glue_raised", "resume_tape",
-    "tape_exhausted",
+    "tape_exhausted", "pass_over", "look_at",
 ]  # fmt: skip
 
 
@@ -185,6 +186,9 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
         seed_everything()
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.randn(2, 3))
         for x in torch.utils.data.DataLoader(torch.randn(8, 3), batch_size=2):
             with pytest.raises(KeyError, match="the script's own"):
                 Refuses()(x)
@@ -197,6 +201,10 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
             (Doubled.apply(out).pow(2).mean() + g.sum() * 0).backward()
             optimizer.step()
         return bits(list(model.parameters()))
+
+    if name in ("pass_over", "look_at"):
+        monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
+        monkeypatch.setattr(pace, "SHARE", 0.0)
 
     expected = body()
     called = []

@@ -17,7 +17,7 @@ from ampguard.diagnose.dynamics.trajectory import Trajectory, is_number
 
 ELEMENTS = 256
 PARAMETERS = 64
-ROOM = 3.0
+ROOM = 10.0
 """By how much updates of before may have been larger than one that is made from what the optimizer knows now."""
 ORDINARY_GRADIENT = 100.0
 """A gradient norm, where none was measured."""
