@@ -392,3 +392,37 @@ def test_a_step_that_was_compiled_before_the_guard_runs_on(backend: str, tmp_pat
             optimizer.step()
     assert watched.report is not None
     assert (watched.report.steps, watched.report.incidents) == (6, ())
+
+
+class Machine:
+    """Handed to the compiled function, which itself names nothing that differentiates."""
+
+    def __init__(self) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05)
+
+    def run(self, x: Tensor) -> Tensor:
+        loss = (1 / self.net(x).var(0)).sum()  # <- here
+        self.finish(loss)
+        return loss.detach()
+
+    def finish(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def test_a_method_of_an_argument_differentiates(guarded: Any) -> None:
+    def body() -> Any:
+        torch.manual_seed(0)
+        machine = Machine()
+        once = torch.compile(lambda engine, x: engine.run(x), backend="aot_eager")
+        for step in range(5):
+            x = torch.randn(6, 4)
+            once(machine, x[:1].expand(6, 4).contiguous() if step == 4 else x)
+        return fingerprint(machine.net)
+
+    incident = guarded(body)[1].incidents[0]
+    assert (incident.cause, incident.step) == ("division-by-zero", 4)
+    assert incident.location is not None
+    assert incident.location.code.endswith("# <- here")

@@ -54,8 +54,8 @@ def test_the_object_of_a_method() -> None:
     trainer = Trainer()
     assert modules_reached(trainer.step, (), {}) == {"self.net": trainer.net}
     assert list(of_kind(Optimizer, trainer.step, (), {}).values()) == [trainer.optimizer]
-    assert may_drive(trainer.step)
-    assert not may_drive(trainer.loss_of)
+    assert may_drive(trainer.step, (), {})
+    assert not may_drive(trainer.loss_of, (), {})
     assert may_autocast(trainer.step)
 
 
@@ -77,6 +77,6 @@ def test_partial_and_containers() -> None:
 
     bound = functools.partial(function, {"first": first})
     assert set(modules_reached(bound, (), {}).values()) == {first, second}
-    assert not may_drive(bound)
+    assert not may_drive(bound, (), {})
     many = {str(i): nn.ReLU() for i in range(MAX_PARTS + 1)}
     assert modules_reached(function, (many,), {}) == {"second": second}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.compiled_functions import CompiledFunction, recorded
 from ampguard.capture.leaving import (
     LeftError,
     bad_number_in,
@@ -29,7 +29,7 @@ from ampguard.capture.leaving import (
     stays_in_graph,
     with_unscaled,
 )
-from ampguard.capture.reached import may_differentiate, modules_reached, of_kind, only_updates
+from ampguard.capture.reached import may_differentiate, may_drive, modules_reached, of_kind, only_updates
 from ampguard.capture.record import Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
@@ -128,6 +128,27 @@ class _OpenStep:
             recorder.judge.suspect_buffers(self._first, poisoned)
 
 
+def recorded_as_called(
+    recorder: FlightRecorder, function: Any, compiled: Callable[..., Any], hide: Callable[[], None]
+) -> Callable[..., Any]:
+    """A compiled function; whether it is a training step is seen at its first call, by what that has at hand."""
+    chosen: Callable[..., Any] | None = None
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal chosen
+        if recorder.paused or torch.compiler.is_compiling() or not recorder.active:
+            return compiled(*args, **kwargs)
+        if chosen is None:
+            drives = recorder.barrier.call(may_drive, function, args, kwargs)
+            chosen = (
+                recorded_step(recorder, function, compiled, hide) if drives else recorded(recorder, function, compiled)
+            )
+        return chosen(*args, **kwargs)
+
+    return call
+
+
 def recorded_step(
     recorder: FlightRecorder, function: Any, compiled: Callable[..., Any], hide: Callable[[], None]
 ) -> Callable[..., Any]:
@@ -140,9 +161,12 @@ def recorded_step(
     guarded = recorder.barrier.call
     known: dict[tuple[int, ...], CompiledStep] = {}
 
-    differentiates = may_differentiate(function)
+    differentiates: bool | None = None
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep | None:
+        nonlocal differentiates
+        if differentiates is None:
+            differentiates = may_differentiate(function, args, kwargs)
         modules = modules_reached(function, args, kwargs)
         if not (modules or torch.is_grad_enabled()) or (not differentiates and only_updates(function, args, kwargs)):
             return None

@@ -42,14 +42,16 @@ def is_users(function: Any) -> bool:
     return code is not None and is_user_code(code)
 
 
-def may_drive(function: Any) -> bool:
-    """Whether a function, or one of the user's that it names, may differentiate or update: it is no forward pass."""
-    return any(not (UPDATES | DIFFERENTIATES).isdisjoint(code.co_names) for code in codes_of(function))
+def may_drive(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function, or what it names of the user's, may differentiate or update: it is no forward pass."""
+    called = (function, *methods_at_hand(function, args, kwargs))
+    return any(not (UPDATES | DIFFERENTIATES).isdisjoint(code.co_names) for one in called for code in codes_of(one))
 
 
-def may_differentiate(function: Any) -> bool:
-    """Whether a function, or one of the user's that it names, may differentiate."""
-    if any(not DIFFERENTIATES.isdisjoint(code.co_names) for code in codes_of(function)):
+def may_differentiate(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function, or what it names of the user's, may differentiate."""
+    called = (function, *methods_at_hand(function, args, kwargs))
+    if any(not DIFFERENTIATES.isdisjoint(code.co_names) for one in called for code in codes_of(one)):
         return True
     grad = inspect.unwrap(torch.autograd.grad)
     named = (dict(named_in(one)).get("grad") for one in (function, *functions_named_in(function)))
@@ -91,6 +93,18 @@ def functions_named_in(function: Any) -> list[Any]:
         method = getattr(type(owner), name, None)
         if isinstance(method, types.FunctionType):
             found.append(types.MethodType(method, owner))
+    return found
+
+
+def methods_at_hand(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Methods that a function's code names, of the user's objects that a call has at hand: `engine.run(x)`."""
+    names = getattr(getattr(plain_function(function), "__code__", None), "co_names", ())
+    found: list[Any] = []
+    for _, value in near(function, args, kwargs) if names else ():
+        if isinstance(value, (nn.Module, type)) or type(value).__module__.partition(".")[0] in NOT_USERS:
+            continue
+        methods = [getattr(type(value), name, None) for name in names]
+        found += [types.MethodType(m, value) for m in methods if isinstance(m, types.FunctionType)]
     return found
 
 

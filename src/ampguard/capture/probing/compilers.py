@@ -12,10 +12,9 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.compiled_functions import recorded
-from ampguard.capture.compiled_steps import recorded_step
+from ampguard.capture.compiled_steps import recorded_as_called
 from ampguard.capture.patches import Patches
-from ampguard.capture.reached import is_users, may_drive
+from ampguard.capture.reached import is_users
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
 
@@ -52,11 +51,7 @@ class CompilerProbe:
             recorder.barrier.call(self._hide)
             if isinstance(model, type) or not is_users(model):
                 return made
-            if recorder.barrier.call(may_drive, model):
-                made = recorded_step(recorder, model, made, self._hide)
-            else:
-                made = recorded(recorder, model, made)
-            return made
+            return recorded_as_called(recorder, model, made, self._hide)
 
         return compile
 

@@ -112,7 +112,7 @@ class OwnSteps:
     def _made_bad(self, optimizer: Optimizer) -> list[Tensor]:
         held = parameters_of([optimizer])
         with torch.no_grad(), compat.unseen():
-            if held[0].is_cpu and all_finite_on_cpu(held):
+            if all(p.is_cpu for p in held) and all_finite_on_cpu(held):
                 return []
         bad = [p for p in bad_ones(held) if id(p) not in self._known.get(optimizer, ())]
         return [] if bad_ones([p.grad for p in held if p.grad is not None]) else bad
