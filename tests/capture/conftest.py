@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from watching import Watched, watched
+
+import ampguard
+from ampguard.incident import Report
 
 torch.set_num_threads(1)
 
@@ -20,6 +24,20 @@ def guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., W
 
     def run(body: Callable[[], object], **options: object) -> Watched:
         return watched(body, tmp_path / "run", capsys, **options)
+
+    return run
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Callable[[Callable[[], Any]], tuple[Any, Report]]:
+    """Run a function under `ampguard.watch`, which must not fail, and return its result and the report."""
+
+    def run(body: Callable[[], Any]) -> tuple[Any, Report]:
+        with ampguard.watch(out=tmp_path / "run") as session:
+            result = body()
+        assert session.report is not None
+        assert not session._barrier.tripped
+        return result, session.report
 
     return run
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from watching import fingerprint
 
-import ampguard
-from ampguard.capture.patches import Patches
-from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.incident import Report
 
 pytestmark = [
@@ -22,33 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before_or_after() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def guarded(tmp_path: Path) -> Callable[[Callable[[], Any]], tuple[Any, Report]]:
-    """Run a body under guard with `torch.compile` watched."""
-
-    def run(body: Callable[[], Any]) -> tuple[Any, Report]:
-        patches = Patches()
-        with ampguard.watch(out=tmp_path / "run") as session:
-            if not hasattr(torch.compile, "__wrapped__"):
-                CompilerProbe(session._recorder, patches).install()
-            try:
-                result = body()
-            finally:
-                patches.undo()
-        assert session.report is not None
-        assert not session._barrier.tripped
-        return result, session.report
-
-    return run
 
 
 def objective(out: Tensor, y: Tensor) -> Tensor:

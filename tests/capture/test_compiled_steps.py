@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch.nn import functional
 from watching import fingerprint
 
 import ampguard
-from ampguard.capture.patches import Patches
-from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.incident import Incident, Report
 
 Step = Callable[..., Any]
@@ -28,32 +26,18 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before_or_after() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
-def guarded(tmp_path: Path) -> Callable[[Callable[[], Any]], tuple[Any, Report]]:
-    """Run a body under guard with `torch.compile` watched; the body must leave the same behind as without."""
+def guarded(
+    guarded: Callable[[Callable[[], Any]], tuple[Any, Report]],
+) -> Callable[[Callable[[], Any]], tuple[Any, Report]]:
+    """The body must leave the same behind as without the guard."""
 
     def run(body: Callable[[], Any]) -> tuple[Any, Report]:
         plain = body()
         torch._dynamo.reset()
-        patches = Patches()
-        with ampguard.watch(out=tmp_path / "run") as session:
-            if not hasattr(torch.compile, "__wrapped__"):
-                CompilerProbe(session._recorder, patches).install()
-            try:
-                result = body()
-            finally:
-                patches.undo()
-        assert session.report is not None
-        assert not session._barrier.tripped
+        result, report = guarded(body)
         assert result == plain
-        return result, session.report
+        return result, report
 
     return run
 
