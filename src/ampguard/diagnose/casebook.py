@@ -197,9 +197,7 @@ class Casebook:
             hooked = changed_by_a_hook(bad, self._rank) if bad.error is None else None
             if hooked is not None:
                 self._open_unreplayed(hooked, bad)
-            elif (
-                not bad.is_held_off and bad.error is None
-            ):  # (anomaly detection raises for what reaches no parameter too)
+            elif not bad.is_held_off and bad.error is None:  # (anomaly detection raises for what reaches no one, too)
                 self._changed_gradients.append(bad)
                 if not compat.several_ranks():  # else another rank's gradients are to blame, and it says so
                     self._unreplayable.append((bad, NOT_REPEATED))
