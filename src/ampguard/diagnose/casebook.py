@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import torch
-from torch import nn
 
 from ampguard import compat
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.arming import Arming
+from ampguard.diagnose.awaiting import Awaited, Awaiting
+from ampguard.diagnose.bad_since import BadSince
+from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.gradients import GradientEvidence, is_only_the_scale
 from ampguard.diagnose.hooked import changed_by_a_hook
 from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
+from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind
-from ampguard.diagnose.sharded import Awaited, bad_input, may_await, with_advice
+from ampguard.diagnose.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.skipped import SkippedSteps
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
-from ampguard.numerics import is_finite
-from ampguard.replay.behind import updated_leaves
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.sandbox import neutral_thread
@@ -34,38 +32,9 @@ from ampguard.replay.sandbox import neutral_thread
 LOOKS_PER_INVESTIGATION = 4
 """How many further failures are located, to see whether they are new, for each full investigation allowed."""
 
-ARMED_STEPS = 50
 NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
 MAX_PROOFS = 3
 """Suspicions of gradient-underflow that are followed."""
-
-Place = tuple[str, str | None, str | None, int | None]
-
-
-@dataclass(slots=True)
-class Case:
-    """One incident of the run, and how often it came back."""
-
-    incident: Incident
-    place: Place
-    updates: int = 0
-    occurrences: int = 1
-    consequences: int = 0
-    last_step: int = 0
-    is_investigated: bool = True
-    """False for what needed no replay: it takes none of the investigations that are allowed."""
-    calls: frozenset[int] = frozenset()
-    """The calls of the model that its last bad result was made from: another result of theirs is no new occurrence."""
-    part_of: Case | None = None
-    """The case of the longer story that this failure belongs to: it is told there."""
-
-    def result(self) -> Incident:
-        evidence = dict(self.incident.evidence)
-        if self.occurrences > 1:
-            evidence["last_step"] = self.last_step
-        if self.consequences:
-            evidence["later_failures_caused_by_it"] = self.consequences
-        return msgspec.structs.replace(self.incident, occurrences=self.occurrences, evidence=evidence)
 
 
 class Casebook:
@@ -80,30 +49,20 @@ class Casebook:
         on_fault: Callable[[Exception], None],
     ) -> None:
         self.cases: list[Case] = []
-        self._unreplayable: list[tuple[BadResult, str]] = []
         self._recorder = recorder
         self._max_incidents = max_incidents
         self._rank = rank
         self._on_new = on_new
         self._on_fault = on_fault
         self._looks = 0
-        self._skipped = SkippedSteps()
-        self._skipped_for: Case | None = None
-        """What the last skipped step that was looked at was skipped for."""
         self._proofs = 0
-        self._changed_gradients: list[BadResult] = []
-        """Bad gradients of steps that have finite ones when they are run again."""
-        self._poisoned_by: Case | None = None
-        self._poisoned_buffers: dict[str, Case] = {}
-        self._unknown_since: int | None = None
-        """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
-        self._armed_until: int | None = None
-        self._awaited: list[Awaited] = []
-        """Bad results whose weights are spread over ranks, and yet to be gathered."""
+        self._skipped = SkippedSteps(recorder)
+        self._poison = Poison(recorder)
+        self._past = BadSince(recorder)
+        self._arming = Arming(recorder)
+        self._awaiting = Awaiting(recorder, self._settle)
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
-        self.weights_bad_since: int | None = None
-        """The first step in which a look at the weights found some that were not finite."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
@@ -117,9 +76,8 @@ class Casebook:
             incident, ("", None, None, None), self._recorder.attempts, last_step=incident.step, is_investigated=False
         )
         self.cases.append(case)
-        if poisons and self._poisoned_by is None:
-            case.updates -= 1  # the update that did it may have been counted already
-            self._poisoned_by = case
+        if poisons:
+            self._poison.began_with(case)
         self._tell(incident)
         return case
 
@@ -130,6 +88,11 @@ class Casebook:
             return
         with neutral_thread():
             self._on_new(incident)
+
+    def weights_were_bad(self, step: int) -> None:
+        """A look at the weights has found some that were not finite."""
+        if self._past.weights_bad_since is None:
+            self._past.weights_bad_since = step
 
     def trained(self) -> list[torch.Tensor]:
         """What the optimizers that have stepped hold and move: frozen parameters are left out."""
@@ -174,18 +137,15 @@ class Casebook:
 
     def _examine(self, bad: BadResult) -> None:
         started = time.perf_counter()
-        if any(a.weights.is_complete or a.updates != self._recorder.attempts for a in self._awaited):
-            self._settle_awaited()
-        if self.is_used_up:
-            return
-        if self._is_consequence(bad) or self._is_known_skip(bad):
+        self._awaiting.settle_what_is_due()
+        if self.is_used_up or self._poison.explains(bad) or self._skipped.is_known(bad, self.cases):
             return
         self._looks += 1
-        live = self._recorder.live
-        if isinstance(live, LiveTracing) and live.trace.ops:
+        live = self._arming.live
+        if live is not None:
             self._examine_trace(bad, live)
-            return
-        self._investigate(bad, started)
+        else:
+            self._investigate(bad, started)
 
     def _investigate(self, bad: BadResult, started: float) -> None:
         """Run it again, and say what is seen."""
@@ -198,9 +158,9 @@ class Casebook:
             if hooked is not None:
                 self._open_unreplayed(hooked, bad)
             elif not bad.is_held_off and bad.error is None:  # (anomaly detection raises for what reaches no one, too)
-                self._changed_gradients.append(bad)
+                self._past.changed_gradients.append(bad)
                 if not compat.several_ranks():  # else another rank's gradients are to blame, and it says so
-                    self._unreplayable.append((bad, NOT_REPEATED))
+                    self._arming.unexplained.append((bad, NOT_REPEATED))
             return
         except ReplayError as why:
             if may_await(bad):
@@ -245,29 +205,21 @@ class Casebook:
         if incident is not None:
             self._open_unreplayed(incident, bad)
             return
-        settle = lambda: self._recorder.barrier.call(self._settle_awaited, False)  # noqa: E731
-        self._awaited.append(Awaited(bad, reason, self._recorder.attempts, settle))
-        if self._awaited[-1].weights.problem is not None:
-            self._settle_awaited()
+        self._awaiting.add(bad, reason)
 
-    def _settle_awaited(self, is_last: bool = True) -> None:
-        """Weights have been gathered, or are about to change. `is_last`: what is missing now is not waited for."""
-        if not is_last and any(awaited.may_go_on for awaited in self._awaited):
-            return
-        settled, self._awaited = self._awaited, []
+    def _settle(self, settled: list[Awaited]) -> None:
+        """The wait for weights is over."""
         self._told_later = []
-        for awaited in reversed(settled):
-            awaited.end()
         try:
             for awaited in settled:
-                self._settle(awaited)
+                self._settle_one(awaited)
         finally:
             found, self._told_later = self._told_later, None
         for incident in found:
             self._tell(incident)
 
-    def _settle(self, awaited: Awaited) -> None:
-        cases, unknown_since, paused = len(self.cases), self._unknown_since, self._recorder.paused
+    def _settle_one(self, awaited: Awaited) -> None:
+        cases, unknown_since, paused = len(self.cases), self._poison.unknown_since, self._recorder.paused
         self._recorder.paused = True
         try:
             if awaited.weights.is_complete:
@@ -279,8 +231,8 @@ class Casebook:
             self._recorder.paused = paused
             for case in self.cases[cases:]:
                 case.updates = awaited.updates
-            if unknown_since is None and self._unknown_since is not None:
-                self._unknown_since = awaited.updates
+            if unknown_since is None and self._poison.unknown_since is not None:
+                self._poison.unknown_since = awaited.updates
 
     def _look_for_underflow(self, bad: BadResult) -> None:
         """A suspicion: told only if a replay in float32 proves it."""
@@ -293,29 +245,6 @@ class Casebook:
             return
         if incident is not None:
             self.add(incident)
-
-    def _is_known_skip(self, bad: BadResult) -> bool:
-        """Whether the scaler skipped this step as it skipped others before: only because of the loss scale."""
-        if bad.loss_scale is None or not bad.is_held_off:
-            return False
-        case = next((c for c in self.cases if c.incident.cause == "loss-scale-overflow"), None)
-        if case is None:
-            return False
-        if self._skipped.may_look():
-            started = time.perf_counter()
-            try:
-                if not is_only_the_scale(bad, Replayer(bad, self._recorder)):
-                    return False
-                self._skipped_for = case
-            except Exception:  # it cannot be run again: take it for one of the many
-                pass
-            finally:
-                self._skipped.looked(time.perf_counter() - started)
-        case = self._skipped_for or case  # what is not looked at is most likely what the last one was
-        case = case.part_of or case
-        case.occurrences += 1
-        case.last_step = bad.step
-        return True
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
@@ -331,20 +260,17 @@ class Casebook:
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
-        if self._awaited:
-            self._settle_awaited()
-        for bad, reason in self._unreplayable:
+        self._awaiting.settle()
+        for bad, reason in self._arming.unexplained:
             incident = with_advice(unexplained_incident(bad, reason, self._rank), bad)
             self.cases.append(Case(incident, ("", None, None, None), last_step=bad.step))
             self._tell(incident)
-        self._unreplayable.clear()
+        self._arming.unexplained.clear()
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
-        if self._awaited:
-            self._settle_awaited(is_last=any(step > awaited.bad.step + 1 for awaited in self._awaited))
-        if self._armed_until is not None and step > self._armed_until:
-            self._disarm()
+        self._awaiting.settle_before(step)
+        self._arming.tick(step)
 
     def _examine_trace(self, bad: BadResult, live: LiveTracing) -> None:
         evidence = locate_in_trace(bad, live.trace)
@@ -353,11 +279,9 @@ class Casebook:
             return
         if not self._counted(bad, evidence):
             self._open(explain_trace(evidence, self._rank, live.reason), evidence, bad)
-        caught = [b for b, _ in self._unreplayable if b.mode == bad.mode]
+        caught = self._arming.caught(bad)
         if self.cases:
-            self.cases[-1].occurrences += len(caught)  # the failure that armed the tracing was this one
-        self._unreplayable = [(b, why) for b, why in self._unreplayable if b.mode != bad.mode]
-        self._disarm()
+            self.cases[-1].occurrences += caught  # the failure that armed the tracing was this one
 
     def _counted(self, bad: BadResult, evidence: Evidence) -> bool:
         """Whether this failure began where an earlier one did."""
@@ -366,138 +290,47 @@ class Casebook:
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
                 is_same = bad.kind == "buffer" or bool(case.calls & calls)
                 case.calls = calls or case.calls
-                self._skipped_for = case if bad.is_held_off else self._skipped_for
-                case = case.part_of or case
-                case.occurrences += not is_same
-                case.last_step = bad.step
-                self._note_poisoner(bad, case)
-                self._note_poison(bad, case)
+                self._skipped.note(bad, case)
+                case.came_back(bad.step, 0 if is_same else 1)
+                self._poison.note(bad, case.told_as)
                 return True
         return False
 
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
-        opinion = self.second_opinion(self._with_history(incident))
+        opinion = self.second_opinion(self._with_past(incident))
         if isinstance(opinion, Case):
             part = Case(opinion.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
             part.calls = calls_behind(bad)
             self.cases.append(part)
             self.merge(part, opinion)
             opinion.last_step = bad.step
-            self._note_poison(bad, opinion)
+            self._poison.note(bad, opinion)
             return
-        incident = opinion
-        case = Case(incident, place_of(evidence), self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
+        case = Case(opinion, place_of(evidence), self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         self.cases.append(case)
-        self._skipped_for = case if bad.is_held_off else self._skipped_for
-        if incident.severity == "info":  # normal operation takes none of the investigations
+        self._skipped.note(bad, case)
+        if opinion.severity == "info":  # normal operation takes none of the investigations
             case.is_investigated = False
             self._looks -= 1
-        self._note_poisoner(bad, case)
-        self._note_poison(bad, case)
-        self._tell(incident)
+        self._poison.note(bad, case)
+        self._tell(opinion)
 
-    def _note_poisoner(self, bad: BadResult, case: Case) -> None:
-        """Whether the update that follows makes the weights themselves bad: what fails from then on is its doing."""
-        poisons = (bad.kind == "loss" and case.incident.severity != "info") or (
-            bad.kind == "gradient" and not bad.is_held_off
-        )
-        if bad.mode != "train" or not poisons or self._poisoned_by is not None:
-            return
-        case.updates = self._recorder.attempts
-        if bad.kind == "gradient":  # the update follows at once, whoever makes it
-            case.updates -= 1
-        self._poisoned_by = case
-
-    def _with_history(self, incident: Incident) -> Incident:
-        """A parameter or buffer that was bad before the step: since when, and what poisoned it."""
+    def _with_past(self, incident: Incident) -> Incident:
+        """A parameter or buffer that was bad before the step: since when, and what made it so."""
         if incident.cause != "nonfinite-parameter":
             return incident
-        changed = next((b for b in self._changed_gradients if b.step < incident.step), None)
-        facts = dict(incident.evidence)
-        buffer = f".{facts.get('name')}"  # (it may have the name of what its module hangs in before it)
-        case = next((c for name, c in self._poisoned_buffers.items() if buffer.endswith(f".{name}")), None)
-        text = incident.explanation
-        if case is not None:
-            first = case.incident
-            at = f"{first.location.file}:{first.location.line}" if first.location else "an unknown line"
-            facts["since_step"] = first.step
-            facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
-            text += f" It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
-        elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
-            facts["since_step"] = None
-            text += (
-                " PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "
-                "these values (or a write through `.data`)."
-            )
-        elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
-            facts["since_step"] = None
-            text += f" {reason} The steps before this one did not use it: initialisation or a checkpoint."
-        elif self._recorder.judge.last_good_step is not None:
-            facts["since_step"] = self._recorder.judge.last_good_step
-            if changed is not None or self._unreplayable or not self._recorder.stepped_since(0):
-                facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
-            text += f" The loss of step {self._recorder.judge.last_good_step} was still finite: {_since(facts)}."
-            kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
-            incident = msgspec.structs.replace(incident, fixes=kept)
-        else:
-            facts["since_step"] = None
-            text += " It was so before the first step: initialisation or a checkpoint."
-        if changed is not None:
-            facts["gradients_changed_in_step"] = changed.step
-            text += (
-                f" The gradients that the optimizer used in step {changed.step} were not finite, and those of the same step run "
-                f"again are: something changed them between backward and the optimizer's step (a hook, the script, another rank)."
-            )
-            self._unreplayable = [(b, why) for b, why in self._unreplayable if b.kind != "gradient"]
-        return msgspec.structs.replace(incident, explanation=text, evidence=facts)
-
-    def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
-        """What shows that a parameter was bad while the losses were still finite; None where nothing does."""
-        last_good, seen = self._recorder.judge.last_good_step, self.weights_bad_since
-        if seen is not None and last_good is not None and seen < last_good:
-            return f"The weights were not finite already in step {seen}, when they were looked at."
-        written = facts.get("times_written")
-        if facts.get("is_trained") and written is not None and written < len(self._recorder.stepped_since(0)):
-            return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
-        return None
-
-    def _note_poison(self, bad: BadResult, case: Case) -> None:
-        for name in bad.names:
-            self._poisoned_buffers.setdefault(name, case)
-
-    def _is_consequence(self, bad: BadResult) -> bool:
-        """Whether an earlier bad update has made the parameters themselves bad: everything after is its doing."""
-        case = self._poisoned_by
-        updates = case.updates if case is not None else self._unknown_since
-        if updates is None or bad.kind == "raised":
-            return False
-        is_later = case is not None and bad.step > case.incident.step  # (a script may update its weights by itself)
-        if self._recorder.attempts <= updates and not is_later:
-            return False
-        if case is None:
-            return self._reads_bad_parameters(bad, updates)
-        is_asked = case.consequences % 16 == 0  # parameters that went bad stay so, unless a checkpoint is loaded
-        if is_asked and not self._reads_bad_parameters(bad, updates):
-            return False
-        case.consequences += 1
-        case.last_step = bad.step
-        return True
-
-    def _reads_bad_parameters(self, bad: BadResult, updates: int) -> bool:
-        """Whether a parameter is not finite: of the modules that were called, or of an optimizer that stepped since."""
-        if any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall)):
-            return True
-        if any(not is_finite(leaf.detach()) for leaf in updated_leaves(bad.record).values()):
-            return True
-        groups = [group for o in self._recorder.stepped_since(updates) for group in o.param_groups]
-        return any(not is_finite(p.detach()) for group in groups for p in group["params"])
+        spoiled_by = self._poison.buffer(str(incident.evidence.get("name")))
+        told = self._past.told(incident, spoiled_by, is_incomplete=bool(self._arming.unexplained))
+        if self._past.changed_before(incident) is not None:
+            self._arming.forget_gradients()
+        return told
 
     def _count_as_known(self, bad: BadResult) -> None:
         """Investigations are used up: count it to the last incident of its mode, without looking."""
         case = next((c for c in reversed(self.cases) if c.incident.mode == bad.mode and c.is_investigated), None)
         if case is None:
             return
-        if case is self._poisoned_by and case.consequences:
+        if case is self._poison.case and case.consequences:
             case.consequences += 1
         else:
             case.occurrences += 1
@@ -505,10 +338,9 @@ class Casebook:
 
     def _innocent(self, bad: BadResult) -> None:
         self._looks -= 1
-        if bad.kind == "output":
-            for event in bad.record.events:
-                if isinstance(event, RootCall) and event.index == max(roots_indices(bad)):
-                    self._recorder.judge.mark_innocent(event.module)
+        roots = [event for event in bad.record.events if isinstance(event, RootCall)]
+        if bad.kind == "output" and roots:
+            self._recorder.judge.mark_innocent(roots[-1].module)
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""
@@ -516,66 +348,24 @@ class Casebook:
         if incident is not None:
             self._open_unreplayed(incident, bad)
             return
-        if bad.mode == "train" and self._unknown_since is None:
-            self._unknown_since = self._recorder.attempts
+        if bad.mode == "train" and self._poison.unknown_since is None:
+            self._poison.unknown_since = self._recorder.attempts
         caught_live = [c for c in self.cases if c.incident.evidence.get("rung") == "live-trace"]
         known = next((c for c in reversed(caught_live) if c.incident.mode == bad.mode), None)
         if known is not None:  # its like was caught live before
-            known.occurrences += 1
-            known.last_step = bad.step
-        elif not any(earlier.mode == bad.mode for earlier, _ in self._unreplayable):
-            self._unreplayable.append((bad, reason))
-        self._armed_until = bad.step + ARMED_STEPS
-        self._recorder.live = LiveTracing(
-            reason, [e.module for e in bad.record.events if isinstance(e, RootCall)], self._recorder.barrier
-        )
+            known.came_back(bad.step)
+        else:
+            self._arming.keep(bad, reason)
+        self._arming.arm(bad, reason)
 
     def _open_unreplayed(self, incident: Incident, bad: BadResult) -> None:
         """A failure that explains itself without a replay."""
         place = (incident.cause, incident.module, None, None)
         known = next((case for case in self.cases if case.place == place), None)
         if known is not None:
-            known.occurrences += 1
-            known.last_step = bad.step
+            known.came_back(bad.step)
             return
         case = Case(incident, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         self.cases.append(case)
-        if bad.mode == "train" and not bad.is_held_off and self._poisoned_by is None:
-            self._poisoned_by = case
+        self._poison.note(bad, case)
         self._tell(incident)
-
-    def _disarm(self) -> None:
-        self._armed_until = None
-        self._recorder.live = None
-
-
-def _since(facts: dict[str, Any]) -> str:
-    """What has made a parameter or buffer bad that was not when training began."""
-    if not facts.get("is_trained", True):
-        return "it was written to since"
-    if not facts.get("gradients_were_looked_at"):
-        return "the update after it poisoned it"
-    return (
-        "the update after it poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
-        "(a division by 0 in its state, a step far too large, a learning rate that is not a number), or a write of the "
-        "script's to the parameter"
-    )
-
-
-def place_of(evidence: Evidence) -> Place:
-    line = evidence.op.line
-    file = line.code.co_filename if line is not None else None
-    name = evidence.op.name
-    if isinstance(evidence, GradientEvidence) and evidence.is_only_the_scale:
-        name += " at this loss scale"
-    return name, evidence.op.module, file, line.number if line is not None else None
-
-
-def roots_indices(bad: BadResult) -> list[int]:
-    return [e.index for e in bad.record.events if isinstance(e, RootCall)] or [-1]
-
-
-def has_bad_parameters(module: nn.Module) -> bool:
-    """Whether any parameter is not finite."""
-    with torch.no_grad():
-        return any(not is_finite(p) for p in module.parameters())

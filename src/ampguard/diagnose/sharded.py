@@ -7,57 +7,25 @@ as they are gathered for the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampguard import compat
 from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall, leaves
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_finite, stats
-from ampguard.replay.whole_weights import WholeWeights
-
-
-class Awaited:
-    """A bad result that is replayed once the weights behind it have come by, or given up before they change."""
-
-    def __init__(self, bad: BadResult, reason: str, updates: int, before_update: Callable[[], Any]) -> None:
-        """`updates`: optimizer steps so far. `before_update`: called before an optimizer makes the next."""
-        self.bad = bad
-        self.updates = updates
-        self._reason = reason
-        self.weights = WholeWeights([module for module in _modules(bad) if compat.needs_other_ranks(module)])
-        self._hook = register_optimizer_step_pre_hook(lambda *_: before_update())
-        self.weights.begin()
-
-    @property
-    def reason(self) -> str:
-        """Why the step is not run again, where it is not."""
-        missing = "a part of them was not gathered again before they changed"
-        return f"{self._reason}; {self.weights.problem or missing}"
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether there is something to wait for that the next update leaves alone."""
-        return not self.weights.is_complete and self.weights.survive_updates
-
-    def end(self) -> None:
-        """Wait no longer."""
-        self._hook.remove()
-        self.weights.end()
 
 
 def may_await(bad: BadResult) -> bool:
     """Whether the other ranks are what is missing, and weights gathered later would do: not for gradients."""
-    return not bad.is_of_gradients and any(compat.needs_other_ranks(module) for module in _modules(bad))
+    return not bad.is_of_gradients and any(compat.needs_other_ranks(module) for module in modules_of(bad))
 
 
 def with_advice(incident: Incident, bad: BadResult) -> Incident:
     """What to do about a failure of a sharded model of which nothing more could be found out."""
-    if not any(compat.needs_other_ranks(module) for module in _modules(bad)):
+    if not any(compat.needs_other_ranks(module) for module in modules_of(bad)):
         return incident
     elsewhere = (
         "Gradients are averaged over ranks: where another rank's loss was bad in this step, its report says why. Else run"
@@ -71,7 +39,8 @@ def with_advice(incident: Incident, bad: BadResult) -> Incident:
     return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}")
 
 
-def _modules(bad: BadResult) -> list[Any]:
+def modules_of(bad: BadResult) -> list[Any]:
+    """The modules that the step called."""
     roots = [e.module for e in bad.record.events if isinstance(e, RootCall) and not e.is_function]
     return list({id(module): module for module in roots}.values())
 

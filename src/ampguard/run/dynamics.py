@@ -29,7 +29,8 @@ from ampguard.capture.record import Event, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.vitals import StepVitals, Vitals
 from ampguard.capture.weights import WeightSample
-from ampguard.diagnose.casebook import Case, Casebook
+from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.cases import Case
 from ampguard.diagnose.dynamics import suspicion
 from ampguard.diagnose.dynamics.alarm import Alarm
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
@@ -145,8 +146,8 @@ class LearningDynamics:
     def _on_look(self, sample: WeightSample) -> None:
         self.trajectory.look(sample)
         norm, casebook = sample.weight_norm, self._casebook
-        if norm is not None and not math.isfinite(norm) and casebook.weights_bad_since is None:
-            casebook.weights_bad_since = sample.step
+        if norm is not None and not math.isfinite(norm):
+            casebook.weights_were_bad(sample.step)
         self._ask("look", sample.step)
         for text in suspicion.gradient_underflow(self._situation(sample.step)) if self._is_in_half() else ():
             self.note(EventRow(sample.step, "gradient-underflow-suspected", text))

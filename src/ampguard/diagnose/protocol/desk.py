@@ -7,7 +7,8 @@ from typing import Any
 
 from ampguard.capture.protocol.models import Models
 from ampguard.diagnose import protocol
-from ampguard.diagnose.casebook import Case, Casebook
+from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.cases import Case
 from ampguard.diagnose.protocol.scene import Scene
 from ampguard.diagnose.protocol.telling import BREACH_RULES, incident_of
 from ampguard.incident import Incident

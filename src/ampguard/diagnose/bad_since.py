@@ -1,0 +1,93 @@
+"""Since when a parameter or buffer is bad that was so before the step began, and what made it bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ampguard.capture.record import BadResult
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.cases import Case
+from ampguard.incident import Incident
+
+
+class BadSince:
+    """What the run has seen of its weights before they failed."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.weights_bad_since: int | None = None
+        """The first step in which a look at the weights found some that were not finite."""
+        self.changed_gradients: list[BadResult] = []
+        """Bad gradients of steps that have finite ones when they are run again."""
+        self._recorder = recorder
+
+    def changed_before(self, incident: Incident) -> BadResult | None:
+        """Gradients that something changed before the optimizer used them, in a step before the incident's."""
+        return next((bad for bad in self.changed_gradients if bad.step < incident.step), None)
+
+    def told(self, incident: Incident, spoiled_by: Case | None, is_incomplete: bool) -> Incident:
+        """A `nonfinite-parameter` with its past.
+
+        `spoiled_by`: the case that spoiled this buffer. `is_incomplete`: there are failures of which nothing was found out.
+        """
+        facts = dict(incident.evidence)
+        changed = self.changed_before(incident)
+        last_good = self._recorder.judge.last_good_step
+        facts["since_step"] = None
+        if spoiled_by is not None:
+            text = _spoiled(spoiled_by, facts)
+        elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
+            text = (
+                "PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "
+                "these values (or a write through `.data`)."
+            )
+        elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
+            text = f"{reason} The steps before this one did not use it: initialisation or a checkpoint."
+        elif last_good is not None:
+            facts["since_step"] = last_good
+            if changed is not None or is_incomplete or not self._recorder.stepped_since(0):
+                facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
+            text = f"The loss of step {last_good} was still finite: {_since(facts)}."
+            kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
+            incident = msgspec.structs.replace(incident, fixes=kept)
+        else:
+            text = "It was so before the first step: initialisation or a checkpoint."
+        if changed is not None:
+            facts["gradients_changed_in_step"] = changed.step
+            text += (
+                f" The gradients that the optimizer used in step {changed.step} were not finite, and those of the same step run "
+                f"again are: something changed them between backward and the optimizer's step (a hook, the script, another rank)."
+            )
+        return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}", evidence=facts)
+
+    def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
+        """What shows that a parameter was bad while the losses were still finite; None where nothing does."""
+        last_good, seen = self._recorder.judge.last_good_step, self.weights_bad_since
+        if seen is not None and last_good is not None and seen < last_good:
+            return f"The weights were not finite already in step {seen}, when they were looked at."
+        written = facts.get("times_written")
+        if facts.get("is_trained") and written is not None and written < len(self._recorder.stepped_since(0)):
+            return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
+        return None
+
+
+def _spoiled(case: Case, facts: dict[str, Any]) -> str:
+    first = case.incident
+    at = f"{first.location.file}:{first.location.line}" if first.location else "an unknown line"
+    facts["since_step"] = first.step
+    facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
+    return f"It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
+
+
+def _since(facts: dict[str, Any]) -> str:
+    """What has made a parameter or buffer bad that was not when training began."""
+    if not facts.get("is_trained", True):
+        return "it was written to since"
+    if not facts.get("gradients_were_looked_at"):
+        return "the update after it poisoned it"
+    return (
+        "the update after it poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
+        "(a division by 0 in its state, a step far too large, a learning rate that is not a number), or a write of the "
+        "script's to the parameter"
+    )

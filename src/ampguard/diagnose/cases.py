@@ -1,0 +1,60 @@
+"""A case: one failure of the run as it is told, and how often it came back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.incident import Incident
+
+Place = tuple[str, str | None, str | None, int | None]
+"""Where a failure began: operator, module, file, line."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One incident of the run, and how often it came back."""
+
+    incident: Incident
+    place: Place
+    updates: int = 0
+    occurrences: int = 1
+    consequences: int = 0
+    last_step: int = 0
+    is_investigated: bool = True
+    """False for what needed no replay: it takes none of the investigations that are allowed."""
+    calls: frozenset[int] = frozenset()
+    """The calls of the model that its last bad result was made from: another result of theirs is no new occurrence."""
+    part_of: Case | None = None
+    """The case of the longer story that this failure belongs to: it is told there."""
+
+    @property
+    def told_as(self) -> Case:
+        """This case, or the longer story that it is a part of."""
+        return self.part_of or self
+
+    def came_back(self, step: int, occurrences: int = 1) -> None:
+        """Count a failure of `step` to it, or (0) only that it was still there."""
+        self.told_as.occurrences += occurrences
+        self.told_as.last_step = step
+
+    def result(self) -> Incident:
+        """The incident as the report tells it."""
+        evidence = dict(self.incident.evidence)
+        if self.occurrences > 1:
+            evidence["last_step"] = self.last_step
+        if self.consequences:
+            evidence["later_failures_caused_by_it"] = self.consequences
+        return msgspec.structs.replace(self.incident, occurrences=self.occurrences, evidence=evidence)
+
+
+def place_of(evidence: Evidence) -> Place:
+    line = evidence.op.line
+    file = line.code.co_filename if line is not None else None
+    name = evidence.op.name
+    if isinstance(evidence, GradientEvidence) and evidence.is_only_the_scale:
+        name += " at this loss scale"
+    return name, evidence.op.module, file, line.number if line is not None else None

@@ -1,0 +1,83 @@
+"""What earlier failures have spoiled: failures that only read a spoiled weight are consequences, and no incidents."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ampguard.capture.record import BadResult, RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.cases import Case
+from ampguard.numerics import is_finite
+from ampguard.replay.behind import updated_leaves
+
+ASKED_EVERY = 16
+"""Of so many consequences one is looked at: parameters that went bad stay so, unless a checkpoint is loaded."""
+
+
+class Poison:
+    """Which case has made the weights of the run non-finite, and which its buffers."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.case: Case | None = None
+        """Whose update has made parameters bad: what fails after it and reads them is its doing."""
+        self.buffers: dict[str, Case] = {}
+        self.unknown_since: int | None = None
+        """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
+        self._recorder = recorder
+
+    def began_with(self, case: Case) -> None:
+        """An optimizer has just made its parameters non-finite, and `case` tells of it."""
+        if self.case is None:
+            case.updates -= 1  # the update that did it may have been counted already
+            self.case = case
+
+    def note(self, bad: BadResult, case: Case) -> None:
+        """A bad result was told as `case`: the buffers that it spoiled, and the weights that its update will spoil."""
+        for name in bad.names:
+            self.buffers.setdefault(name, case)
+        spoils = (bad.kind == "loss" and case.incident.severity != "info") or (
+            bad.kind == "gradient" and not bad.is_held_off
+        )
+        if bad.mode != "train" or not spoils or self.case is not None:
+            return
+        case.updates = self._recorder.attempts
+        if bad.kind == "gradient":  # the update follows at once, whoever makes it
+            case.updates -= 1
+        self.case = case
+
+    def buffer(self, name: str) -> Case | None:
+        """The case that spoiled a buffer. Its name may have the name of what its module hangs in before it."""
+        return next((case for known, case in self.buffers.items() if f".{name}".endswith(f".{known}")), None)
+
+    def explains(self, bad: BadResult) -> bool:
+        """Whether a bad result only reads weights that an earlier update has spoiled; it is counted to that case then."""
+        case = self.case
+        updates = case.updates if case is not None else self.unknown_since
+        if updates is None or bad.kind == "raised":
+            return False
+        is_later = case is not None and bad.step > case.incident.step  # (a script may update its weights by itself)
+        if self._recorder.attempts <= updates and not is_later:
+            return False
+        if case is None:
+            return self._reads_bad_parameters(bad, updates)
+        if case.consequences % ASKED_EVERY == 0 and not self._reads_bad_parameters(bad, updates):
+            return False
+        case.consequences += 1
+        case.last_step = bad.step
+        return True
+
+    def _reads_bad_parameters(self, bad: BadResult, updates: int) -> bool:
+        """Whether a parameter is not finite: of the modules that were called, or of an optimizer that stepped since."""
+        if any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall)):
+            return True
+        if any(not is_finite(leaf.detach()) for leaf in updated_leaves(bad.record).values()):
+            return True
+        groups = [group for o in self._recorder.stepped_since(updates) for group in o.param_groups]
+        return any(not is_finite(p.detach()) for group in groups for p in group["params"])
+
+
+def has_bad_parameters(module: nn.Module) -> bool:
+    """Whether any parameter is not finite."""
+    with torch.no_grad():
+        return any(not is_finite(p) for p in module.parameters())
