@@ -9,7 +9,9 @@ import pytest
 
 from ampguard.capture.record import Line
 from ampguard.diagnose import rewrite
-from ampguard.diagnose.rewrite import LineOfCode, clamped, line_of_code, line_of_text, literal, plus
+from ampguard.diagnose.code_text import without_comment
+from ampguard.diagnose.rewrite import clamped, literal, plus
+from ampguard.diagnose.source_code import LineOfCode, line_of_code, line_of_text
 
 
 def changed(
@@ -21,7 +23,7 @@ def changed(
     found = [
         (e, o) for e in line.expressions(operator, in_place) if (o := e.operand(operator, argument, None)) is not None
     ]
-    return line.with_changes(found, change) if found else None
+    return rewrite.with_changes(line, found, change) if found else None
 
 
 EPSILON = plus(1e-6)
@@ -159,7 +161,7 @@ def test_line_without_a_file_is_not_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", ["x = a / (b", "x = 'a # b' / c  # why", "# only this", "x = 1"])
 def test_comment_is_left_out(code: str) -> None:
     expected = {"x = 'a # b' / c  # why": "x = 'a # b' / c", "# only this": ""}.get(code, code)
-    assert rewrite.without_comment(code) == expected
+    assert without_comment(code) == expected
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e-3, 1e-12, 80.0, 700.0, 1e30, -0.999999, 1.000001, 65504.0])

@@ -226,7 +226,7 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
 INVESTIGATION = [
     (rebuild.Replayer, "__init__"),
     (rebuild.Replayer, "run"),
-    (rebuild.Replayer, "_run_root"),
+    (rebuild, "run_root"),
     (rebuild.Replayer, "_run_glue"),
     (sandbox.ModuleSandbox, "enter"),
     (tracer, "bad_elements"),

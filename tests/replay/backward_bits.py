@@ -15,7 +15,8 @@ from watching import bits
 import ampguard
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.sandbox import neutral_thread
 
 STEPS = 3

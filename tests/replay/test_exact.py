@@ -14,7 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 from watching import bits, seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 
 AtFailure = Callable[..., list[Any]]
 NAN = float("nan")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard.capture.arguments import SMALL_ARGUMENT
-from ampguard.replay.rebuild import is_replayable
+from ampguard.replay.arguments import is_replayable
 
 Guard = Callable[..., Watched]
 NAN = float("nan")

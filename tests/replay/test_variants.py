@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 from watching import seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant, converted, promoted, widened
 
 AtFailure = Callable[..., list[Any]]

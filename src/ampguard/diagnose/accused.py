@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.record import GlueOp, Held, Ref, RootCall
-from ampguard.diagnose import rewrite
+from ampguard.diagnose import source_code
+from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
 from ampguard.replay.trace import TracedOp
 
@@ -47,20 +48,20 @@ def accused_expression(evidence: Evidence) -> str | None:
 def statement(evidence: Evidence) -> str:
     """The statement of the accused line for a text: without comments, without the `def` or `if` that it hangs on."""
     code = evidence.op.line
-    line = rewrite.line_of_code(code) if code is not None else None
+    line = source_code.line_of_code(code) if code is not None else None
     simple = [s for _, s in line.parts if s is not None and s.lineno == s.end_lineno] if line is not None else []
     if line is not None and simple:
         return "; ".join(dict.fromkeys(line.source.written(s) for s in simple))
-    return rewrite.without_comment(code.location().code) if code is not None else ""
+    return without_comment(code.location().code) if code is not None else ""
 
 
-def line_of(evidence: Evidence) -> rewrite.LineOfCode | None:
+def line_of(evidence: Evidence) -> source_code.LineOfCode | None:
     """The accused line, if its own text runs the operator: not where PyTorch's code did that it called."""
     op = evidence.op
     if op.line is None or _ran_inside_pytorch(evidence):
         return None
-    line = rewrite.line_of_code(op.line)
-    if line is None or any(name in HIDING for part, _ in line.parts for name in rewrite.called(part)):
+    line = source_code.line_of_code(op.line)
+    if line is None or any(name in HIDING for part, _ in line.parts for name in source_code.called(part)):
         return None
     return line
 
@@ -87,7 +88,7 @@ def argument_name(op: TracedOp, argument: int) -> str | None:
     return "input" if name == "self" else name
 
 
-def accused_alone(evidence: Evidence, expressions: list[rewrite.Expression]) -> rewrite.Expression | None:
+def accused_alone(evidence: Evidence, expressions: list[source_code.Expression]) -> source_code.Expression | None:
     """The expression that ran the accused operator: the only one, or the one whose turn it was."""
     op = evidence.op
     turn = turn_of(evidence, expressions)
@@ -97,21 +98,21 @@ def accused_alone(evidence: Evidence, expressions: list[rewrite.Expression]) -> 
     return able[0] if len(able) == 1 else None
 
 
-def has_another_number(expression: rewrite.Expression, op: TracedOp) -> bool:
+def has_another_number(expression: source_code.Expression, op: TracedOp) -> bool:
     """`x ** 2` on a line whose `y ** 0.5` is accused. (In a derivative the number is not the one that is written.)"""
     takes_one = op.name.endswith(".Tensor_Scalar") and len(op.scalars) == 1 and not op.in_backward
     written = expression.operand(op.short_name, 1, "exponent") if takes_one else None
-    number = rewrite.plain_number(written) if written is not None else None
+    number = source_code.plain_number(written) if written is not None else None
     return number is not None and [number] != op.scalars
 
 
-def _has_a_plain_number(expression: rewrite.Expression, operator: str) -> bool:
+def _has_a_plain_number(expression: source_code.Expression, operator: str) -> bool:
     """`x / 2`: no run of it has a tensor that could be changed."""
     operand = expression.operand(operator, 1, "other")
-    return operator == "div" and operand is not None and rewrite.plain_number(operand) is not None
+    return operator == "div" and operand is not None and source_code.plain_number(operand) is not None
 
 
-def turn_of(evidence: Evidence, expressions: list[rewrite.Expression]) -> int | None:
+def turn_of(evidence: Evidence, expressions: list[source_code.Expression]) -> int | None:
     """Which of the line's expressions it was, where the line ran each of them once, in the order of the text."""
     op = evidence.op
     if not all(e.in_order for e in expressions):
@@ -129,7 +130,7 @@ def _is_accused(run: Run, op: TracedOp) -> bool:
     return run.index == op.index if run.index is not None else run.event == op.event
 
 
-def _agree(run: Run, expression: rewrite.Expression) -> bool:
+def _agree(run: Run, expression: source_code.Expression) -> bool:
     """A divisor that is written as a number is no tensor."""
     return not _has_a_plain_number(expression, run.name.split(".")[1]) or run.tensors == 1
 
@@ -137,7 +138,7 @@ def _agree(run: Run, expression: rewrite.Expression) -> bool:
 def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
     """The runs of the operator (and of those that share its spelling) on its line: for each call of a root module."""
     op = evidence.op
-    names = next((f for f in rewrite.FAMILIES if op.short_name in f), frozenset({op.short_name}))
+    names = next((f for f in source_code.FAMILIES if op.short_name in f), frozenset({op.short_name}))
     in_place = is_in_place(op)
 
     def is_such(func: Any, line: Any) -> bool:

@@ -21,7 +21,8 @@ from ampguard.diagnose.slicing import Chain, Link
 from ampguard.incident import Incident
 from ampguard.replay.compiled import AsCompiled, InParts, Part, Seen
 from ampguard.replay.compiled_graphs import CaughtGraph
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import TracedOp, bad_elements
 from ampguard.replay.variants import Variant
 

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from ampguard import compat
 from ampguard.replay.compiled import InParts, Part
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant
 
 MAX_REPLAYS = 40

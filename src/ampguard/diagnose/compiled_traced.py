@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ampguard import compat
-from ampguard.diagnose.evidence import LOOK_THROUGH
+from ampguard.diagnose.lineage import LOOK_THROUGH
 from ampguard.replay.compiled import Part, Seen
 from ampguard.replay.compiled_graphs import CaughtGraph, place_of_node
 from ampguard.replay.rebuild import Replayer

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import compat, numerics
-from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, RootCall, held_in, refs_in
+from ampguard import numerics
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, held_in, refs_in
 from ampguard.diagnose.contributions import contributing
+from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.slicing import Chain, Given, Link
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp
 from ampguard.replay.variants import Captured, Variant, converted
 
@@ -271,80 +273,6 @@ class Evidence:
         """Whether low precision had a part in it: the element is finite once the step is computed in float32."""
         return self.ran_in_low_precision and self.is_finite_in_float32_step
 
-    def flushed_operand(self) -> tuple[int, float] | None:
-        """An operand that is 0 at the bad element and is not 0 in the float32 step: (which, its float32 value)."""
-        call = self.call_in_float32_step
-        if call is None:
-            return None
-        for position, (mine, theirs) in enumerate(zip(self.operands, call.tensors, strict=False)):
-            if not mine.values.is_floating_point() or mine.values.shape != theirs.shape:
-                continue
-            test = contributing(self.op, position, self.link.result, self.flat)
-            if test is None:
-                if theirs.numel() != 1:
-                    continue
-                index = torch.zeros(1, dtype=torch.long)
-            else:
-                index = test(torch.arange(theirs.numel())).nonzero().reshape(-1)
-            here = mine.values.reshape(-1)[index]
-            there = theirs.reshape(-1)[index].double()
-            flushed = (here == 0) & (there != 0) & torch.isfinite(there)
-            if flushed.any():
-                return position, float(there[flushed].abs().max())
-        return None
-
-    # --- lineage ------------------------------------------------------------------------------------------------------
-
-    def maker(self, operand: int, op: TracedOp | None = None) -> TracedOp | None:
-        """The operator that made an operand, looking through views and casts."""
-        current = (op or self.op).inputs
-        if operand >= len(current):
-            return None
-        made = current[operand].made_by
-        for _ in range(16):
-            if made is None:
-                return None
-            maker = self.trace.ops[made[0]]
-            if maker.short_name in LOOK_THROUGH and maker.inputs:
-                made = maker.inputs[0].made_by
-                continue
-            return maker
-        return None
-
-    def undone_float(self) -> bool:
-        """Whether an operand was made float32 by the code (`.float()`) and cast back by autocast for this operator."""
-        if self.precision is None:
-            return False
-        for tensor in self.op.inputs:
-            made = tensor.made_by
-            for _ in range(12):
-                if made is None:
-                    break
-                maker = self.trace.ops[made[0]]
-                if maker.short_name == "_to_copy" and numerics.is_low_precision(maker.outputs[0].dtype):
-                    source = maker.inputs[0] if maker.inputs else None
-                    if source is not None and source.dtype == torch.float32 and self._was_widened(source.made_by):
-                        return True
-                if maker.short_name not in LOOK_THROUGH or not maker.inputs:
-                    break
-                made = maker.inputs[0].made_by
-        return False
-
-    def _was_widened(self, made: tuple[int, int] | None) -> bool:
-        """Whether a float32 value goes back, through arithmetic in float32, to a cast from low precision."""
-        frontier: list[tuple[int, int] | None] = [made]
-        seen: set[tuple[int, int]] = set()
-        while frontier and len(seen) < 64:
-            place = frontier.pop()
-            if place is None or place in seen:
-                continue
-            seen.add(place)
-            maker = self.trace.ops[place[0]]
-            if maker.short_name == "_to_copy" and maker.inputs and numerics.is_low_precision(maker.inputs[0].dtype):
-                return maker.outputs[0].dtype == torch.float32
-            frontier += [t.made_by for t in maker.inputs if t.dtype == torch.float32]
-        return False
-
     # --- givens -------------------------------------------------------------------------------------------------------
 
     @property
@@ -403,65 +331,3 @@ def result_of(output: Any, position: int) -> Any:
     """One of an operator's results; None for what it wrote without returning it (BatchNorm's running statistics)."""
     results = output if isinstance(output, (tuple, list)) else (output,)
     return results[position] if position < len(results) else None
-
-
-LOOK_THROUGH = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "clone",
-        "contiguous",
-        "alias",
-        "detach",
-        "_to_copy",
-        "slice",
-        "select",
-        "split",
-        "unbind",
-        "chunk",
-        "unflatten",
-        "flatten",
-        "narrow",
-        "lift_fresh",
-        "as_strided",
-        "diagonal",
-    ]
-)
-
-
-def named_leaves(event: Event) -> list[tuple[str, Any]]:
-    """The tensors of an event's arguments under readable names (`x`, `batch['image']`, `args[1]`)."""
-    import inspect
-
-    found: list[tuple[str, Any]] = []
-
-    def walk(name: str, tree: Any) -> None:
-        if isinstance(tree, dict):
-            for key, value in tree.items():
-                walk(f"{name}[{key!r}]", value)
-        elif isinstance(tree, (list, tuple)):
-            for position, value in enumerate(tree):
-                walk(f"{name}[{position}]", value)
-        else:
-            found.append((name, tree))
-
-    names: list[str] = []
-    if isinstance(event, RootCall):
-        try:
-            names = list(inspect.signature(event.module.forward).parameters)
-        except (TypeError, ValueError):
-            names = []
-    elif isinstance(event, GlueOp):
-        names = [a.name for a in compat.schema_of(event.func).arguments]
-    for position, value in enumerate(event.args):
-        walk(names[position] if position < len(names) else f"args[{position}]", value)
-    for key, value in event.kwargs.items():
-        walk(key, value)
-    return found

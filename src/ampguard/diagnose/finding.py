@@ -15,7 +15,7 @@ import torch
 from ampguard.capture.record import Line
 from ampguard.diagnose.evidence import Evidence
 from ampguard.incident import Severity
-from ampguard.replay.rebuild import Outcome
+from ampguard.replay.outcome import Outcome
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.record import Event, Held, Ref, RootCall
 from ampguard.diagnose import words
-from ampguard.diagnose.evidence import Evidence, named_leaves
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.diagnose.rows import is_masks_doing
 from ampguard.numerics import is_finite

@@ -15,7 +15,8 @@ from ampguard.diagnose.compiled_fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Chain, Link, chain_from
 from ampguard.errors import DoesNotRepeatError, ReplayError
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import TracedOp, bad_elements, traced
 from ampguard.replay.variants import Variant
 

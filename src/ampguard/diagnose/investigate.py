@@ -25,7 +25,8 @@ from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}

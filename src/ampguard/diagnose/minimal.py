@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
-from ampguard.replay.rebuild import Outcome
+from ampguard.replay.outcome import Outcome
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampguard import numerics
 from ampguard.capture.record import RootCall
-from ampguard.diagnose import accused, rewrite, words
+from ampguard.diagnose import accused, rewrite, source_code, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
 from ampguard.replay.operators import flat_scalars, flat_tensors
@@ -260,10 +260,10 @@ def _changed_line(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | No
     alone = accused.accused_alone(evidence, expressions)
     if alone is not None:
         operand = alone.operand(op.short_name, argument, accused.argument_name(op, argument))
-        if operand is None or rewrite.plain_number(operand) is not None:
+        if operand is None or source_code.plain_number(operand) is not None:
             return None
         trial = _runs(evidence, expressions, alone, _changing(argument, fix.position, fix.tried))
-        return line.with_changes([(alone, operand)], fix.written), trial
+        return rewrite.with_changes(line, [(alone, operand)], fix.written), trial
     return _all_changed(evidence, line, expressions, fix, argument)
 
 
@@ -279,7 +279,11 @@ def _every_power_changed(evidence: Evidence, fix: OperandFix) -> tuple[str, Tria
 
 
 def _all_changed(
-    evidence: Evidence, line: rewrite.LineOfCode, expressions: list[rewrite.Expression], fix: OperandFix, argument: int
+    evidence: Evidence,
+    line: source_code.LineOfCode,
+    expressions: list[source_code.Expression],
+    fix: OperandFix,
+    argument: int,
 ) -> tuple[str, Trial] | None:
     """Every expression of the line that runs the operator, where each run of it has a tensor to change."""
     op = evidence.op
@@ -287,7 +291,7 @@ def _all_changed(
         (e, operand)
         for e in expressions
         if (operand := e.operand(op.short_name, argument, accused.argument_name(op, argument))) is not None
-        and rewrite.plain_number(operand) is None
+        and source_code.plain_number(operand) is None
     ]
     runs = [run for group in accused.runs_of_the_line(evidence) for run in group]
     one_operator = {r.name for r in runs} == {op.name}
@@ -295,11 +299,13 @@ def _all_changed(
         return None
     if len(changes) < len(expressions) or len(runs) % len(expressions):
         return None
-    return line.with_changes(changes, fix.written), _places(evidence, _changing(argument, fix.position, fix.tried))
+    return rewrite.with_changes(line, changes, fix.written), _places(
+        evidence, _changing(argument, fix.position, fix.tried)
+    )
 
 
 def _runs(
-    evidence: Evidence, expressions: list[rewrite.Expression], chosen: rewrite.Expression, change: Intervention
+    evidence: Evidence, expressions: list[source_code.Expression], chosen: source_code.Expression, change: Intervention
 ) -> Trial:
     """Try a change wherever the chosen expression runs."""
     if any(accused.has_another_number(e, evidence.op) for e in expressions):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.diagnose import lineage
 from ampguard.diagnose.contributions import BY_SAMPLE, ROWS_AND_COLUMNS, contributing
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Link
@@ -118,7 +119,7 @@ def _dim(evidence: Evidence, values: Tensor) -> int:
 
 def _dim_of_maximum(evidence: Evidence, values: Tensor) -> int | None:
     """`x - x.max(dim)`: a softmax written by hand."""
-    maker = evidence.maker(1)
+    maker = lineage.maker(evidence.trace, evidence.op, 1)
     if maker is None or maker.short_name not in MAXIMA:
         return None
     shape = evidence.operands[1].values.shape

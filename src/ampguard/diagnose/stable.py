@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import accused, lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
 from ampguard.numerics import is_low_precision
@@ -54,7 +54,7 @@ def _logs_of_the_line(evidence: Evidence) -> tuple[str, Trial] | None:
 
 def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute] | None:
     """(how to write it, the operator whose operand is the form's own, the form of that operand) of one logarithm."""
-    maker = _past_epsilon(evidence, evidence.maker(0, log))
+    maker = _past_epsilon(evidence, lineage.maker(evidence.trace, log, 0))
     if maker is None:
         return None
     if maker.short_name in ("_softmax", "softmax"):
@@ -62,11 +62,11 @@ def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute
     if maker.short_name == "sigmoid":
         return "F.logsigmoid(x)", maker, lambda x, args: F.logsigmoid(x)
     if maker.short_name == "rsub" or maker.short_name == "sub":
-        inner = evidence.maker(0 if len(maker.inputs) == 1 else len(maker.inputs) - 1, maker)
+        inner = lineage.maker(evidence.trace, maker, 0 if len(maker.inputs) == 1 else len(maker.inputs) - 1)
         if inner is not None and inner.short_name == "sigmoid":
             return "F.logsigmoid(-x)", inner, lambda x, args: F.logsigmoid(-x)
     if maker.short_name == "sum":
-        inner = evidence.maker(0, maker)
+        inner = lineage.maker(evidence.trace, maker, 0)
         if inner is not None and inner.short_name == "exp":
             dims = (evidence.capture(maker.index) or _Nothing).args[1:2]
             keep = len(maker.outputs[0].shape) == len(maker.inputs[0].shape)
@@ -97,7 +97,7 @@ def _past_epsilon(evidence: Evidence, maker: TracedOp | None) -> TracedOp | None
     """`softmax(x) + 1e-9`: the epsilon is part of the unstable form."""
     is_guard = maker is not None and maker.short_name in ("add", "clamp", "clamp_min") and len(maker.inputs) == 1
     if maker is not None and is_guard and all(abs(s) <= EPSILONS or s == 1.0 for s in maker.scalars):
-        return evidence.maker(0, maker)
+        return lineage.maker(evidence.trace, maker, 0)
     return maker
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ampguard.capture.record import Line
+from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.rewrite import without_comment
 from ampguard.diagnose.slicing import Link
 from ampguard.numerics import KIND_NAMES, dtype_name
 from ampguard.replay.trace import TracedOp

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ampguard import compat
+from ampguard import compat, numerics
 from ampguard.capture.record import Event, Modes, RootCall
 from ampguard.replay.trace import Trace
 
@@ -96,3 +96,21 @@ def _is_inside_a_region() -> bool:
     depth: int = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth > 0
+
+
+@contextlib.contextmanager
+def autocast_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let every autocast region cast to `dtype`, where that is a low precision (autocast refuses a mixture of two)."""
+    if dtype is None or not numerics.is_low_precision(dtype):
+        yield
+        return
+    original, wanted = torch.set_autocast_dtype, dtype
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        original(device_type, wanted if numerics.is_low_precision(dtype) else dtype)
+
+    torch.set_autocast_dtype = set_autocast_dtype
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype = original

@@ -7,7 +7,6 @@ import math
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,50 +23,26 @@ from ampguard.capture.record import (
     Ref,
     RootCall,
     held_in,
-    leaves,
     map_tensors,
-    named_tensors_in,
     refs_in,
 )
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.surroundings import modes_of
-from ampguard.errors import ChangedSinceError, ReplayError
-from ampguard.replay.arguments import Values, fresh_copy_needed, is_replayable, low_to
+from ampguard.errors import ReplayError
+from ampguard.replay import preconditions
+from ampguard.replay.arguments import Values, fresh_copy_needed
 from ampguard.replay.backward import Gradients, run_backward
-from ampguard.replay.behind import events_behind, forward_code_of_functions, is_computed, updated_leaves
-from ampguard.replay.casts import WeightCasts
+from ampguard.replay.behind import events_behind, is_computed, updated_leaves
+from ampguard.replay.casts import WeightCasts, autocast_in
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import module_names, parameter_names, paths_in_holders
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.roots import run_root, swap_state, traced_modules
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
 from ampguard.replay.sharded import after_sharded_calls
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode, Unwatching
-from ampguard.replay.variants import AS_IT_RAN, Captured, CodePlace, Variant
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a replay came to.
-
-    `is_bad`: the result that was bad is bad again. `is_exact`: every result that can still be compared is bitwise the
-    one of the step itself. `loss` is the first target where it is a single number.
-    """
-
-    is_bad: bool
-    is_exact: bool
-    trace: Trace
-    targets: list[tuple[str, Tensor]] = field(default_factory=list)
-    loss: float | None = None
-    seconds: float = 0.0
-    error: BaseException | None = None
-    captured: dict[int, Captured] = field(default_factory=dict)
-    zero_shares: dict[int, float] = field(default_factory=dict)
-    output_names: dict[Ref, str] = field(default_factory=dict)
-    """What the tensors are called in the results of the root modules (`['loss_box']`)."""
-    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Each parameter of the script that has a gradient, and that gradient."""
-    stand_ins: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Storage of a clone that the replay used, to (the clone, the script's own tensor)."""
+from ampguard.replay.variants import AS_IT_RAN, CodePlace, Variant
 
 
 class Replayer:
@@ -117,35 +92,7 @@ class Replayer:
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
-        if not self.events:
-            raise ReplayError(
-                "nothing that led to the bad result was recorded: it was made by a transform of torch.func, in compiled code "
-                "that differentiates by itself, or outside PyTorch"
-            )
-        functions = forward_code_of_functions() if self.keeps_graph else frozenset()
-        for event in self.events:
-            if isinstance(event, GlueOp) and not event.grad and event.line and event.line.code in functions:
-                raise ReplayError("a custom autograd.Function ran whose `apply` was looked up before the guard was on")
-            state = event.swapped_state if isinstance(event, RootCall) else {}
-            for held in held_in((event.args, event.kwargs, state)):
-                if self.is_exact and not held.is_intact:
-                    raise ChangedSinceError("a tensor that the step started from was changed in place since")
-            if isinstance(event, RootCall):
-                if compat.needs_other_ranks(event.module):
-                    raise ReplayError(
-                        "the parameters are spread over ranks, and the other ranks would have to take part"
-                    )
-                self._check_parameters(event)
-                if any(not is_replayable(value) for value in leaves((event.args, event.kwargs))):
-                    raise ReplayError("an argument of the module is used up by the call (a generator or an open file)")
-
-    def _check_parameters(self, root: RootCall) -> None:
-        stepped = self._recorder.stepped_since(root.updates_before)
-        if not stepped or not self.is_exact or root.swapped_state:
-            return
-        updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
-        if any(id(p) in updated for p in root.module.parameters()):
-            raise ChangedSinceError("an optimizer has changed the parameters since the module was called")
+        preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact)
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
@@ -174,7 +121,7 @@ class Replayer:
         compiled = variant.compiled
         mode = (ReplayMode if compiled is None else Unwatching)(variant, trace if traced else None, self.names)
         mode.retains_graph = compiled is None or compiled.retains_graph
-        mode.boundary = Replayer._run_root.__code__
+        mode.boundary = run_root.__code__
         mode.hidden = dict(self._hidden)
         if traced and variant is AS_IT_RAN:
             mode.sought = self._sought
@@ -244,7 +191,7 @@ class Replayer:
 
     def _run_event(self, event: Event, values: Values, variant: Variant, gradients: Gradients) -> list[Tensor]:
         if isinstance(event, RootCall):
-            return self._run_root(event, values, variant)
+            return run_root(event, values, variant, self._casts, self._sandboxes, self.keeps_graph, self._swap_state)
         if isinstance(event, BackwardCall):
             factor = variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
             with self._casts.of_backward(event.modes), modes_of(event.modes):
@@ -304,94 +251,8 @@ class Replayer:
         outcome.gradients = [(p, g) for p, (_, g) in zip(gradients.owners(), gradients.results(), strict=True)]
         return outcome
 
-    def _run_root(self, root: RootCall, values: Values, variant: Variant) -> list[Tensor]:
-        module, mode = root.module, values.mode
-        if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
-            module = compat.unwrapped(module)
-        sandbox = ModuleSandbox(root, module)
-        sandbox.enter()
-        training = module.training
-        self._sandboxes.callback(sandbox.leave)
-        try:
-            self._swap_state(sandbox, module, variant, values)
-            self._swap_called_state(sandbox, root, values, variant)
-            for saved in root.buffers:
-                now = saved.owner.get(saved.name)
-                if now is not None and now is not saved.tensor:
-                    mode.stand_ins[compat.storage_key(now)] = (now, saved.tensor)
-            args = values.for_module(root.args, grad=root.modes.grad)
-            kwargs = values.for_module(root.kwargs, grad=root.modes.grad)
-            if variant.convert is not None:
-                args, kwargs = (map_tensors(tree, lambda t: low_to(t, variant.convert)) for tree in (args, kwargs))
-            if training != root.training:
-                module.train(root.training)
-            set_streams(root.rng)
-            with self._casts.of_call(root), modes_of(root.modes), mode:
-                output = module(*args, **kwargs)
-            for identity, (owner, name) in sandbox.stand_ins.items():
-                tensor = owner.get(name)
-                if tensor is not None:
-                    values.stand_ins[identity] = tensor
-            named = named_tensors_in(output)
-            values.names |= {Ref(root.index, position): name for position, (name, _) in enumerate(named)}
-            return [tensor for _, tensor in named]
-        finally:
-            if training != root.training:
-                module.train(training)
-            if not self.keeps_graph:  # else a backward pass may run parts of the module again
-                sandbox.leave()
-
-    def _swap_called_state(self, sandbox: ModuleSandbox, root: RootCall, values: Values, variant: Variant) -> None:
-        """The parameters and buffers that `torch.func.functional_call` ran the module on."""
-        state = values.for_module(root.swapped_state, grad=root.modes.grad)
-        for path, value in state.items():
-            owner_path, _, name = path.rpartition(".")
-            owner = root.module.get_submodule(owner_path)
-            value = low_to(value, variant.convert)
-            if name in compat.parameters_of(owner):
-                sandbox.swap_parameter(owner, name, value)
-            elif name in compat.buffers_of(owner):
-                sandbox.swap_buffer(owner, name, value)
-
     def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:
-        """Give the module the parameters and buffers that the variant asks for."""
-        if variant.convert is None and not variant.tensors and not variant.force_fp32:
-            return
-        forced = {
-            id(inner) for outer in module.modules() if id(outer) in variant.force_fp32 for inner in outer.modules()
-        }
-        for owner in module.modules():
-            if isinstance(owner, torch.jit.ScriptModule):
-                continue
-            wide = torch.float32 if id(owner) in forced else variant.convert
-            for name, parameter in list(compat.parameters_of(owner).items()):
-                if parameter is not None:
-                    self._swap_parameter(sandbox, owner, name, parameter, wide, values)
-            for name, buffer in list(compat.buffers_of(owner).items()):
-                if buffer is None:
-                    continue
-                other = low_to(variant.tensors.get(sandbox.identity_of(owner, name, buffer), buffer), wide)
-                if other is not buffer:
-                    sandbox.swap_buffer(owner, name, other)
-
-    def _swap_parameter(
-        self,
-        sandbox: ModuleSandbox,
-        owner: nn.Module,
-        name: str,
-        parameter: Tensor,
-        dtype: torch.dtype | None,
-        values: Values,
-    ) -> None:
-        known = values.stand_ins.get(id(parameter))
-        if known is not None:  # tied weights, or a module that is called twice
-            sandbox.swap_parameter(owner, name, known)
-            return
-        value = low_to(values.replaced.get(id(parameter), parameter), dtype)
-        if value is not parameter:
-            other = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
-            values.stand_ins[id(parameter)] = other
-            sandbox.swap_parameter(owner, name, other)
+        swap_state(sandbox, module, variant, values)
 
     def _run_glue(self, op: GlueOp, values: Values) -> list[Tensor]:
         mode = values.mode
@@ -423,39 +284,6 @@ class Replayer:
             yield
         finally:
             self._recorder.paused = paused
-
-
-@contextlib.contextmanager
-def traced_modules(mode: ReplayMode) -> Iterator[None]:
-    """Every module call of the replay goes through the mode, so that it knows where it is."""
-    current = nn.Module.__call__
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return mode.call_module(current, self, args, kwargs)
-
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = current  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def autocast_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let every autocast region cast to `dtype`, where that is a low precision (autocast refuses a mixture of two)."""
-    if dtype is None or not numerics.is_low_precision(dtype):
-        yield
-        return
-    original, wanted = torch.set_autocast_dtype, dtype
-
-    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
-        original(device_type, wanted if numerics.is_low_precision(dtype) else dtype)
-
-    torch.set_autocast_dtype = set_autocast_dtype
-    try:
-        yield
-    finally:
-        torch.set_autocast_dtype = original
 
 
 def _never_unpacked(_: Any) -> Any:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from ampguard.diagnose import accused, rewrite, words
-from ampguard.diagnose.evidence import LOOK_THROUGH, Evidence, Operand
+from ampguard.diagnose import accused, lineage, rewrite, words
+from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.lineage import LOOK_THROUGH
 from ampguard.diagnose.proposals import (
     OperandFix,
     changed_operand,
@@ -143,7 +144,7 @@ def _is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
     """Whether the divisor counts something: an integer, or a sum over values that can only be 0 and 1."""
     if not divisor.values.is_floating_point():
         return not divisor.values.is_complex()
-    maker = evidence.maker(position)
+    maker = lineage.maker(evidence.trace, evidence.op, position)
     if maker is None:
         return False
     if any(not t.dtype.is_floating_point and not t.dtype.is_complex for t in maker.outputs[:1]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ampguard.diagnose import words
+from ampguard.diagnose import lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_result
@@ -76,5 +76,5 @@ def _no_targets(evidence: Evidence) -> str | None:
 
 
 def _is_mean_of_nothing(evidence: Evidence) -> bool:
-    maker = evidence.maker(0)
+    maker = lineage.maker(evidence.trace, evidence.op, 0)
     return maker is not None and maker.short_name == "sum" and any(0 in t.shape for t in maker.inputs)

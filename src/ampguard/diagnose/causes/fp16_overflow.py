@@ -11,7 +11,7 @@ Not this       a result that float32 cannot hold either: see overflow. A mask co
 
 from __future__ import annotations
 
-from ampguard.diagnose import stable, words
+from ampguard.diagnose import lineage, stable, words
 from ampguard.diagnose.causes.mask_overflow import mask_constant
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
@@ -43,7 +43,7 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
         )
     facts: dict[str, object] = {"max_abs_fp32": peak, "limit": limit}
     explanation = f"The result of {name} {words.place(evidence)} does not fit {words.precision(evidence)}: {what}."
-    if evidence.undone_float():
+    if lineage.undone_float(evidence.trace, evidence.op):
         facts["float_undone_by_autocast"] = True
         explanation += (
             " Its operands were made float32 by .float(), and autocast cast them back for this operator:"

@@ -10,7 +10,10 @@ Not this       a divisor that is 0 in float32 too: see division-by-zero and doma
 
 from __future__ import annotations
 
+import torch
+
 from ampguard.diagnose import stable, words
+from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon
@@ -22,7 +25,7 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
         return None
     if not evidence.ran_in_low_precision or not evidence.is_finite_in_float32_step:
         return None
-    flushed = evidence.flushed_operand()
+    flushed = _flushed_operand(evidence)
     if flushed is None:
         return None
     position, value = flushed
@@ -41,3 +44,26 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
         proposals=(*proposals, *precision_fixes(evidence)),
         dtype=evidence.low_precision_in_use,
     )
+
+
+def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
+    """An operand that is 0 at the bad element and is not 0 in the float32 step: (which, its float32 value)."""
+    call = evidence.call_in_float32_step
+    if call is None:
+        return None
+    for position, (mine, theirs) in enumerate(zip(evidence.operands, call.tensors, strict=False)):
+        if not mine.values.is_floating_point() or mine.values.shape != theirs.shape:
+            continue
+        test = contributing(evidence.op, position, evidence.link.result, evidence.flat)
+        if test is None:
+            if theirs.numel() != 1:
+                continue
+            index = torch.zeros(1, dtype=torch.long)
+        else:
+            index = test(torch.arange(theirs.numel())).nonzero().reshape(-1)
+        here = mine.values.reshape(-1)[index]
+        there = theirs.reshape(-1)[index].double()
+        flushed = (here == 0) & (there != 0) & torch.isfinite(there)
+        if flushed.any():
+            return position, float(there[flushed].abs().max())
+    return None

@@ -21,7 +21,8 @@ from ampguard.diagnose import words
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
 from ampguard.replay.names import parameter_names
-from ampguard.replay.rebuild import Outcome, Replayer
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import accused, lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
 from ampguard.diagnose.proposals import at_the_head, changed_operand
@@ -138,7 +138,7 @@ def _by_hand_with_exp(evidence: Evidence) -> Finding | None:
     """`exp(s) / exp(s).sum()` with a row of -Inf: 0/0 from a row of exact zeros that were infinities."""
     if evidence.op.short_name != "div" or len(evidence.operands) < 2 or evidence.kind != "nan":
         return None
-    top, total = evidence.maker(0), evidence.maker(1)
+    top, total = lineage.maker(evidence.trace, evidence.op, 0), lineage.maker(evidence.trace, evidence.op, 1)
     if top is None or total is None or top.short_name not in ("exp", "exp2") or total.short_name != "sum":
         return None
     call = evidence.capture(top.index)

@@ -1,0 +1,65 @@
+"""Where an operand comes from: the operators before it in the trace, looking through views and casts."""
+
+from __future__ import annotations
+
+import torch
+
+from ampguard import numerics
+from ampguard.replay.trace import Trace, TracedOp
+
+LOOK_THROUGH = frozenset({
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze",
+    "clone", "contiguous", "alias", "detach", "_to_copy", "slice", "select", "split", "unbind",
+    "chunk", "unflatten", "flatten", "narrow", "lift_fresh", "as_strided", "diagonal",
+})  # fmt: skip
+"""Operators that pass values on: views, copies and casts."""
+
+
+def maker(trace: Trace, op: TracedOp, operand: int) -> TracedOp | None:
+    """The operator that made an operand of `op`, looking through views and casts."""
+    if operand >= len(op.inputs):
+        return None
+    made = op.inputs[operand].made_by
+    for _ in range(16):
+        if made is None:
+            return None
+        producer = trace.ops[made[0]]
+        if producer.short_name in LOOK_THROUGH and producer.inputs:
+            made = producer.inputs[0].made_by
+            continue
+        return producer
+    return None
+
+
+def undone_float(trace: Trace, op: TracedOp) -> bool:
+    """Whether an operand was made float32 by the code (`.float()`) and cast back by autocast for this operator."""
+    for tensor in op.inputs:
+        made = tensor.made_by
+        for _ in range(12):
+            if made is None:
+                break
+            maker = trace.ops[made[0]]
+            if maker.short_name == "_to_copy" and numerics.is_low_precision(maker.outputs[0].dtype):
+                source = maker.inputs[0] if maker.inputs else None
+                if source is not None and source.dtype == torch.float32 and _was_widened(trace, source.made_by):
+                    return True
+            if maker.short_name not in LOOK_THROUGH or not maker.inputs:
+                break
+            made = maker.inputs[0].made_by
+    return False
+
+
+def _was_widened(trace: Trace, made: tuple[int, int] | None) -> bool:
+    """Whether a float32 value goes back, through arithmetic in float32, to a cast from low precision."""
+    frontier: list[tuple[int, int] | None] = [made]
+    seen: set[tuple[int, int]] = set()
+    while frontier and len(seen) < 64:
+        place = frontier.pop()
+        if place is None or place in seen:
+            continue
+        seen.add(place)
+        maker = trace.ops[place[0]]
+        if maker.short_name == "_to_copy" and maker.inputs and numerics.is_low_precision(maker.inputs[0].dtype):
+            return maker.outputs[0].dtype == torch.float32
+        frontier += [t.made_by for t in maker.inputs if t.dtype == torch.float32]
+    return False

@@ -1,0 +1,38 @@
+"""The tensors of an event's arguments under readable names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ampguard import compat
+from ampguard.capture.record import Event, GlueOp, RootCall
+
+
+def named_leaves(event: Event) -> list[tuple[str, Any]]:
+    """The tensors of an event's arguments under readable names (`x`, `batch['image']`, `args[1]`)."""
+    found: list[tuple[str, Any]] = []
+
+    def walk(name: str, tree: Any) -> None:
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                walk(f"{name}[{key!r}]", value)
+        elif isinstance(tree, (list, tuple)):
+            for position, value in enumerate(tree):
+                walk(f"{name}[{position}]", value)
+        else:
+            found.append((name, tree))
+
+    names: list[str] = []
+    if isinstance(event, RootCall):
+        try:
+            names = list(inspect.signature(event.module.forward).parameters)
+        except (TypeError, ValueError):
+            names = []
+    elif isinstance(event, GlueOp):
+        names = [a.name for a in compat.schema_of(event.func).arguments]
+    for position, value in enumerate(event.args):
+        walk(names[position] if position < len(names) else f"args[{position}]", value)
+    for key, value in event.kwargs.items():
+        walk(key, value)
+    return found

@@ -1,0 +1,46 @@
+"""Can a recorded step be run again? Only from what it began with, unchanged, and without waiting for other ranks."""
+
+from __future__ import annotations
+
+from ampguard import compat
+from ampguard.capture.record import Event, GlueOp, RootCall, held_in, leaves
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.errors import ChangedSinceError, ReplayError
+from ampguard.replay.arguments import is_replayable
+from ampguard.replay.behind import forward_code_of_functions
+
+
+def check(events: list[Event], recorder: FlightRecorder, keeps_graph: bool, is_exact: bool) -> None:
+    """Raise ReplayError where a step cannot be run again.
+
+    `keeps_graph`: gradients are replayed, too. `is_exact`: ChangedSinceError, too, where its givens have changed since.
+    """
+    if not events:
+        raise ReplayError(
+            "nothing that led to the bad result was recorded: it was made by a transform of torch.func, in compiled code "
+            "that differentiates by itself, or outside PyTorch"
+        )
+    functions = forward_code_of_functions() if keeps_graph else frozenset()
+    for event in events:
+        if isinstance(event, GlueOp) and not event.grad and event.line and event.line.code in functions:
+            raise ReplayError("a custom autograd.Function ran whose `apply` was looked up before the guard was on")
+        state = event.swapped_state if isinstance(event, RootCall) else {}
+        for held in held_in((event.args, event.kwargs, state)):
+            if is_exact and not held.is_intact:
+                raise ChangedSinceError("a tensor that the step started from was changed in place since")
+        if isinstance(event, RootCall):
+            if compat.needs_other_ranks(event.module):
+                raise ReplayError("the parameters are spread over ranks, and the other ranks would have to take part")
+            if is_exact:
+                _check_parameters(event, recorder)
+            if any(not is_replayable(value) for value in leaves((event.args, event.kwargs))):
+                raise ReplayError("an argument of the module is used up by the call (a generator or an open file)")
+
+
+def _check_parameters(root: RootCall, recorder: FlightRecorder) -> None:
+    stepped = recorder.stepped_since(root.updates_before)
+    if not stepped or root.swapped_state:
+        return
+    updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}
+    if any(id(p) in updated for p in root.module.parameters()):
+        raise ChangedSinceError("an optimizer has changed the parameters since the module was called")

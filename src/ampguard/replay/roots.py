@@ -1,0 +1,139 @@
+"""Calling a root module again: in its old state, or with the parameters and buffers that a variant asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.record import Ref, RootCall, map_tensors, named_tensors_in
+from ampguard.capture.surroundings import modes_of
+from ampguard.replay.arguments import Values, low_to
+from ampguard.replay.casts import WeightCasts
+from ampguard.replay.sandbox import ModuleSandbox, set_streams
+from ampguard.replay.tracer import ReplayMode
+from ampguard.replay.variants import Variant
+
+Swap = Callable[[ModuleSandbox, nn.Module, Variant, Values], None]
+
+
+def run_root(
+    root: RootCall,
+    values: Values,
+    variant: Variant,
+    casts: WeightCasts,
+    sandboxes: contextlib.ExitStack,
+    keeps_graph: bool,
+    swap: Swap,
+) -> list[Tensor]:
+    """Call a root module as the step called it, with what the variant changes. Returns the tensors of its result.
+
+    `swap` gives the module the parameters and buffers that it is to have. It is put back when `sandboxes` is closed; at
+    once where no gradients are replayed.
+    """
+    module, mode = root.module, values.mode
+    if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+        module = compat.unwrapped(module)
+    sandbox = ModuleSandbox(root, module)
+    sandbox.enter()
+    training = module.training
+    sandboxes.callback(sandbox.leave)
+    try:
+        swap(sandbox, module, variant, values)
+        _swap_called_state(sandbox, root, values, variant)
+        for saved in root.buffers:
+            now = saved.owner.get(saved.name)
+            if now is not None and now is not saved.tensor:
+                mode.stand_ins[compat.storage_key(now)] = (now, saved.tensor)
+        args = values.for_module(root.args, grad=root.modes.grad)
+        kwargs = values.for_module(root.kwargs, grad=root.modes.grad)
+        if variant.convert is not None:
+            args, kwargs = (map_tensors(tree, lambda t: low_to(t, variant.convert)) for tree in (args, kwargs))
+        if training != root.training:
+            module.train(root.training)
+        set_streams(root.rng)
+        with casts.of_call(root), modes_of(root.modes), mode:
+            output = module(*args, **kwargs)
+        for identity, (owner, name) in sandbox.stand_ins.items():
+            tensor = owner.get(name)
+            if tensor is not None:
+                values.stand_ins[identity] = tensor
+        named = named_tensors_in(output)
+        values.names |= {Ref(root.index, position): name for position, (name, _) in enumerate(named)}
+        return [tensor for _, tensor in named]
+    finally:
+        if training != root.training:
+            module.train(training)
+        if not keeps_graph:  # else a backward pass may run parts of the module again
+            sandbox.leave()
+
+
+def _swap_called_state(sandbox: ModuleSandbox, root: RootCall, values: Values, variant: Variant) -> None:
+    """The parameters and buffers that `torch.func.functional_call` ran the module on."""
+    state = values.for_module(root.swapped_state, grad=root.modes.grad)
+    for path, value in state.items():
+        owner_path, _, name = path.rpartition(".")
+        owner = root.module.get_submodule(owner_path)
+        value = low_to(value, variant.convert)
+        if name in compat.parameters_of(owner):
+            sandbox.swap_parameter(owner, name, value)
+        elif name in compat.buffers_of(owner):
+            sandbox.swap_buffer(owner, name, value)
+
+
+def swap_state(sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:
+    """Give the module the parameters and buffers that the variant asks for."""
+    if variant.convert is None and not variant.tensors and not variant.force_fp32:
+        return
+    forced = {id(inner) for outer in module.modules() if id(outer) in variant.force_fp32 for inner in outer.modules()}
+    for owner in module.modules():
+        if isinstance(owner, torch.jit.ScriptModule):
+            continue
+        wide = torch.float32 if id(owner) in forced else variant.convert
+        for name, parameter in list(compat.parameters_of(owner).items()):
+            if parameter is not None:
+                _swap_parameter(sandbox, owner, name, parameter, wide, values)
+        for name, buffer in list(compat.buffers_of(owner).items()):
+            if buffer is None:
+                continue
+            other = low_to(variant.tensors.get(sandbox.identity_of(owner, name, buffer), buffer), wide)
+            if other is not buffer:
+                sandbox.swap_buffer(owner, name, other)
+
+
+def _swap_parameter(
+    sandbox: ModuleSandbox,
+    owner: nn.Module,
+    name: str,
+    parameter: Tensor,
+    dtype: torch.dtype | None,
+    values: Values,
+) -> None:
+    known = values.stand_ins.get(id(parameter))
+    if known is not None:  # tied weights, or a module that is called twice
+        sandbox.swap_parameter(owner, name, known)
+        return
+    value = low_to(values.replaced.get(id(parameter), parameter), dtype)
+    if value is not parameter:
+        other = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+        values.stand_ins[id(parameter)] = other
+        sandbox.swap_parameter(owner, name, other)
+
+
+@contextlib.contextmanager
+def traced_modules(mode: ReplayMode) -> Iterator[None]:
+    """Every module call of the replay goes through the mode, so that it knows where it is."""
+    current = nn.Module.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return mode.call_module(current, self, args, kwargs)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = current  # type: ignore[method-assign]
