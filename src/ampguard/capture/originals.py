@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = os.path.dirname(_HERE) + os.sep
-_CALLTAPE = os.path.join(_HERE, "calltape.py")
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CALLTAPE = f"{__package__}.calltape"
 _PLACES: tuple[Any, ...] = (torch.nn.functional, torch.functional, Tensor)
 
 
@@ -40,7 +39,7 @@ def replaced() -> Iterator[str]:
 def original_of(func: Any, frame: FrameType | None) -> Any:
     """What is to be called for `func`, which is not PyTorch's; `frame` is that of our handler's caller."""
     is_asked_by_code = False
-    while frame is not None and (frame.f_code.co_filename == _CALLTAPE or _is_handler(frame)):
+    while frame is not None and (frame.f_globals.get("__name__") == _CALLTAPE or _is_handler(frame)):
         is_asked_by_code = is_asked_by_code or _is_handler(frame)
         frame = frame.f_back
     if frame is None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ampguard.capture.seen_through import let_warnings_through
+
 
 class Patches:
     """Replaced attributes, and what stood there."""
 
     def __init__(self) -> None:
+        let_warnings_through()
         self._done: list[tuple[Any, str, Any, Any]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
