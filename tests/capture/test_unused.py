@@ -111,3 +111,56 @@ def test_a_large_head_of_a_library_model_is_a_warning(guard: Guard) -> None:
     (incident,) = run.report.incidents
     assert (incident.cause, incident.severity) == ("unused-parameters", "warning")
     assert incident.evidence["share"] > 0.05
+
+
+def freezing(model: nn.Sequential, frozen: list[Tensor], steps: int, with_scaler: bool = False) -> None:
+    """Some layers are frozen as DINO freezes its last one: their gradients are dropped before the optimizer steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=with_scaler)
+    for _ in range(steps):
+        scaler.scale(model(torch.randn(4, 8)).pow(2).mean()).backward()
+        for p in frozen:
+            p.grad = None
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [8, STEPS, 40])
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_parameters_whose_gradients_the_script_drops_are_used(steps: int, with_scaler: bool, guard: Guard) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    run = guard(lambda: freezing(model, list(model[2].parameters()), steps, with_scaler))
+    assert "unused-parameters" not in run.causes
+
+
+def test_parameters_that_no_loss_reaches_are_told_beside_frozen_ones(guard: Guard) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].register_parameter("forgotten", nn.Parameter(torch.ones(3)))
+    run = guard(lambda: freezing(model, list(model[2].parameters()), STEPS))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.evidence["parameters"]) == ("unused-parameters", ["0.forgotten"])
+
+
+def test_gradients_that_are_all_dropped_are_no_frozen_layer(guard: Guard) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    run = guard(lambda: freezing(model, list(model.parameters()), STEPS))
+    assert run.causes == ["no-gradients"]
+
+
+def test_two_optimizers_one_with_a_layer_that_is_frozen_for_a_time(guard: Guard) -> None:
+    maker, critic = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    opt_m, opt_c = torch.optim.SGD(maker.parameters(), 1e-3), torch.optim.SGD(critic.parameters(), 1e-3)
+
+    def body() -> None:
+        for _ in range(STEPS):
+            fake = maker(torch.randn(4, 8))
+            opt_c.zero_grad()
+            critic(fake.detach()).mean().backward()
+            critic[2].weight.grad = None
+            opt_c.step()
+            opt_m.zero_grad()
+            critic(fake).mean().neg().backward()
+            opt_m.step()
+
+    assert guard(body).causes == []

@@ -39,9 +39,20 @@ class Scans:
         self._moves = moves
         self._models = models
         self._told: set[tuple[str, int]] = set()
+        self.asked: list[OptimizerWatch] = []
+        """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
+
+    def after_backward(self) -> None:
+        """Has a parameter that had no gradient at the step got one now? Then the script drops it in between."""
+        for watch in self.asked:
+            candidates = watch.candidates or []
+            if len(candidates) < len(watch.trained()):
+                self._had_gradients(watch, [p for p in candidates if p.grad is not None])
 
     def after_step(self, watch: OptimizerWatch) -> None:
         """Look, where it is time to."""
+        if self.asked:
+            self.asked = [other for other in self.asked if other is not watch]
         steps = watch.steps
         if steps <= EARLY_STEPS or steps & (steps - 1) == 0 or steps % RESCAN_STEPS == 0 or watch.lost_one:
             self._scan(watch)
@@ -53,14 +64,18 @@ class Scans:
         candidates = watch.candidates
         assert candidates is not None
         first = steps * ASKED_EACH_STEP % len(candidates) if len(candidates) > ASKED_EACH_STEP else 0
-        found = [p for p in candidates[first : first + ASKED_EACH_STEP] if p.grad is not None]
-        if found:
-            ids = {id(p) for p in found}
-            watch.candidates = [p for p in candidates if id(p) not in ids]
-            if watch.candidates:
-                self._judge(watch)
-            else:
-                self._moves.listener.on_suspicion(("unused", watch), None, 0)
+        self._had_gradients(watch, [p for p in candidates[first : first + ASKED_EACH_STEP] if p.grad is not None])
+
+    def _had_gradients(self, watch: OptimizerWatch, found: list[Tensor]) -> None:
+        """These candidates are none."""
+        if not found:
+            return
+        ids = {id(p) for p in found}
+        watch.candidates = [p for p in watch.candidates or () if id(p) not in ids]
+        if watch.candidates:
+            self._judge(watch)
+        else:
+            self._moves.listener.on_suspicion(("unused", watch), None, 0)
 
     def _scan(self, watch: OptimizerWatch) -> None:
         trained = watch.trained()
@@ -68,6 +83,8 @@ class Scans:
         without = [p for p in trained if p.grad is None or is_idle]
         known = None if watch.candidates is None else {id(p) for p in watch.candidates}
         watch.candidates = [p for p in without if known is None or id(p) in known]
+        if watch.candidates:
+            self.asked.append(watch)
         if watch.steps <= EARLY_STEPS or watch.lost_one:
             watch.resample()
             watch.rest()

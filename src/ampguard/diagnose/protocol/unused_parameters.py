@@ -4,9 +4,10 @@ What happens   an optimizer holds them and they want a gradient, but no loss has
                does not call, a branch behind detach() or no_grad(), a layer left over from an earlier design.
 Why it hurts   they stay as they were initialised. DistributedDataParallel waits for their gradients, or says that it does.
 Instead        use them, or freeze them with requires_grad_(False) and leave them out of the optimizer.
-Not this       parameters that are used in some steps only: they had a gradient at least once. A few small ones that a
-               library's own model leaves unused (a pooler nobody asked for), or a bias beside a weight that is trained:
-               told as info, the rest of the model trains.
+Not this       parameters that are used in some steps only: they had a gradient at least once. Nor those whose gradient the
+               script drops between backward and the optimizer's step (`p.grad = None`): frozen for a time, on purpose. A
+               few small ones that a library's own model leaves unused (a pooler nobody asked for), or a bias beside a
+               weight that is trained: told as info, the rest of the model trains.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class BackwardProbe:
     def install(self) -> None:
         witness = self._witness
         guarded, recorder, training = witness.guarded, witness.recorder, witness.training
-        moves, routine, dropped = witness.moves, witness.moves.routine, witness.dropped
+        moves, routine, dropped, scans = witness.moves, witness.moves.routine, witness.dropped, witness.scans
         tensor_backward = getattr(torch.Tensor.backward, "__code__", None)
 
         def watch(original: Call) -> Call:
@@ -50,11 +50,15 @@ class BackwardProbe:
                     result = original(tensors, grad_tensors, *args, **kwargs)
                     if me == training.ident and routine.is_on:
                         guarded(moves.after_usual_backward, frame)
+                    if scans.asked and me == training.ident:
+                        guarded(scans.after_backward)
                     return result
                 guarded(self._before, tensors, grad_tensors)
                 result = original(tensors, grad_tensors, *args, **kwargs)
                 if me == training.ident:
                     guarded(self._after, frame)
+                    if scans.asked:
+                        guarded(scans.after_backward)
                 return result
 
             return backward
