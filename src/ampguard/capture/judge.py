@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture import lineage
+from ampguard.capture import lineage, undifferentiated
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
-from ampguard.capture.frames import locals_of
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
-from ampguard.capture.record import BadResult, Event, Held, Ref, RootCall, StepRecord, since, tensors_in
+from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, since, tensors_in
+from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.told import tell_calls
 from ampguard.compat import version_of
@@ -53,8 +53,7 @@ class Judge:
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
         self._bad_loss_step: int | None = None
-        self._spoilt: list[weakref.ref[Tensor]] = []
-        """Gradients that an earlier backward pass left non-finite."""
+        self._spoilt = SpoiltGradients()
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +180,7 @@ class Judge:
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = [p for p in parameters if p.grad is not None]
-        if self._bad_loss_step == self._steps.count or self._is_left_over(parameters):
+        if self._bad_loss_step == self._steps.count or self._spoilt.are_all_that_is_bad(parameters):
             return
         self.suspects = [bad for bad in self.suspects if bad.kind == "buffer"]
         self._report(
@@ -197,7 +196,7 @@ class Judge:
                 since=since,
             )
         )
-        self._note_spoilt(parameters)
+        self._spoilt.note(parameters)
 
     def gradients_made_backward_raise(
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
@@ -220,7 +219,7 @@ class Judge:
     def spoil_gradients(self) -> None:
         """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
         if self._bad_loss_step == self._steps.count:
-            self._note_spoilt([p for p in self.parameters_of_modules() if p.grad is not None])
+            self._spoilt.note([p for p in self.parameters_of_modules() if p.grad is not None])
 
     def parameters_of_modules(self) -> list[Tensor]:
         """Of the modules that were called in this step; none in a thread whose step the log does not hold.
@@ -232,13 +231,6 @@ class Judge:
             return []
         modules = {id(e.module): e.module for e in record.events if isinstance(e, RootCall)}
         return [p for module in modules.values() for p in module.parameters()]
-
-    def _note_spoilt(self, parameters: list[Tensor]) -> None:
-        self._spoilt = [weakref.ref(p.grad) for p in parameters if p.grad is not None and not is_finite(p.grad)]
-
-    def _is_left_over(self, parameters: list[Tensor]) -> bool:
-        known = {id(gradient) for ref in self._spoilt if (gradient := ref()) is not None}
-        return bool(known) and all(id(p.grad) in known or is_finite(p.grad) for p in parameters if p.grad is not None)
 
     # --- outputs and buffers ----------------------------------------------------------------------------------------
 
@@ -326,7 +318,7 @@ class Judge:
 
     def settle_last(self, error: BaseException | None) -> None:
         """The script ends, perhaps with an error: judge what is left."""
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not self.suspects:
             self._suspect_locals(error)
         self.read_flags(wait=True)
         self._read_outputs(wait=True)
@@ -334,21 +326,10 @@ class Judge:
         self.settle_all()
 
     def _suspect_locals(self, error: Exception) -> None:
-        """The script raised: of the tensors in its frames, the first that was computed and is not finite."""
-        found: list[Ref] = []
-        entry = error.__traceback__
-        while entry is not None:
-            for value in locals_of(entry.tb_frame).values():
-                if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
-                    ref = self._log.lookup(value)
-                    if ref is not None and not is_finite(value):
-                        found.append(ref)
-            entry = entry.tb_next
-        for event in self._log.record.events if not found else ():
-            live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
-            found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
+        """The script raised: was one of the tensors that it had at hand computed in this step, and bad?"""
+        found = undifferentiated.results_at_hand(error, self._log)
         found = [r for r in found if r.event >= self._log.iteration_start and not self._was_judged({r.event})]
-        if found and not self.suspects:
+        if found:
             first = min(found, key=lambda ref: (ref.event, ref.output))
             mode: Mode = "train" if lineage.wants_gradient(self._log.record, first) else "eval"
             self.suspects.append(self._bad("loss", mode, (first,)))
@@ -368,10 +349,10 @@ class Judge:
         if module is not None and all(e.module is not module for e in roots):
             return
         self._looked_until = open_events[-1].index + 1
-        found = self._discarded_loss(open_events, is_last)
+        found = undifferentiated.discarded_loss(open_events, is_last)
         if found is not None:
             bad = self._bad("loss", "train", (found,))  # kept calls have let go of their operands
-            found = self._discarded_loss(since(bad.record.events, self._log.closed_until), is_last)
+            found = undifferentiated.discarded_loss(since(bad.record.events, self._log.closed_until), is_last)
             if found is not None:
                 self.suspects.append(dataclasses.replace(bad, targets=(found,)))
                 return
@@ -379,28 +360,13 @@ class Judge:
         if is_last or module is last.module:
             self._suspect_grad_enabled_evaluation(last)
 
-    def _discarded_loss(self, events: list[Event], waits: bool) -> Ref | None:
-        """The last number among the events' results that wants a gradient and is not finite. `waits`: on any device."""
-        for event in reversed(events):
-            for position, ref in enumerate(event.outputs):
-                tensor = ref()
-                if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
-                    continue
-                if tensor.requires_grad and (tensor.device.type == "cpu" or waits) and not is_finite(tensor):
-                    return Ref(event.index, position)
-        return None
-
     def _suspect_grad_enabled_evaluation(self, root: RootCall) -> None:
         """`model.eval()` without `no_grad`, and nothing was differentiated."""
         if root.training or not root.modes.grad:
             return
-        bad = [
-            i
-            for i, ref in enumerate(root.outputs)
-            if (t := ref()) is not None and t.is_floating_point() and not is_finite(t)
-        ]
+        bad = undifferentiated.bad_outputs(root)
         if bad:
-            self.suspects.append(self._bad("output", "eval", tuple(Ref(root.index, i) for i in bad)))
+            self.suspects.append(self._bad("output", "eval", bad))
 
     def _drop_teachers(self) -> None:
         """A call under `no_grad` whose result reached this backward was no evaluation: the loss is the judge."""

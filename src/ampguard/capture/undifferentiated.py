@@ -1,0 +1,47 @@
+"""Bad results that were never differentiated: losses that a loop skips or stops on, outputs of an evaluation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.frames import locals_of
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import Event, Ref, RootCall
+from ampguard.numerics import is_finite
+
+
+def discarded_loss(events: list[Event], waits: bool) -> Ref | None:
+    """The last number among the events' results that wants a gradient and is not finite. `waits`: on any device."""
+    for event in reversed(events):
+        for position, ref in enumerate(event.outputs):
+            tensor = ref()
+            if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
+                continue
+            if tensor.requires_grad and (tensor.device.type == "cpu" or waits) and not is_finite(tensor):
+                return Ref(event.index, position)
+    return None
+
+
+def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
+    """The non-finite results among the variables of the frames that an error came through, else of the modules called."""
+    found: list[Ref] = []
+    entry = error.__traceback__
+    while entry is not None:
+        for value in locals_of(entry.tb_frame).values():
+            if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
+                ref = log.lookup(value)
+                if ref is not None and not is_finite(value):
+                    found.append(ref)
+        entry = entry.tb_next
+    for event in log.record.events if not found else ():
+        live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
+        found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
+    return found
+
+
+def bad_outputs(root: RootCall) -> tuple[Ref, ...]:
+    """Those of a module's results that are still there and not finite."""
+    live = [(position, ref()) for position, ref in enumerate(root.outputs)]
+    floating = [(position, t) for position, t in live if t is not None and t.is_floating_point()]
+    return tuple(Ref(root.index, position) for position, t in floating if not is_finite(t))
