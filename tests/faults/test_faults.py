@@ -27,7 +27,7 @@ from ampguard.capture.gradients import GradientWatch
 from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
-from ampguard.replay import live, rebuild, sandbox, tracer
+from ampguard.replay import live, rebuild, sandbox, tracer, writer
 from ampguard.report import store, terminal
 from ampguard.run import session
 
@@ -229,8 +229,8 @@ INVESTIGATION = [
     (rebuild, "run_root"),
     (rebuild.Replayer, "_run_glue"),
     (sandbox.ModuleSandbox, "enter"),
-    (tracer, "bad_elements"),
-    (tracer, "traced"),
+    (writer, "bad_elements"),
+    (writer, "traced"),
     (tracer.ReplayMode, "call_module"),
     (investigate, "chain_from"),
     (investigate, "find_cause"),
@@ -367,7 +367,7 @@ def test_fault_while_the_step_is_traced_live(
             model(row for row in torch.ones(3, 2)).backward()
         return True
 
-    monkeypatch.setattr(tracer, name, raises)
+    monkeypatch.setattr(writer, name, raises)
     run = guard(body)
     assert run.result is True
     assert run.faults == 1

@@ -1,4 +1,4 @@
-"""The operator tracer: sees every operator of a replay, may change its precision or its operands, and writes a Trace.
+"""The operator tracer: sees every operator of a replay, may change its precision or its operands, and has it written down.
 
 Operators are numbered as they come. The same step replayed again runs the same operators under the same numbers, so
 "operator 812 with its operand clamped" names one place exactly.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -21,14 +20,10 @@ from ampguard import compat, numerics
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, map_tensors
-from ampguard.replay.operators import OperatorFacts, facts_of, flat_scalars, flat_tensors, without_tensors
-from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, identical, layout_of, traced
+from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
+from ampguard.replay.trace import Trace, TracedOp, identical, layout_of
 from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
-
-KEPT_OPS = 96
-"""Operators with a non-finite result whose operands' values are kept."""
-
-KEPT_BYTES = 1 << 29
+from ampguard.replay.writer import TraceWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class ReplayMode(compat.DispatchMode):
     def __init__(self, variant: Variant, trace: Trace | None, names: dict[int, str]) -> None:
         super().__init__()
         self.variant = variant
-        self.trace = trace
+        self.writer = TraceWriter(trace) if trace is not None else None
         self.retains_graph = True
         self.event: Event | None = None
         self.count = 0
@@ -77,18 +72,12 @@ class ReplayMode(compat.DispatchMode):
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
         self.stack: list[nn.Module] = []
         self._names = names
-        self._made_by: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
-        self._occurrences: dict[tuple[Any, ...], int] = {}
         self._here: tuple[str | None, int | None] = (None, None)
         self._is_outside = False
         """Whether a compiled function is running, and none of the modules that it calls."""
         self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
         self._intervenes = bool(variant.interventions or variant.at_places)
-        self._kept_ops = 0
-        self._kept_bytes = 0
         self._forced = 0
-        self._nodes: dict[int, int] = {}
-        """For a node of the graph, by number: the operator that made it."""
         self._changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """For a node of the graph: operands that a fix replaced. Its derivative must see the replacements too."""
 
@@ -216,7 +205,10 @@ class ReplayMode(compat.DispatchMode):
         facts = facts_of(func)
         index = self.count
         self.count += 1
-        op = self._begin(index, func, facts, args, kwargs) if self.trace is not None else None
+        op = None
+        if self.writer is not None:
+            op = self._traced(self.writer, index, func, facts, sys._getframe(2))
+            self.writer.begin(op, facts, args, kwargs)
         before = None
         if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
             before = values_before(args, facts.writes or facts.hidden_writes)
@@ -231,8 +223,8 @@ class ReplayMode(compat.DispatchMode):
             self.captured[noted.index] = Captured(noted.func, operands, kwargs, output)
         if self.sought or self.hidden:
             self._seek(noted.func, output)
-        if noted.traced is not None:
-            self._end(noted.traced, noted.facts, operands, args, kwargs, output)
+        if noted.traced is not None and self.writer is not None:
+            self.writer.end(noted.traced, noted.facts, operands, args, kwargs, output)
             if self.variant.zero_shares and noted.traced.in_backward:
                 first = output[0] if isinstance(output, (tuple, list)) and output else output
                 if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
@@ -272,14 +264,6 @@ class ReplayMode(compat.DispatchMode):
             return user_line(frame, stop=self.boundary) or event.line
         return event.line if event is not None else None
 
-    def _differentiated(self) -> TracedOp | None:
-        """Inside a backward pass: the operator whose derivative is being computed."""
-        node = compat.running_node_number()
-        index = self._nodes.get(node) if node is not None else None
-        if index is None or self.trace is None or index >= len(self.trace.ops):
-            return None  # (autograd numbers the nodes of each thread by themselves)
-        return self.trace.ops[index]
-
     def _intervention(self, index: int, func: Any) -> Intervention | None:
         by_number = self.variant.interventions.get(index)
         name = str(func)
@@ -289,39 +273,25 @@ class ReplayMode(compat.DispatchMode):
         place = (name, line.code.co_filename, line.number) if line is not None else (name, None, None)
         return self.variant.at_places.get(place)
 
-    def _begin(self, index: int, func: Any, facts: OperatorFacts, args: Any, kwargs: Any) -> TracedOp:
-        trace = self.trace
-        assert trace is not None
+    def _traced(self, writer: TraceWriter, index: int, func: Any, facts: OperatorFacts, frame: FrameType) -> TracedOp:
+        """An operator that is about to run, and where it does."""
         event = self.event
-        number = event.index if event is not None else -1
         if isinstance(event, BackwardCall):
-            op = self._begin_derivative(index, event, func, facts, sys._getframe(3))
-        else:
-            in_root = isinstance(event, RootCall) and not event.is_function and not self._is_outside
-            module, owner = self._here if in_root else (None, None)
-            line = self._line(sys._getframe(3))
-            op = TracedOp(index, number, func, facts.name, module, number if in_root else None, line, owner)
-        line, module = op.line, op.module
-        for tensor in flat_tensors(args, kwargs):
-            op.inputs.append(traced(tensor, self._maker(tensor)))
-        op.scalars = flat_scalars(args, kwargs)
-        if not facts.is_cast:
-            key = (number, module, facts.name, line.number if line else None)
-            occurrence = self._occurrences.get(key, 0)
-            self._occurrences[key] = occurrence + 1
-            op.key = (*key, occurrence)
-        trace.ops.append(op)
-        return op
+            return self._derivative(writer, index, event, func, facts, frame)
+        number = event.index if event is not None else -1
+        in_root = isinstance(event, RootCall) and not event.is_function and not self._is_outside
+        module, owner = self._here if in_root else (None, None)
+        return TracedOp(index, number, func, facts.name, module, number if in_root else None, self._line(frame), owner)
 
-    def _begin_derivative(
-        self, index: int, event: BackwardCall, func: Any, facts: OperatorFacts, frame: FrameType
+    def _derivative(
+        self, writer: TraceWriter, index: int, event: BackwardCall, func: Any, facts: OperatorFacts, frame: FrameType
     ) -> TracedOp:
         """An operator of a backward pass: it is where the operator is whose derivative it computes.
 
         A line of the user's own on the stack counts more: that of a custom function's `backward`, or of the forward
         pass that checkpointing runs again.
         """
-        forward = self._differentiated()
+        forward = writer.differentiated()
         own_line = user_line(frame, stop=self.boundary)
         if forward is None:
             module, owner = self._here if self.stack else (None, None)
@@ -333,62 +303,6 @@ class ReplayMode(compat.DispatchMode):
         op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
         op.forward = forward.index
         return op
-
-    def _end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
-        trace = self.trace
-        assert trace is not None
-        self._nodes.setdefault(compat.next_node_number() - 1, op.index)  # without gradients too: in a custom function
-        results = output if isinstance(output, (tuple, list)) else (output,)
-        for position, tensor in enumerate(results):
-            if not isinstance(tensor, Tensor):
-                op.outputs.append(TracedTensor((), torch.int64, 0))
-                continue
-            result = traced(tensor, (op.index, position))
-            op.outputs.append(result)
-            self._made_by[id(tensor)] = (weakref.ref(tensor), (op.index, position))
-            if facts.is_view(position):
-                continue  # nothing was written
-            if not facts.writes and any(operand.storage == result.storage for operand in op.inputs):
-                continue  # a view that does not say so (`_unsafe_view`)
-            if not facts.is_uninitialised:
-                result.bad = bad_elements(tensor)
-            if result.bad is not None or not facts.writes:
-                trace.note_write(result.storage, op.index, position, is_new=not facts.writes)
-        if facts.writes and not results:
-            self._note_written(op, flat_tensors(written, {}))
-        if facts.hidden_writes:
-            hidden = [written[i] for i in facts.hidden_writes if i < len(written) and isinstance(written[i], Tensor)]
-            self._note_written(op, hidden)
-        if op.is_bad:
-            self._keep_operands(op, args, kwargs)
-
-    def _note_written(self, op: TracedOp, tensors: list[Tensor]) -> None:
-        """What an operator wrote without returning it (`_foreach_*_`, BatchNorm's running statistics)."""
-        for tensor in tensors:
-            result = traced(tensor, (op.index, len(op.outputs)))
-            result.bad = bad_elements(tensor)
-            op.outputs.append(result)
-            if result.bad is not None and self.trace is not None:
-                self.trace.note_write(result.storage, op.index, len(op.outputs) - 1, is_new=False)
-
-    def _keep_operands(self, op: TracedOp, args: Any, kwargs: Any) -> None:
-        """For an operator with a bad result: where its operands are bad, its plain arguments, and (for some) values."""
-        op.device = args[0].device.type if args and isinstance(args[0], Tensor) else "cpu"
-        op.plain = tuple(without_tensors(a) for a in args)
-        op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
-        tensors = flat_tensors(args, kwargs)
-        for operand, tensor in zip(op.inputs, tensors, strict=False):
-            operand.bad = bad_elements(tensor, operand.laid_out)
-            operand.live = weakref.ref(tensor)
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        if self._kept_ops < KEPT_OPS and self._kept_bytes + size <= KEPT_BYTES:
-            self._kept_ops += 1
-            self._kept_bytes += size
-            op.args, op.kwargs = args, kwargs
-
-    def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
-        known = self._made_by.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
 
 
 class Unwatching(ReplayMode):

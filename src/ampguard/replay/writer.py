@@ -1,0 +1,106 @@
+"""Writes the operators of a replay into a Trace: operands and who made them, results and where they are not finite."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.replay.operators import OperatorFacts, flat_scalars, flat_tensors, without_tensors
+from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
+
+KEPT_OPS = 96
+"""Operators with a non-finite result whose operands' values are kept."""
+
+KEPT_BYTES = 1 << 29
+
+
+class TraceWriter:
+    """What must be remembered from one operator to the next."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._made_by: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
+        self._occurrences: dict[tuple[Any, ...], int] = {}
+        self._kept_ops = 0
+        self._kept_bytes = 0
+        self._nodes: dict[int, int] = {}
+        """For a node of the graph, by number: the operator that made it."""
+
+    def begin(self, op: TracedOp, facts: OperatorFacts, args: Any, kwargs: Any) -> None:
+        """An operator is about to run: its operands, and the key under which another replay of the step finds it."""
+        for tensor in flat_tensors(args, kwargs):
+            op.inputs.append(traced(tensor, self._maker(tensor)))
+        op.scalars = flat_scalars(args, kwargs)
+        if not facts.is_cast:
+            key = (op.event, op.module, facts.name, op.line.number if op.line else None)
+            occurrence = self._occurrences.get(key, 0)
+            self._occurrences[key] = occurrence + 1
+            op.key = (*key, occurrence)
+        self._trace.ops.append(op)
+
+    def end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
+        """It has run: its results, where they are bad, and what it wrote to."""
+        self._nodes.setdefault(compat.next_node_number() - 1, op.index)  # without gradients too: in a custom function
+        results = output if isinstance(output, (tuple, list)) else (output,)
+        for position, tensor in enumerate(results):
+            if not isinstance(tensor, Tensor):
+                op.outputs.append(TracedTensor((), torch.int64, 0))
+                continue
+            result = traced(tensor, (op.index, position))
+            op.outputs.append(result)
+            self._made_by[id(tensor)] = (weakref.ref(tensor), (op.index, position))
+            if facts.is_view(position):
+                continue  # nothing was written
+            if not facts.writes and any(operand.storage == result.storage for operand in op.inputs):
+                continue  # a view that does not say so (`_unsafe_view`)
+            if not facts.is_uninitialised:
+                result.bad = bad_elements(tensor)
+            if result.bad is not None or not facts.writes:
+                self._trace.note_write(result.storage, op.index, position, is_new=not facts.writes)
+        if facts.writes and not results:
+            self._note_written(op, flat_tensors(written, {}))
+        if facts.hidden_writes:
+            hidden = [written[i] for i in facts.hidden_writes if i < len(written) and isinstance(written[i], Tensor)]
+            self._note_written(op, hidden)
+        if op.is_bad:
+            self._keep_operands(op, args, kwargs)
+
+    def _note_written(self, op: TracedOp, tensors: list[Tensor]) -> None:
+        """What an operator wrote without returning it (`_foreach_*_`, BatchNorm's running statistics)."""
+        for tensor in tensors:
+            result = traced(tensor, (op.index, len(op.outputs)))
+            result.bad = bad_elements(tensor)
+            op.outputs.append(result)
+            if result.bad is not None:
+                self._trace.note_write(result.storage, op.index, len(op.outputs) - 1, is_new=False)
+
+    def _keep_operands(self, op: TracedOp, args: Any, kwargs: Any) -> None:
+        """For an operator with a bad result: where its operands are bad, its plain arguments, and (for some) values."""
+        op.device = args[0].device.type if args and isinstance(args[0], Tensor) else "cpu"
+        op.plain = tuple(without_tensors(a) for a in args)
+        op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
+        tensors = flat_tensors(args, kwargs)
+        for operand, tensor in zip(op.inputs, tensors, strict=False):
+            operand.bad = bad_elements(tensor, operand.laid_out)
+            operand.live = weakref.ref(tensor)
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        if self._kept_ops < KEPT_OPS and self._kept_bytes + size <= KEPT_BYTES:
+            self._kept_ops += 1
+            self._kept_bytes += size
+            op.args, op.kwargs = args, kwargs
+
+    def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
+        known = self._made_by.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def differentiated(self) -> TracedOp | None:
+        """Inside a backward pass: the operator whose derivative is being computed."""
+        node = compat.running_node_number()
+        index = self._nodes.get(node) if node is not None else None
+        if index is None or index >= len(self._trace.ops):
+            return None  # (autograd numbers the nodes of each thread by themselves)
+        return self._trace.ops[index]
