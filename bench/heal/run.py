@@ -1,7 +1,8 @@
 """How far `ampguard run --on-nonfinite heal` carries scripts that a low precision breaks.
 
 Every case of bench/faults that a low precision broke and another one cures is run as it is, in float32 throughout,
-healed, and in float32 from two other seeds. Prints a row a case and writes results.md beside this file.
+healed, healed by switching autocast off for good, and in float32 from weights that differ in their last bit.
+Prints a row a case and writes results.md beside this file.
 
 python -m bench.heal.run                       # all (from the repository's root)
 python -m bench.heal.run --only 'p-*'          # some; results.md is left alone
@@ -40,7 +41,8 @@ COLUMNS = (
     "in float32",
     "apart",
     "noise",
-    "other seeds",
+    "float32 again",
+    "off from there",
     "bad printed",
     "step before",
     "after",
@@ -54,9 +56,10 @@ NOTES = """\
 in float32. **explained**: the failing step (where steps were made before it that the script as it is skips for its loss
 scale, whichever came to fail) has a report with the right cause. **final loss**: the mean over the last
 tenth of the training steps, at least five. **apart**: the mean loss of the last quarter, from float32's; **noise**: how
-much float32's own loss moves there from step to step; **other seeds**: how far float32's own run ends from itself when
-the seeds that the script sets are raised by 1 and by 2 (the further one; what it draws from generators of its own stays);
-all as `ampguard compare` measures them (where the loss has vanished, against a hundredth of its start). The loss of the
+much float32's own loss moves there from step to step; **float32 again**: how far float32's own run ends from itself when
+its first weights differ in their last bit (the furthest of three); **off from there**: as apart, of a run that is healed by
+switching autocast off for good, which is float32 from the failing step on and the most that healing can do; all as
+`ampguard compare` measures them (where the loss has vanished, against a hundredth of its start). The loss of the
 very step that failed and was healed is not compared.
 **bad printed**: how often the script itself printed nan or inf, as it is and healed. **step before**, **after**: the
 median time of a step before the first fix (without the first three) and after the last; "-": fewer than three steps
@@ -123,7 +126,8 @@ def row(outcome: Outcome) -> str:
         number(o.loss_in_fp32),
         "-" if o.apart is None else f"{o.apart:+.2%}",
         f"{o.noise:.1%}",
-        "-" if o.seeds is None else f"{o.seeds:.1%}",
+        "-" if o.furthest_repeat is None else f"{o.furthest_repeat:.2%}",
+        "-" if o.off_from_there is None else f"{o.off_from_there:+.2%}",
         "{} / {}".format(*o.bad_printed),
         milliseconds(o.seconds_before),
         milliseconds(o.seconds_after),
@@ -143,8 +147,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"- carried to the end, not above float32's loss by more than {GOAL:.0%} or its noise: "
         f"{share(sum(o.trains_as_well for o in outcomes), len(outcomes))}; by more than 2 % below it: "
         f"{sum(o.trains_as_well and not o.is_carried and (o.apart or 0.0) < 0 for o in outcomes)}",
-        f"- further than {GOAL:.0%}: {len(missed)}; of these, no further than float32's own run from other seeds: "
-        f"{sum(o.is_within_seeds for o in missed)}",
+        f"- further than {GOAL:.0%}: {len(missed)}; of these, float32 does not repeat itself within {GOAL:.0%} in "
+        f"{sum(not o.is_repeatable for o in missed)}, and float32 from the failing step on ends further too in "
+        f"{sum(o.is_lost_before for o in missed)}",
+        f"- carried to the end, within {GOAL:.0%} of float32's run or of one of its three repeats from weights that differ "
+        f"in their last bit: {share(sum(o.is_as_float32_repeats for o in outcomes), len(outcomes))}; float32 repeats "
+        f"itself within {GOAL:.0%} in {sum(o.is_repeatable for o in outcomes)} cases, of which "
+        f"{sum(o.is_carried and o.is_repeatable for o in outcomes)} are carried within {GOAL:.0%}",
         f"- came to their end: {share(sum(o.came_to_its_end for o in outcomes), len(outcomes))}; as they are: "
         f"{share(sum(o.plain_status == 0 for o in outcomes), len(outcomes))}",
         f"- failing step explained: {share(sum(o.explained for o in outcomes), len(outcomes))}",

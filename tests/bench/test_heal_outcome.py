@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.faults.truth import CASES, load_case, load_cases  # noqa: E402
+from bench.heal.nudged import nudging  # noqa: E402
 from bench.heal.outcome import (  # noqa: E402
     BAD_NUMBER,
     Outcome,
@@ -22,7 +24,6 @@ from bench.heal.outcome import (  # noqa: E402
     step_seconds,
     without_steps,
 )
-from bench.heal.reseeded import shifted  # noqa: E402
 
 from ampguard.compare.course import Course  # noqa: E402
 from ampguard.incident import Incident  # noqa: E402
@@ -40,7 +41,8 @@ CARRIED = Outcome(
     loss_in_fp32=1.0,
     apart=0.01,
     noise=0.1,
-    seeds=0.03,
+    repeats=(0.0, -0.03),
+    off_from_there=0.005,
     bad_printed=(3, 0),
     seconds_before=0.010,
     seconds_after=0.012,
@@ -74,10 +76,21 @@ def test_carried(changed: dict[str, object], carried: bool, as_well: bool) -> No
     assert outcome.slower == pytest.approx(1.2)
 
 
-@pytest.mark.parametrize(("apart", "within"), [(0.02, True), (-0.03, True), (0.04, False), (None, False)])
-def test_no_further_than_other_seeds(apart: float | None, within: bool) -> None:
-    assert msgspec.structs.replace(CARRIED, apart=apart).is_within_seeds is within
-    assert not msgspec.structs.replace(CARRIED, apart=apart, seeds=None).is_within_seeds
+@pytest.mark.parametrize(
+    ("apart", "within"), [(0.02, True), (-0.04, True), (-0.06, False), (0.03, False), (None, False)]
+)
+def test_as_far_as_float32_repeats_itself(apart: float | None, within: bool) -> None:
+    outcome = msgspec.structs.replace(CARRIED, apart=apart)
+    assert outcome.is_as_float32_repeats is within
+    assert not outcome.is_repeatable
+    assert msgspec.structs.replace(outcome, repeats=()).is_repeatable
+    assert not msgspec.structs.replace(outcome, fixes=()).is_as_float32_repeats
+
+
+def test_what_was_lost_before_the_failing_step() -> None:
+    assert not CARRIED.is_lost_before
+    assert msgspec.structs.replace(CARRIED, off_from_there=-0.3).is_lost_before
+    assert not msgspec.structs.replace(CARRIED, off_from_there=None).is_lost_before
 
 
 def test_a_failure_may_come_later_behind_a_step_that_was_not_skipped() -> None:
@@ -91,9 +104,18 @@ def test_a_failure_may_come_later_behind_a_step_that_was_not_skipped() -> None:
     assert not is_explained(case, [msgspec.structs.replace(found[0], cause="overflow")], [step])
 
 
-def test_seeds_are_shifted() -> None:
-    seed = shifted(lambda value=None: value, 2)
-    assert (seed(5), seed(), seed(None)) == (7, None, None)
+def test_weights_are_nudged_once_by_their_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", nudging(torch.optim.Optimizer.__init__, 1))
+    model = torch.nn.Linear(40, 40)
+    before = model.weight.detach().clone()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    once = model.weight.detach().clone()
+    torch.optim.SGD([{"params": [model.weight]}], lr=0.1)
+    assert torch.equal(model.weight, once)
+    off = (once / before - 1).abs()
+    assert 0 < off.max() <= 3 * torch.finfo(torch.float32).eps
+    assert (once > before).any()
+    assert (once < before).any()
 
 
 def test_bad_numbers_that_a_script_prints() -> None:
@@ -123,6 +145,8 @@ def test_one_case_is_healed(tmp_path: Path) -> None:
     outcome = outcome_of(case, tmp_path)
     assert outcome.explained
     assert outcome.is_carried
+    assert len(outcome.repeats) == 3
+    assert outcome.off_from_there == pytest.approx(0.0, abs=0.02)
     assert outcome.bad_printed[0] > 0
     assert outcome.bad_printed[1] == 0
 

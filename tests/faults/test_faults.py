@@ -355,9 +355,9 @@ def test_fault_in_live_tracing(guard: Callable[..., Watched], monkeypatch: pytes
     assert run.faults == 1
 
 
-@pytest.mark.parametrize("name", ["bad_elements", "traced", "facts_of"])
+@pytest.mark.parametrize(("room", "name"), [(writer, "bad_elements"), (writer, "traced"), (tracer, "facts_of")])
 def test_fault_while_the_step_is_traced_live(
-    name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    room: Any, name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(2, 1)
     model.forward = lambda rows: model.weight.sum() * torch.stack(list(rows)).mean() / 0.0  # type: ignore[method-assign]
@@ -367,7 +367,7 @@ def test_fault_while_the_step_is_traced_live(
             model(row for row in torch.ones(3, 2)).backward()
         return True
 
-    monkeypatch.setattr(writer, name, raises)
+    monkeypatch.setattr(room, name, raises)
     run = guard(body)
     assert run.result is True
     assert run.faults == 1
