@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampguard.engine import arguments, closures
+from ampguard.engine import arguments, closures, options
 from ampguard.engine.all_ranks import RanksOfModels
 from ampguard.engine.checkpoint import files, sharded
 from ampguard.engine.checkpoint.state import Checkpoint
@@ -69,12 +71,12 @@ class Amp:
         self.optimizers = named(optimizers, Optimizer, "optimizers")
         arguments.refuse_converted(self.models, self.optimizers)
         flat = refuse_strangers(self.models, self.optimizers)
-        arguments.refuse_numbers(max_grad_norm, accumulate, patience)
+        options.refuse_numbers(max_grad_norm, accumulate, patience, init_scale, growth_interval)
         roots = list(self.models.values())
         all_parameters = [p for model in roots for p in model.parameters()]
         device = all_parameters[0].device if all_parameters else torch.device("cpu")
         kind, evaluation = mode_named(precision), mode_named(eval_precision or precision)
-        self.mode = arguments.made_mode(kind, device.type, mode_options)
+        self.mode = options.made_mode(kind, device.type, mode_options, _options())
         self.evaluation = self.mode if evaluation is kind else evaluation(device.type)
         for mode in {self.mode, self.evaluation}:
             mode.refuse_if_unsupported(roots)
@@ -116,12 +118,19 @@ class Amp:
     @contextlib.contextmanager
     def autocast(self, training: bool | None = None) -> Iterator[None]:
         """Around the forward pass and the loss. In evaluation (all models in eval mode) `eval_precision` holds."""
+        if not isinstance(training, (bool, NoneType)):
+            raise SetupError(
+                f"amp.autocast(training={training!r}): True or False, whether this is a forward pass of training\n"
+                "  do    leave it out: the models' own training mode says it; another precision is a matter of Amp(...)"
+            )
         if not self._has_begun:
             self._has_begun = True
             self.policy.begin(self)
         if training is None:
             training = any(model.training for model in self.models.values())
         if training:
+            for holding in self.holdings.values():
+                holding.refuse_moved(self.name_of)
             self.mode.before_forward()
         is_other = not training and self.evaluation is not self.mode
         region = self.mode.evaluation(self.evaluation) if is_other else self.mode.autocast()
@@ -294,7 +303,7 @@ class Amp:
         return name or f"a flat buffer of {parameter.numel()} elements"
 
     def _chosen_of(self, optimizers: Optimizer | str | Sequence[Optimizer | str]) -> list[Holding]:
-        several = [optimizers] if isinstance(optimizers, (str, Optimizer)) else optimizers
+        several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         return [holding for optimizer in several for holding in self._chosen(optimizer)]
 
     def _chosen(self, optimizer: Optimizer | str | None) -> list[Holding]:
@@ -304,3 +313,7 @@ class Amp:
             if optimizer is holding.optimizer or optimizer == name:
                 return [holding]
         raise arguments.unknown_optimizer(optimizer, list(self.holdings))
+
+
+def _options() -> list[str]:
+    return list(inspect.signature(Amp).parameters)

@@ -14,22 +14,10 @@ from ampguard import compat
 from ampguard.engine import closures
 from ampguard.engine.casting import is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules
-from ampguard.engine.patterns import matching_modules
+from ampguard.engine.patterns import listed_patterns, matching_modules
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.setup import parameters_of
 from ampguard.errors import LossError, PatternError, PrecisionError, SetupError
-
-
-def made_mode(kind: type[Precision], device_type: str, options: Mapping[str, Any]) -> Precision:
-    """The mode, with options that only it has."""
-    try:
-        return kind(device_type, **options)
-    except TypeError:
-        shown = ", ".join(f"{name}=" for name in options)
-        raise SetupError(
-            f"precision {kind.name!r} takes no option {shown}; see docs/engine.md for its options"
-        ) from None
-
 
 _converted: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models and optimizers that some Amp has changed."""
@@ -114,13 +102,7 @@ def refuse_missing_closure(optimizers: Mapping[str, Optimizer], chosen: Sequence
 def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str], mode: Precision) -> list[nn.Module]:
     """Every model is asked for every pattern, which must match in at least one. Nothing is changed if one does not."""
     forced: dict[str, dict[str, nn.Module]] = {name: {} for name in models}
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise PatternError(
-                f"force_fp32= takes patterns over the paths of modules, not a {type(pattern).__name__}\n"
-                "  do    name the module as model.named_modules() does, say force_fp32=['encoder.layers.*.attn']"
-            )
+    for pattern in listed_patterns(patterns):
         missed: list[PatternError] = []
         for name, model in models.items():
             try:
@@ -132,18 +114,6 @@ def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str
     for found in forced.values():
         ForcedModules(found, without_floats=mode.low_dtype)
     return [module for found in forced.values() for module in found.values()]
-
-
-def refuse_numbers(max_grad_norm: float | None, accumulate: int, patience: int | None) -> None:
-    for name, given in (("max_grad_norm", max_grad_norm), ("accumulate", accumulate), ("patience", patience)):
-        if given is not None and (isinstance(given, bool) or not isinstance(given, (int, float))):
-            raise SetupError(f"{name}={given!r} is a {type(given).__name__}, not a number")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise SetupError(f"max_grad_norm={max_grad_norm} would stop all learning\n  do    leave it out for no clipping")
-    if accumulate < 1 or int(accumulate) != accumulate:
-        raise SetupError(f"accumulate={accumulate}: a window has a whole number of micro-steps, at least 1")
-    if patience is not None and (patience < 1 or int(patience) != patience):
-        raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1")
 
 
 def unknown_optimizer(given: Any, names: Sequence[str]) -> SetupError:

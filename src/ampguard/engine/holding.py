@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.engine.setup import parameters_of
+from ampguard.errors import SetupError
 
 SAMPLE = 64
 """Parameters whose gradients are glanced at, to see whether somebody has changed them."""
@@ -51,6 +52,18 @@ class Holding:
         learning = [p for p in self.parameters if self._leaf_of(p).requires_grad or id(p) in flat]
         self._learning = frozenset(map(id, learning))
         self._sample = learning[:: -(-len(learning) // SAMPLE) or 1]
+        self._ends = [self._leaf_of(p) for p in (*self.parameters[:1], *self.parameters[-1:])]
+        self._placed = [_place(p) for p in self._ends]
+
+    def refuse_moved(self, name_of: Callable[[Tensor], str]) -> None:
+        """Raise SetupError where the model has gone to another device or type since it was last looked."""
+        for weight, before in zip(self._ends, self._placed, strict=True):
+            if (weight.dtype, weight.device) != before:
+                raise SetupError(
+                    f"the model of `{self.name}` was moved or converted after Amp was made: `{name_of(weight)}` was "
+                    f"{_shown(before)}, and is {_shown(_place(weight))}\n"
+                    "  do    move the model first, make its optimizer and then Amp, whose precision= does the converting"
+                )
 
     @property
     def held(self) -> int:
@@ -117,6 +130,14 @@ class Holding:
                 p.grad.zero_()
             else:
                 p.grad = None
+
+
+def _place(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _shown(place: tuple[torch.dtype, torch.device]) -> str:
+    return f"{str(place[0]).removeprefix('torch.')} on {place[1]}"
 
 
 def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:

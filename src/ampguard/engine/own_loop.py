@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ampguard.engine import arguments
 from ampguard.engine.precision import mode_named
 from ampguard.engine.precision.o2 import O2
+from ampguard.engine.setup import named, refuse_strangers
 from ampguard.errors import PrecisionError, ProtocolError
 
 ONLY_WITH_AMP = ("bf16-true", "float8")
@@ -27,7 +29,7 @@ class LoopPrecision:
                 f"precision {kind.name!r} needs a step of its own, which a GradScaler does not have\n"
                 f"  do    use ampguard.Amp(model, optimizer, precision={kind.name!r})"
             )
-        self.device_type = torch.device(device or _default_device()).type
+        self.device_type = _device_type(device or _default_device())
         self._mode = kind(self.device_type)
         self._mode.refuse_if_unsupported([])
         self._is_ready = kind.weights_dtype == torch.float32
@@ -37,11 +39,18 @@ class LoopPrecision:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=scales)
 
     def prepare(self, models: nn.Module | Sequence[nn.Module], optimizers: Optimizer | Sequence[Optimizer]) -> None:
-        """Cast the models (O2, O3), and give the optimizers their master weights (O2). Does nothing in other modes."""
-        roots = [models] if isinstance(models, nn.Module) else list(models)
-        updating = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        """Cast the models (O2, O3), and give the optimizers their master weights (O2). Does nothing in other modes.
+
+        Raises SetupError where they do not belong together.
+        """
+        models_by_name = named(models, nn.Module, "models")
+        optimizers_by_name = named(optimizers, Optimizer, "optimizers")
+        arguments.refuse_converted(models_by_name, optimizers_by_name)
+        arguments.refuse_combinations(self._mode, self._mode, refuse_strangers(models_by_name, optimizers_by_name))
+        roots, updating = list(models_by_name.values()), list(optimizers_by_name.values())
         self._is_ready = True
         self._mode.convert(roots, updating, [])
+        arguments.note_converted(models_by_name, optimizers_by_name, self._mode)
         if isinstance(self._mode, O2):
             mode = self._mode
             for optimizer in updating:
@@ -78,6 +87,15 @@ def precision(name: str, device: str | torch.device | None = None) -> LoopPrecis
     `device` is the accelerator where there is one.
     """
     return LoopPrecision(name, device)
+
+
+def _device_type(given: Any) -> str:
+    try:
+        return torch.device(given).type
+    except (RuntimeError, TypeError) as error:
+        raise PrecisionError(
+            f"{given!r} is no device of PyTorch's\n  do    name one, say 'cuda' or 'cpu', or leave it out"
+        ) from error
 
 
 def _default_device() -> str:

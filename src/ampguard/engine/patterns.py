@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -28,6 +29,18 @@ def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
             raise PatternError(_nothing_matches(pattern, type(model).__name__, list(modules)))
         found |= matched
     return {name: m for name, m in found.items() if not any(_is_inside(name, other) for other in found)}
+
+
+def listed_patterns(given: str | Sequence[str]) -> list[str]:
+    """One pattern or several. Raises PatternError for modules and classes in their place."""
+    several: list[Any] = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
+    for pattern in several:
+        if not isinstance(pattern, str):
+            raise PatternError(
+                f"force_fp32 takes patterns over the paths of modules, not a {type(pattern).__name__}\n"
+                "  do    name the module as model.named_modules() does, say force_fp32=['encoder.layers.*.attn']"
+            )
+    return several
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:

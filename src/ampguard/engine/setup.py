@@ -38,6 +38,13 @@ def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
                 f"{what}: {who} no {kind.__name__}\n"
                 "  do    Amp(models, optimizers, precision): one, several, or mappings of names to them"
             )
+    given_twice = [
+        name for name, thing in things.items() if any(thing is things[other] for other in things if other != name)
+    ]
+    if given_twice:
+        raise SetupError(
+            f"{what}: {' and '.join(map(repr, given_twice))} are the same {kind.__name__}\n  do    give it once"
+        )
     if not things:
         raise SetupError(f"Amp needs at least one {kind.__name__.lower()}; {what} is empty")
     return things

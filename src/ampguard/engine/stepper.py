@@ -50,7 +50,8 @@ class Stepper:
             earlier = _hooks.pop(holding.optimizer, None)
             if earlier is not None:
                 earlier.remove()
-            _hooks[holding.optimizer] = holding.optimizer.register_step_pre_hook(self._watch_direct_step(holding))
+            with contextlib.suppress(AttributeError):  # a wrapper around an optimizer may have no hooks
+                _hooks[holding.optimizer] = holding.optimizer.register_step_pre_hook(self._watch_direct_step(holding))
 
     @property
     def scale(self) -> Tensor | None:

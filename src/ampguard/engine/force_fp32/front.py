@@ -9,6 +9,7 @@ from torch import nn
 
 from ampguard.engine.force_fp32.modules import ForcedModules, force_modules
 from ampguard.engine.force_fp32.region import Region, in_fp32
+from ampguard.engine.patterns import listed_patterns
 from ampguard.errors import PatternError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,7 +40,7 @@ def force_fp32(*values: Any, cast_back: bool = True) -> Any:
     if isinstance(target, nn.Module):
         if not values[1:]:
             raise PatternError("force_fp32(model) needs patterns; to force all of it, write force_fp32(model, '')")
-        return force_modules(target, values[1:], cast_back)
+        return force_modules(target, listed_patterns(values[1:]), cast_back)
     if isinstance(target, type) and issubclass(target, nn.Module):
         target.forward = in_fp32(target.forward, cast_back)
         return target

@@ -16,8 +16,12 @@ def policy_named(given: str | Policy) -> Policy:
     """A policy by its name, or the given one."""
     if isinstance(given, Policy):
         return given
-    if given not in POLICIES:
-        raise SetupError(f"unknown on_nonfinite={given!r}\n  do    use one of {', '.join(map(repr, POLICIES))}")
+    if not isinstance(given, str) or given not in POLICIES:
+        made = f": {given.__name__}()" if isinstance(given, type) and issubclass(given, Policy) else ""
+        raise SetupError(
+            f"unknown on_nonfinite={given!r}\n"
+            f"  do    use one of {', '.join(map(repr, POLICIES))}, or a Policy that was made{made}"
+        )
     return POLICIES[given]()
 
 

@@ -31,8 +31,9 @@ def mode_named(name: str) -> type[Precision]:
     >>> mode_named("O1").name, mode_named("16-mixed").name, mode_named("bf16-true").name
     ('fp16', 'fp16', 'bf16-true')
     """
-    known = MODES.get(str(name)) or MODES.get(ALIASES.get(str(name).lower(), str(name).lower()))
-    if known is not None:
+    lower = str(name).lower()
+    known = MODES.get(str(name)) or MODES.get(ALIASES.get(lower, lower))
+    if known is not None and name is not None:
         return known
     near = difflib.get_close_matches(str(name).lower(), [*MODES, *ALIASES], 3, 0.5)
     meant = f"; nearest: {', '.join(map(repr, near))}" if near else ""

@@ -32,6 +32,8 @@ class Bf16True(Precision):
         super().__init__(device_type)
         if rounding not in ROUNDINGS:
             raise SetupError(f"unknown rounding={rounding!r}\n  do    use one of {', '.join(map(repr, ROUNDINGS))}")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise SetupError(f"seed={seed!r} of the rounding is a {type(seed).__name__}, not a whole number")
         self.rounding = rounding
         self._seed = seed
         self._roundings: dict[int, RoundedUpdate] = {}

@@ -30,8 +30,28 @@ class O3(Precision):
         for number, optimizer in enumerate(optimizers):
             for before, after in raise_eps(optimizer):
                 self.notes.append(
-                    f"eps of optimizer {number} raised from {before:g}, which is 0 in float16, to {after:g}"
+                    f"eps of optimizer {number} raised from {before:g}, {too_small(before)}, to {after:g}"
                 )
+            lower_state(optimizer)
+
+
+@torch.no_grad()
+def lower_state(optimizer: Optimizer) -> None:
+    """What earlier steps have left for the weights (moments) gets their type, as if it had begun with them."""
+    for weight, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.shape == weight.shape
+                and value.dim()
+            ):
+                state[key] = value.to(weight.dtype)
+
+
+def too_small(eps: float) -> str:
+    """What such an eps is in float16, in words."""
+    return "which is 0 in float16" if float(torch.tensor(eps).half()) == 0 else "which float16 cannot hold exactly"
 
 
 def raise_eps(optimizer: Optimizer) -> list[tuple[float, float]]:

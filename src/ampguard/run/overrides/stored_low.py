@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.engine.precision.o3 import raise_eps
+from ampguard.engine.precision.o3 import raise_eps, too_small
 from ampguard.engine.step.rounding import stochastic_round_
 from ampguard.run.overrides.ledger import Ledger
 
@@ -37,7 +37,7 @@ class StoredLow:
                 self._rounded[id(weight)] = weight
         for before, after in raise_eps(optimizer) if dtype == torch.float16 else ():
             self._ledger.done(
-                f"eps of {type(optimizer).__name__} raised from {before:g}, which is 0 in float16, to {after:g}"
+                f"eps of {type(optimizer).__name__} raised from {before:g}, {too_small(before)}, to {after:g}"
             )
 
     @torch.no_grad()
