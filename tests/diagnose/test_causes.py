@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
     "exponential beyond float32": Case("overflow", "exp", lambda x: x.exp(), [100.0, 1.0]),
     "product beyond float32": Case("overflow", "mul", lambda x: x * x, [1e30, 1.0]),
     "power beyond float32": Case("overflow", "pow", lambda x: x.pow(3), [1e20, 1.0]),
+    "quotient by a tiny divisor": Case("overflow", "div", lambda x: x / (-x).exp(), [98.0, 1.0]),
     "sum beyond float32": Case("overflow", "sum", lambda x: x.sum(), [3e38, 3e38]),
     "exponential beyond bfloat16": Case("overflow", "exp", lambda x: x.exp(), [100.0, 1.0], bf16),
     # mask-overflow
@@ -78,6 +79,7 @@ CASES: dict[str, Case] = {
     # division-by-zero
     "x/0": Case("division-by-zero", "div", lambda x: (x + 1) / (x - x), [1.0, 2.0]),
     "0/0": Case("division-by-zero", "div", lambda x: (x - x) / (x - x), [1.0, 2.0]),
+    "divisors on their way to 0": Case("division-by-zero", "div", lambda x: x / (-x).exp(), [98.0, 200.0]),
     "rsqrt of 0": Case("division-by-zero", "rsqrt", lambda x: x.rsqrt(), [0.0, 2.0]),
     "reciprocal of 0": Case("division-by-zero", "reciprocal", lambda x: x.reciprocal(), [0.0, 2.0]),
     "negative power of 0": Case("division-by-zero", "pow", lambda x: x.pow(-1.5), [0.0, 2.0]),

@@ -46,6 +46,17 @@ def test_causal_mask_is_innocent_of_a_later_log() -> None:
     assert not chain.intended
 
 
+def test_a_late_overflow_of_one_sample_does_not_hide_an_earlier_one_of_another() -> None:
+    def compute() -> Tensor:
+        early = torch.tensor([[1.0], [1e30]]).expand(2, 64) * 1e30
+        both = early + torch.tensor([[100.0], [0.0]]).exp()
+        return (both * 2.0).view(2, 4, 4, 4).sum(-1).sum(-1).sum()  # four elements of the first sample meet in each sum
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "mul"
+    assert chain.head.op.index < next(link.op.index for link in chain.links if link.op.short_name == "add")
+
+
 def test_infinity_made_early_that_turns_nan_late_is_the_culprit() -> None:
     def compute() -> Tensor:
         grown = torch.full((3,), 1e30) * 1e30
@@ -248,3 +259,16 @@ def test_overflow_that_does_not_go_into_the_result_is_not_followed() -> None:
         return (grown * 1.2)[6:].sum()
 
     assert accused(chain_behind(compute)) == "mul"
+
+
+def test_of_all_bad_elements_the_one_that_begins_first_is_followed() -> None:
+    signs = torch.tensor([1.0, -1.0]).repeat(4)
+
+    def compute(reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        rows = torch.tensor([200.0, 50.0, 3.0, -1.0])[:, None].expand(4, 8)
+        early = rows.log()  # NaN in the last row
+        later = early + signs * rows.exp()  # infinities of both signs in the first one
+        return reduce(later @ torch.ones(8, 8))
+
+    assert accused(chain_behind(lambda: compute(lambda x: x))) == "log"
+    assert accused(chain_behind(lambda: compute(lambda x: x.log_softmax(-1).sum()))) == "log"

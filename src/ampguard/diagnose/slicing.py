@@ -106,8 +106,9 @@ class Chain:
 
 
 def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | None:
-    """The chain behind the bad elements of a result. None where no operator of the trace made them."""
+    """The chain behind the bad elements of a result that begins first. None where no operator of the trace made them."""
     best: Chain | None = None
+    fallback: Chain | None = None
     for position in _starts(bad):
         offset, flat = int(bad.offsets[position]), int(bad.flat[position])
         writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
@@ -116,12 +117,10 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | 
             writer = (op, tensor.made_by[1], flat) if op.outputs[tensor.made_by[1]].bad is not None else None
         if writer is None:
             continue
-        chain = _of_the_step(_explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position]))))
-        if not chain.intended:
-            return chain
-        if best is None or (best.conversion() is None and chain.conversion() is not None):
-            best = chain
-    return best
+        chain = _explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position])))
+        best, fallback = _ranked(best, fallback, chain)
+    found = best or fallback
+    return _of_the_step(found) if found is not None else None
 
 
 def _of_the_step(chain: Chain) -> Chain:
@@ -167,32 +166,36 @@ def _starts(bad: BadElements) -> list[int]:
 
 
 def _explore(trace: Trace, start: Link) -> Chain:
-    """The ways back, the earliest operator first: of the beginnings that no intended infinity explains, the earliest."""
+    """The ways back, the earliest operator first: of the beginnings that no intended infinity explains, the earliest.
+
+    Each way on from the first fork has its own visits to an operator: the elements of one row would take them all.
+    """
     best: Chain | None = None
     fallback: Chain | None = None
     order = itertools.count()
-    frontier = [(start.op.index, next(order), start, [start])]
+    frontier = [(start.op.index, next(order), start, [start], 0)]
     seen: set[tuple[int, int, int | None]] = set()
-    visits_of: Counter[int] = Counter()
+    visits_of: Counter[tuple[int, int]] = Counter()
     for _ in range(MAX_VISITS):
         if not frontier:
             break
-        _, _, link, links = heapq.heappop(frontier)
+        _, _, link, links, way = heapq.heappop(frontier)
         place = (link.op.index, link.result, link.flat)
-        if place in seen or visits_of[link.op.index] >= VISITS_PER_OP:
+        if place in seen or visits_of[way, link.op.index] >= VISITS_PER_OP:
             continue
         seen.add(place)
-        visits_of[link.op.index] += 1
+        visits_of[way, link.op.index] += 1
         steps = _steps_back(trace, link)
         if not steps:
             chain = Chain(links, intended=makes_infinity_on_purpose(link))
             best, fallback = _ranked(best, fallback, chain)
-        for step in steps:
+        for number, step in enumerate(steps):
             if isinstance(step, Given):
                 chain = Chain(links, given=step, intended=step.kind != NAN and not _is_parameter_like(step))
                 best, fallback = _ranked(best, fallback, chain)
             else:
-                heapq.heappush(frontier, (step.op.index, next(order), step, [*links, step]))
+                on = way or (number + 1 if len(steps) > 1 else 0)
+                heapq.heappush(frontier, (step.op.index, next(order), step, [*links, step], on))
     return best or fallback or Chain([start])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from ampguard import numerics
 from ampguard.diagnose import accused, lineage, rewrite, words
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
@@ -58,7 +59,7 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
     divisor = evidence.operands[position]
     numerator = None if position == 0 else evidence.operands[0].value
     count = (divisor.values == 0).sum().item()
-    proposals = _guards(evidence, position, divisor)
+    proposals = guards(evidence)
     if evidence.is_cured_by_float32:
         proposals += precision_fixes(evidence)
     what = "0/0" if numerator == 0 else "x/0"
@@ -107,18 +108,38 @@ def divisor_position(evidence: Evidence) -> int | None:
             return None  # the base is a plain number
         exponent = evidence.scalars[0] if evidence.scalars else (evidence.operands[-1].value or 0.0)
         return 0 if exponent < 0 and _has_zero(evidence.operands[0]) else None
-    position = DIVISOR.get(name)
-    if position is None or position >= len(evidence.operands):
+    position = divisor_of(evidence)
+    if position is None:
         return None
-    return position if _has_zero(evidence.operands[position]) else None
+    divisor = evidence.operands[position]
+    return position if _has_zero(divisor) or _vanishes(divisor) else None
+
+
+def divisor_of(evidence: Evidence) -> int | None:
+    """Which operand is divided by, whatever it is; None where the operator does not divide."""
+    position = DIVISOR.get(evidence.op.short_name)
+    return position if position is not None and position < len(evidence.operands) else None
+
+
+def _vanishes(operand: Operand) -> bool:
+    """Whether the element is one of those on their way to 0 (below the smallest normal number), which others have reached."""
+    values, element = operand.values, operand.contributing
+    if not values.is_floating_point() or numerics.is_low_precision(values.dtype):
+        return False
+    return bool((element.abs() < torch.finfo(values.dtype).tiny).any()) and bool((values == 0).any())
 
 
 def _has_zero(operand: Operand) -> bool:
     return bool((operand.contributing == 0).any())
 
 
-def _guards(evidence: Evidence, position: int, divisor: Operand) -> list[Proposal]:
+def guards(evidence: Evidence) -> list[Proposal]:
     """A count wants a divisor of at least 1; a divisor that is never negative, at least an epsilon; any, one added."""
+    position = divisor_position(evidence)
+    position = divisor_of(evidence) if position is None else position
+    if position is None:
+        return []
+    divisor = evidence.operands[position]
     proposals = []
     epsilon = smallest_epsilon(evidence)
     if _is_count(evidence, position, divisor):

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ampguard.diagnose import stable, words
-from ampguard.diagnose.causes.division_by_zero import divisor_position
+from ampguard.diagnose.causes.division_by_zero import divisor_of, divisor_position, guards
 from ampguard.diagnose.causes.domain_error import outside_domain
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
@@ -30,6 +30,9 @@ LARGEST_EXPONENT = {
     torch.float64: {"exp": 700.0, "expm1": 700.0, "exp2": 1000.0, "sinh": 700.0, "cosh": 700.0},
 }
 """A round number below the exponent at which the result leaves the type; bfloat16 has float32's range."""
+
+BOTH_WAYS = frozenset({"sinh", "cosh"})
+"""They grow with negative exponents as well."""
 
 TIGHTER_EXPONENTS = (80.0, 10.0)
 """Where the largest exponential is cast, multiplied or squared later on, and overflows there."""
@@ -61,16 +64,25 @@ def overflow(evidence: Evidence) -> Finding | None:
     proposals: list[Proposal] = list(stable.proposals(evidence))
     if evidence.op.short_name in LARGEST_EXPONENT[torch.float32]:
         proposals.append(_bounded_exponent(evidence, _largest_exponent(evidence)))
+    elif _divides_by_less_than_one(evidence):
+        proposals += guards(evidence)
     else:
         proposals.append(_bounded_operand(evidence, peak))
+    fits = wide is not None and abs(wide) <= torch.finfo(dtype).max
     return Finding(
         "overflow",
-        f"{name} {words.place(evidence)} leaves {dtype_name(dtype)}'s range ({torch.finfo(dtype).max:.2g}): its operands reach "
-        f"{words.number(peak)}, {result}.",
+        f"{name} {words.place(evidence)} leaves {dtype_name(dtype)}'s range ({torch.finfo(dtype).max:.2g})"
+        f"{' on its way' if fits else ''}: its operands reach {words.number(peak)}, {result}.",
         weight=65 if is_elsewhere else 45,
         evidence={"max_abs_operand": peak, "result_fp64": wide if wide is None or math.isfinite(wide) else str(wide)},
         proposals=tuple(proposals),
     )
+
+
+def _divides_by_less_than_one(evidence: Evidence) -> bool:
+    """Whether the quotient is beyond the range because of its divisor."""
+    position = divisor_of(evidence)
+    return position is not None and bool((evidence.operands[position].contributing.abs() < 1).any())
 
 
 def _where_float32_fails(evidence: Evidence) -> Evidence | None:
@@ -111,7 +123,7 @@ def _largest_exponent(evidence: Evidence) -> float:
 def _bounded_exponent(evidence: Evidence, bound: float) -> Proposal:
     """The operand clamped to the bound, or to a tighter one where that is not enough."""
     tighter = next((b for b in TIGHTER_EXPONENTS if b < bound), None)
-    fix = clamp_fix(evidence, 0, None, bound)
+    fix = clamp_fix(evidence, 0, -bound if evidence.op.short_name in BOTH_WAYS else None, bound)
     return fix if tighter is None else replace(fix, otherwise=_bounded_exponent(evidence, tighter))
 
 
@@ -131,11 +143,12 @@ def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
     if call is None:
         return True
     target = call.tensors[position]
-    args = tuple(a.double().clamp(-bound, bound) if a is target else a for a in call.args)
-    args = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    args = tuple(a.clamp(-bound, bound) if a is target else a for a in call.args)
+    wide = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     try:
-        result = call.func(*args, **call.kwargs)
+        results = [call.func(*each, **call.kwargs) for each in (wide, args)]
     except RuntimeError:
         return True
-    result = result[0] if isinstance(result, (tuple, list)) else result
-    return bool((result.abs() < math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10).all())
+    exact, own = (r[0] if isinstance(r, (tuple, list)) else r for r in results)
+    limit = math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10
+    return bool((exact.abs() < limit).all()) and bool(own.isfinite().all())
