@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.later import NumbersLater
+from ampguard.capture.ranks.by_hand import GRADIENT, Unwrapped, UnwrappedModels, equal_gradients
 from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.replicas import Replica, Replicas
@@ -23,6 +24,9 @@ from ampguard.run.ranks_exchange import KEPT, Check, Exchange, Sums, first_here
 
 COURSE = 72
 """Steps of which loss scale and skipping are kept: more than lie between two comparisons."""
+
+UNLIKE = 4
+"""Comparisons in a row with other gradients, after which a model without a wrapper is each rank's own."""
 
 PATIENCE_S = 10.0
 """At the end of a run that trained past DDP's wrapper: how long the first rank may take to come as far as this one."""
@@ -56,6 +60,7 @@ class RankWatch:
         self._tell = tell
         self._barrier = FaultBarrier(on_fault)
         self._replicas = Replicas()
+        self._unwrapped = UnwrappedModels()
         self._replicas.install(self._barrier.call)
         self._later = NumbersLater()
         self._course: deque[tuple[int, float | None, bool | None]] = deque(maxlen=COURSE)
@@ -79,12 +84,15 @@ class RankWatch:
         self._barrier.call(self._close)
 
     def _check(self, step: int) -> None:
-        events = self._recorder.log.record.events
-        self._replicas.look([event for event in events if isinstance(event, RootCall)])
+        calls = [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
+        self._replicas.look(calls)
         if not self._replicas.known:
+            self._unwrapped.look(calls)
+        known: list[Replica | Unwrapped] = [*self._replicas.known, *self._unwrapped.known]
+        if not known:
             return
         self._flush()
-        for replica in self._replicas.known:
+        for replica in known:
             pair = self._pairs.get(replica.number) or self._pair_up(replica)
             found = replica.sums() if pair is not None else None
             if found is not None and pair is not None:
@@ -92,12 +100,13 @@ class RankWatch:
                 self._later.ask(as_parts(sums), pair.receiver(step, names, replica.past))
         self._later.poll()
 
-    def _pair_up(self, replica: Replica) -> _Pair | None:
+    def _pair_up(self, replica: Replica | Unwrapped) -> _Pair | None:
         first = first_here(self._folder, replica.ranks)
         if first is None or len(replica.ranks) < 2:
             return None
         exchange = Exchange(self._folder, replica.number, first)
-        pair = self._pairs[replica.number] = _Pair(exchange, self._rank, first, self._course, self._tell)
+        pair = _Pair(exchange, self._rank, first, self._course, self._tell, replica.by_hand)
+        self._pairs[replica.number] = pair
         return pair
 
     def _close(self) -> None:
@@ -117,7 +126,11 @@ class _Pair:
         first: int,
         course: deque[tuple[int, float | None, bool | None]],
         tell: Callable[[Incident], object],
+        by_hand: bool = False,
     ) -> None:
+        """`by_hand`: whether the weights have to be alike, only equal gradients show."""
+        self._by_hand = by_hand
+        self._unlike = 0
         self._exchange = exchange
         self._rank = rank
         self._first = first
@@ -166,12 +179,24 @@ class _Pair:
             return
         other = self._exchange.sums_of(mine.step) if mine.digest != theirs.digest else None
         names = [] if other is None else differing(sums, other)
+        if self._by_hand and not self._are_averaged(sums, other):
+            return
         self._has_told = True
         past = past if names and course is None else None
+        of = len([name for name in sums.names if not name.startswith(GRADIENT)])
         difference = Difference(
-            mine.step, self._rank, self._first, self._last_equal, names, len(sums.names), course, past
+            mine.step, self._rank, self._first, self._last_equal, names, of, course, past, self._by_hand
         )
         self._tell(rank_divergence(difference, mine.digest))
+
+    def _are_averaged(self, mine: Sums, theirs: Sums | None) -> bool:
+        """Whether the script keeps this model alike. Ranks whose gradients are never equal are not asked again."""
+        alike = (
+            theirs is not None and theirs.names == mine.names and equal_gradients(mine.names, mine.sums, theirs.sums)
+        )
+        self._unlike = 0 if alike else self._unlike + 1
+        self._has_told = self._unlike >= UNLIKE
+        return alike
 
 
 def watch_ranks(

@@ -22,6 +22,8 @@ from ampguard.numerics import bit_sum
 class Replica:
     """One DDP model of this process. `ranks`: of the processes that hold the same weights, in order."""
 
+    by_hand = False
+
     def __init__(self, ddp: DistributedDataParallel, number: int) -> None:
         self.number = number
         self.ranks: list[int] = sorted(torch.distributed.get_process_group_ranks(ddp.process_group))

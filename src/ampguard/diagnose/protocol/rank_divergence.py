@@ -8,8 +8,10 @@ Why it hurts   every rank adds the mean gradient to other weights. Nothing fails
                checkpoint, which rank 0 writes, is not what the others trained.
 Instead        decide on all ranks alike: reduce the condition first, torch.distributed.all_reduce(found_inf, op=MAX), and
                let every rank skip or none. Load checkpoints, and change weights, on all ranks.
-Not this       models that are another on each rank on purpose: without DistributedDataParallel nothing is compared. Nor
-               shards (FSDP), buffers, steps inside no_sync(), or training under join().
+               Broadcast the weights once where gradients are averaged by hand.
+Not this       models that are another on each rank on purpose: without DistributedDataParallel, weights are compared only
+               while the gradients of two ranks are the same, bit for bit. Nor shards (FSDP), buffers, steps inside
+               no_sync(), or training under join().
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ MAX_NAMES = 12
 SYNCHRONISE = (
     "bring the weights together again: for p in model.parameters(): torch.distributed.broadcast(p.detach(), src=0), or load "
     "the same checkpoint on every rank"
+)
+BEGIN_ALIKE = (
+    "send the weights of rank 0 to all once the model is made, before the first step: for t in model.state_dict().values(): "
+    "torch.distributed.broadcast(t, src=0); or wrap it: DistributedDataParallel(model), which does that and averages"
 )
 DECIDE_TOGETHER = (
     "let all ranks decide alike: flag = torch.tensor(float(bad)); torch.distributed.all_reduce(flag, "
@@ -59,6 +65,8 @@ class Difference:
     of: int
     course: tuple[int, str, Any, Any] | None
     past: PastWrapper | None = None
+    by_hand: bool = False
+    """No wrapper of PyTorch's keeps the model alike: that the gradients are averaged, their bits have shown."""
 
 
 def rank_divergence(difference: Difference, digest: str) -> Incident:
@@ -68,7 +76,9 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
     past = difference.past
     unseen = CALL_THE_WRAPPER if past is not None else WRITE_EVERYWHERE
     fixes = [Fix("call-order", None, unseen)] if course is None else _fixes_of(course[1])
-    if difference.parameters:
+    if difference.by_hand and difference.last_equal is None and course is None:
+        fixes = [Fix("load-weights", None, BEGIN_ALIKE)]
+    elif difference.parameters:
         fixes.append(Fix("load-weights", None, SYNCHRONISE))
     evidence: dict[str, Any] = {
         "compared_with_rank": difference.other,
@@ -121,9 +131,14 @@ def _sentences(d: Difference) -> list[str]:
         since = (
             f"after step {d.last_equal} they were equal" if d.last_equal is not None else "they were never seen equal"
         )
+        consequence = "From here on the ranks train different models."
+        if d.by_hand:
+            consequence = (
+                "Their gradients are the same, bit for bit, as averaged ones are: the ranks train different models."
+            )
         found.append(
             f"After step {d.step} {len(d.parameters)} of {d.of} weights of rank {d.rank} are not those of rank {d.other} "
-            f"({shown}{more}); {since}. From here on the ranks train different models."
+            f"({shown}{more}); {since}. {consequence}"
         )
     elif d.course is not None and d.course[1] == "scale":
         found.append("Gradients that are multiplied by different numbers were averaged.")

@@ -1,0 +1,26 @@
+"""Weights of models without a wrapper: judged where the gradients are the same on both ranks, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launching import Ranks
+
+from ampguard.report.store import read_report
+
+SCRIPT = str(Path(__file__).parent / "unwrapped_trainings.py")
+FAULTY = {"own_beginnings": (0, "4 of 4 weights"), "written_to_by_one": (4, "1 of 4 weights")}
+HEALTHY = ("sent_at_first", "independent", "one_beginning_two_ways")
+
+
+def test_gradients_averaged_by_hand(two_ranks: Ranks, tmp_path: Path) -> None:
+    ended = two_ranks(SCRIPT, *FAULTY, *HEALTHY)
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "a fault of its own" not in ended[0].err + ended[1].err
+    for name, (step, words) in FAULTY.items():
+        incident = read_report(tmp_path / name).incidents[0]
+        assert (incident.cause, incident.step, incident.rank) == ("rank-divergence", step, 1), name
+        assert words in incident.explanation, name
+        assert "load-weights" in [fix.action for fix in incident.fixes], name
+    for name in HEALTHY:
+        assert read_report(tmp_path / name).incidents == (), name
