@@ -113,25 +113,78 @@ def test_bad_gradient_of_a_finite_loss(guard: Guard) -> None:
     assert incident.location.code == "return (point - target).pow(2).sum().sqrt()"
 
 
-def test_under_vmap_it_is_said_what_cannot_be_followed(guard: Guard) -> None:
+def ensemble_of(differentiated: Callable[..., Any]) -> Callable[[], object]:
+    """Two linear models, trained together; in one step no target is left."""
+
     def script() -> object:
         seed_everything()
-        models = [nn.Linear(4, 3) for _ in range(2)]
-        parameters, _ = stack_module_state(models)
+        parameters, _ = stack_module_state([nn.Linear(4, 3) for _ in range(2)])
         base = nn.Linear(4, 3, device="meta")
-        ensemble = vmap(grad_and_value(loss_of), in_dims=(0, None, None, None))
+        ensemble = vmap(grad_and_value(differentiated), in_dims=(0, None, None, None))
         for step in range(STEPS):
             y = torch.full((5,), -100) if step == BAD else torch.randint(0, 3, (5,))
             gradients, _ = ensemble(parameters, base, torch.randn(5, 4), y)
             parameters = {name: p - 0.05 * gradients[name].nan_to_num() for name, p in parameters.items()}
         return bits(parameters)
 
+    return script
+
+
+def test_under_vmap_one_member_is_explained(guard: Guard) -> None:
+    script = ensemble_of(loss_of)
     plain = script()
     run = guard(script)
     assert (run.faults, run.report.steps, run.result) == (0, STEPS, plain)
-    assert run.stderr.count("torch.func under vmap") == 1
     (incident,) = run.report.incidents
-    assert (incident.cause, incident.step) == ("unexplained", BAD)
+    assert (incident.cause, incident.step) == ("empty-reduction", BAD)
+    assert incident.location is not None
+    assert "cross_entropy" in incident.location.code
+    assert "torch.func under vmap" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "phase"),
+    [
+        (lambda weights, x: (x / weights).sum(), "division-by-zero", "loss"),
+        (lambda weights, x: (weights * x).pow(2).sum().sqrt(), "singular-gradient", "backward"),
+    ],
+)
+def test_under_vmap_the_member_that_fails_is_found(
+    function: Callable[..., Tensor], cause: str, phase: str, guard: Guard
+) -> None:
+    """The third alone divides by zero; of the other function the loss is finite, and its derivative is not."""
+
+    def script() -> None:
+        torch.manual_seed(0)
+        for step in range(4):
+            weights = torch.rand(4, 3) + 1
+            if step == 2:
+                weights[2] = 0.0
+            vmap(grad_and_value(function), in_dims=(0, None))(weights, torch.rand(3) + 1)
+
+    run = guard(script)
+    assert (run.faults, run.causes) == (0, [cause])
+    assert (run.first.step, run.first.phase) == (2, phase)
+
+
+def test_under_vmap_it_is_said_what_cannot_be_followed(guard: Guard) -> None:
+    """The member alone makes no NaN: the function refers to another batched tensor."""
+
+    def script() -> None:
+        torch.manual_seed(0)
+        for step in range(4):
+            shifts = torch.rand(3) - (5.0 if step == 2 else 0.0)
+
+            def member(shift: Tensor, w: Tensor) -> Any:
+                return grad_and_value(lambda v: (v.exp() + shift).log().sum())(w)
+
+            vmap(member)(shifts, torch.rand(3, 4))
+
+    run = guard(script)
+    assert run.faults == 0
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step) == ("unexplained", 2)
+    assert run.stderr.count("torch.func under vmap") == 1
 
 
 def test_gradients_inside_a_larger_loss_are_no_steps(guard: Guard) -> None:

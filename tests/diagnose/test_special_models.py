@@ -38,7 +38,7 @@ def test_what_an_ensembles_bad_update_poisons_is_its_consequence(guard: Guard) -
     assert run.first.evidence["later_failures_caused_by_it"] == 3
 
 
-def test_gradients_per_sample_name_the_boundary(guard: Guard) -> None:
+def test_gradients_per_sample_are_explained_by_one_sample(guard: Guard) -> None:
     model = nn.Linear(4, 3)
 
     def loss_of(parameters: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -51,8 +51,10 @@ def test_gradients_per_sample_name_the_boundary(guard: Guard) -> None:
         losses.mean().item()
 
     run = guard(body)
-    assert run.causes == ["unexplained"]
-    assert "a transform of torch.func" in run.first.explanation
+    assert run.causes == ["domain-error"]
+    assert run.first.op == "aten.log.default"
+    assert run.first.location is not None
+    assert run.first.location.code.startswith("return torch.log(out.softmax(-1)")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -192,3 +192,28 @@ def dispatch_modes() -> list[Any]:
     """The dispatch modes that are on, the innermost last."""
     stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
     return list(stack()) if stack is not None else []
+
+
+@contextlib.contextmanager
+def outside_vmap() -> Iterator[bool]:
+    """Leaves the one `vmap` that is active for a time. False, and nothing done: PyTorch has no such thing."""
+    pop = getattr(_functorch, "pop_dynamic_layer_stack", None)
+    push = getattr(_functorch, "push_dynamic_layer_stack", None)
+    if pop is None or push is None or not in_functorch():
+        yield False
+        return
+    layer = pop()
+    try:
+        yield not in_functorch()
+    finally:
+        push(layer)
+
+
+def batch_dim(tensor: torch.Tensor) -> int | None:
+    """The dimension over which `vmap` has batched a tensor; None where it is not batched, or over several."""
+    is_batched = getattr(_functorch, "is_batchedtensor", None)
+    unwrap = getattr(_functorch, "get_unwrapped", None)
+    dimension = getattr(_functorch, "maybe_get_bdim", None)
+    if is_batched is None or unwrap is None or dimension is None or not is_batched(tensor):
+        return None
+    return None if is_batched(unwrap(tensor)) else int(dimension(tensor))

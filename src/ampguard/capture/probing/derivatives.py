@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture import hooks
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
@@ -61,6 +62,8 @@ class DerivativeProbe:
             @functools.wraps(original)
             def grad(*args: Any, **kwargs: Any) -> Any:
                 if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                    return original(*args, **kwargs)
+                if compat.in_functorch():  # a transform of torch.func: its derivative is taped as it is computed
                     return original(*args, **kwargs)
                 given = dict(
                     zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)

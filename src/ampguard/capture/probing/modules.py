@@ -12,7 +12,7 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.compat import tracing_state
+from ampguard.compat import interpreter, tracing_state
 
 
 class ModuleProbe:
@@ -39,6 +39,8 @@ class ModuleProbe:
                 if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
                     return resting_call(module, args, kwargs)
                 root = guarded(recorder.enter_root, module, args, kwargs)
+                if root is None and interpreter() is not None:
+                    return original(module, *args, **kwargs)  # what a transform of torch.func runs is taped as it comes
                 recorder.paused = True
                 try:
                     live = recorder.live if root is not None else None

@@ -3,7 +3,8 @@
 What runs inside such a transform cannot be recorded. Its loss and gradients are looked at as they come out: each
 outermost call is a step where no optimizer is known, its loss goes into the history. Where a number is not finite the
 same function is run once more, with the same random numbers, and differentiated by `torch.autograd.grad`, where every
-operator can be followed. Under `vmap` there is no such second run: then only the loss is judged.
+operator can be followed. Under `vmap` that is done for the first member whose number is not finite; where it is finite
+alone (it draws random numbers, its function refers to other batched tensors), only the loss is judged.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 
 UNDER_VMAP = (
-    "this run differentiates by torch.func under vmap: its losses are looked at, what happens inside is not followed; "
-    "a failure there is told without its operator"
+    "this run differentiates by torch.func under vmap, and what is not finite there does not come again when one member is "
+    "run alone: it is told without its operator"
 )
 
 
@@ -71,7 +72,10 @@ class FunctionalTraining:
                 self._recorder.judge.losses.append(float(loss.double().mean()))
             is_bad = any(g.is_cpu and not is_finite(g.detach()) for g in (loss, *leaves))
         if compat.in_functorch():
-            self._under_vmap(loss, is_bad)
+            if is_bad and not (self._has_failed and self._are_spoilt(call)):
+                self._has_failed = True
+                self._under_vmap(call, result, loss, random)
+                return
         elif is_bad and not self._recorder.counting and not (self._has_failed and self._are_spoilt(call)):
             self._has_failed = True
             self._again(call, random)
@@ -79,22 +83,46 @@ class FunctionalTraining:
         if self._recorder.steps.counts_backwards:
             self._recorder.after_backward()
 
-    def _under_vmap(self, loss: Tensor, is_bad: bool) -> None:
+    def _under_vmap(self, call: tuple[Any, ...], result: Any, loss: Tensor, random: Tensor) -> None:
+        """Run the first member that is not finite alone, as plain code."""
+        func, argnums, has_aux, args, kwargs = call
+        gradients, value = result
+        results = [value[0] if has_aux else value, *compat.tree_leaves(gradients)]
+        index = next((i for t in results if isinstance(t, Tensor) and (i := _bad_member(t)) is not None), None)
+        if index is not None and not self._recorder.counting:
+            args, kwargs = compat.tree_map(lambda v: _member(v, index), (args, kwargs))
+            with compat.outside_vmap() as is_outside:
+                if is_outside and self._comes_again((func, argnums, has_aux, args, kwargs), random):
+                    return
         if not self._has_said:
             self._has_said = True
             print(f"ampguard: {UNDER_VMAP}", file=sys.stderr)
-        if is_bad and not math.isfinite(float(loss.double().sum())):
-            self._recorder.judge.judge_losses([loss])
+        if not math.isfinite(float(loss.double().sum())):
+            with compat.outside_vmap():
+                self._recorder.judge.judge_losses([loss])
+        if self._recorder.steps.counts_backwards:
+            self._recorder.after_backward()
+
+    def _comes_again(self, call: tuple[Any, ...], random: Tensor) -> bool:
+        """Whether one member alone is not finite. Its function may need what only lives under `vmap`, and raise."""
+        try:
+            return self._again(call, random)
+        except Exception:  # the script's own code, run as it was not written for: no fault
+            return False
 
     @staticmethod
     def _are_spoilt(call: tuple[Any, ...]) -> bool:
         """Whether the parameters are bad already: an update with the gradients of an earlier failure."""
         wanted = (call[1],) if isinstance(call[1], int) else tuple(call[1])
-        held = [t for i in wanted for t in compat.tree_leaves(call[3][i]) if isinstance(t, Tensor) and t.is_cpu]
-        return any(t.is_floating_point() and not is_finite(t.detach()) for t in held)
+        held = [compat.without_transforms(t) for i in wanted for t in compat.tree_leaves(call[3][i]) if _is_on_cpu(t)]
+        with compat.unseen():
+            return any(t.is_floating_point() and not is_finite(t.detach()) for t in held)
 
-    def _again(self, call: tuple[Any, ...], random: Tensor) -> None:
-        """Run the function as plain code and differentiate it: the recorder sees every operator, and judges."""
+    def _again(self, call: tuple[Any, ...], random: Tensor) -> bool:
+        """Run the function as plain code and differentiate it: the recorder sees every operator, and judges.
+
+        Returns whether what came out is not finite again.
+        """
         func, argnums, has_aux, args, kwargs = call
         recorder = self._recorder
         recorder.judge.take_losses()
@@ -107,10 +135,37 @@ class FunctionalTraining:
             recorder.resume_tape()
             with torch.enable_grad():
                 value = func(*given, **kwargs)
-                torch.autograd.grad(value[0] if has_aux else value, leaves, allow_unused=True)
+                loss = value[0] if has_aux else value
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         finally:
             self._depth = 0
             torch.set_rng_state(after)
+        with compat.unseen():
+            return any(not is_finite(t.detach()) for t in (loss, *gradients) if t is not None)
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cpu
+
+
+def _bad_member(value: Tensor) -> int | None:
+    """The first index of a batched tensor at which it is not finite."""
+    dimension = compat.batch_dim(value)
+    stacked = compat.without_transforms(value).detach()
+    if dimension is None or not stacked.is_cpu or not stacked.is_floating_point():
+        return None
+    with compat.unseen(), compat.outside_vmap():
+        bad = [i for i, one in enumerate(stacked.unbind(dimension)) if not is_finite(one)]
+    return bad[0] if bad else None
+
+
+def _member(value: Any, index: int) -> Any:
+    """One member of a batched tensor; anything else as it is."""
+    dimension = compat.batch_dim(value) if isinstance(value, Tensor) else None
+    if dimension is None:
+        return value
+    with compat.unseen(), compat.outside_vmap():
+        return compat.without_transforms(value).detach().select(dimension, index)
 
 
 def _as_leaf(value: Any) -> Any:
