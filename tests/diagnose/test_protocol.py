@@ -236,6 +236,41 @@ def test_direct_step_after_the_scaler_has_found_inf(guard: Guard) -> None:
     assert "scaler.step(opt)" in incident.explanation
 
 
+def test_a_step_of_its_own_behind_one_that_the_scaler_skipped(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            scaler.scale(loss_of(model) * 2.0**14).backward()
+            scaler.step(opt), scaler.update(), opt.step()
+
+    bypassed, *others = guard(body).report.incidents
+    assert (bypassed.cause, bypassed.step) == ("bypassed-scaler", 0)
+    assert bypassed.explanation.startswith("`opt` was stepped once more")
+    assert "had skipped its step at" in bypassed.explanation
+    assert "nonfinite-parameter" not in [incident.cause for incident in others]  # it is this step's doing
+
+
+@pytest.mark.parametrize("repairs", [False, True])
+def test_a_step_of_its_own_behind_the_scaler_s(guard: Guard, repairs: bool) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(5):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(opt)
+            scaler.update()
+            if repairs:
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+            opt.step()
+
+    causes = [i.cause for i in guard(body).report.incidents if i.severity == "error"]
+    assert causes == ([] if repairs else ["bypassed-scaler"])
+
+
 def test_resumed_without_the_scaler(guard: Guard) -> None:
     def body(loads: bool) -> Callable[[], None]:
         def script() -> None:
@@ -285,7 +320,8 @@ def test_state_of_the_scaler_inside_that_of_the_optimizer(travels: bool, guard: 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedule_that_loses_its_first_move_is_a_note(guard: Guard) -> None:
     def body() -> None:
-        model, scaler = Net(), new_scaler(2.0**17)
+        torch.manual_seed(0)
+        model, scaler = Net(), new_scaler(2.0**18)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.LinearLR(opt, total_iters=50)
         for _ in range(20):

@@ -104,6 +104,26 @@ def test_direct_step_on_scaled_gradients() -> None:
     assert found.facts["found_inf"] is True
 
 
+def test_direct_step_behind_one_that_the_scaler_skipped() -> None:
+    machine = Machine()
+    feed(machine, Backward((A,), 64.0), Step(A, S, "scaler's", skipped=True, unscales_with=64.0))
+    assert feed(machine, Step(A, None, found_inf=False)) == []  # somebody has repaired the gradients
+    found = only(feed(machine, Step(A, None, "own", is_untouched=False, found_inf=True)))
+    assert (found.cause, found.again, found.facts["was_skipped"]) == ("bypassed-scaler", "own", True)
+
+
+def test_direct_steps_behind_the_scaler_s_own() -> None:
+    by_scaler = [Backward((A,), 64.0), Step(A, S, "scaler's", unscales_with=64.0), Update(S)]
+    own = Step(A, None, "own")
+    both = [*by_scaler, own, Clear(A)]
+    machine = Machine()
+    assert feed(machine, *both, *both) == []
+    found = only(feed(machine, *both))
+    assert (found.cause, found.first, found.again, found.facts["repeats"]) == ("bypassed-scaler", "scaler's", "own", 3)
+    written = [*by_scaler, Step(A, None, is_untouched=False), Clear(A)]
+    assert fed(*written * 4) == []  # with gradients of its own
+
+
 def test_norms_of_scaled_gradients() -> None:
     assert only(fed(Backward((A,), 64.0), Read(A))).factor == 64.0
     assert fed(Backward((A,), 1.0), Read(A)) == []

@@ -46,7 +46,7 @@ TRUTHS = {
     "fp16-parameters": Truth(
         0, "error", "fp32-parameters", ("body.weight", "body.bias"), raises="unscale FP16", module="body"
     ),
-    "scheduler-on-skipped-step": Truth(2, "warning", "gate-scheduler", ("optimizer", "scaler.get_scale()")),
+    "scheduler-on-skipped-step": Truth(0, "warning", "gate-scheduler", ("optimizer", "scaler.get_scale()")),
     "missing-zero-grad": Truth(3, "error", "call-order", ("optimizer.zero_grad()",)),
     "autocast-cache": Truth(1, "error", "call-order", ("body.weight", "head.weight")),
     "unused-parameters": Truth(7, "warning", "call-order", ("auxiliary.weight", "auxiliary.bias"), module="auxiliary"),

@@ -63,11 +63,16 @@ class Ledger:
     backwards_per_step: int = 0
     """In the last iteration that was stepped."""
     steps: int = 0
+    by_scaler: bool = False
+    """The scaler has stepped with them, and did not skip it."""
+    repeated: int = 0
+    """Steps that the script made itself, right behind such a one."""
     idle_steps: int = 0
     """Steps in a row with what an earlier one had left, because no backward pass came in between."""
 
     def add(self, scale: SupportsFloat | None, where: Place) -> None:
         """A backward pass added gradients."""
+        self.by_scaler = False
         if self.stage is Stage.USED:
             self.has_leftovers = True
             self.leftover_from = self.parts[-1].where if self.parts else None

@@ -40,6 +40,8 @@ class _Session:
     stepped: list[Key] = field(default_factory=list)
     updated_at: Place = None
     updates: int = 0
+    last_backward: Backward | None = None
+    """The last backward pass before the last update."""
 
 
 class Machine:
@@ -266,6 +268,7 @@ class Machine:
         if event.unscales_with is not None and ledger.session is Stage.EMPTY:
             self._unscale(Unscale(event.optimizer, event.scaler, event.unscales_with, event.where, True))
         session.stepped.append(event.optimizer)
+        ledger.by_scaler = not event.skipped
         ledger.session = Stage.USED
         breach, ledger.pending = ledger.pending, None
         if breach is None:
@@ -285,6 +288,8 @@ class Machine:
 
     def _direct_step(self, ledger: Ledger, event: Step) -> list[Breach]:
         pending, ledger.pending = ledger.pending, None
+        if ledger.stage is Stage.USED:
+            return self._step_again(ledger, event)
         if not event.is_untouched:
             return []
         if ledger.stage is Stage.UNSCALED and pending is not None:
@@ -303,6 +308,17 @@ class Machine:
         self._bypassed.append(breach)
         return [breach]
 
+    @staticmethod
+    def _step_again(ledger: Ledger, event: Step) -> list[Breach]:
+        """The script steps with gradients with which the scaler has stepped, or for which it has skipped its step."""
+        facts: dict[str, Any] = {"found_inf": True, "was_skipped": True}
+        if not event.found_inf:
+            ledger.repeated += ledger.by_scaler and event.is_untouched
+            if ledger.repeated < PILED_STEPS or not event.is_untouched:
+                return []
+            facts = {"repeats": ledger.repeated}
+        return [Breach("bypassed-scaler", event.optimizer, None, ledger.stepped_at, event.where, None, facts)]
+
     def _update(self, event: Update) -> Sequence[Breach]:
         session = self._session(event.scaler)
         for optimizer in session.touched + session.stepped:
@@ -312,6 +328,7 @@ class Machine:
         session.stepped = session.stepped[-1:]  # who made the script update
         session.updated_at = event.where
         session.updates += 1
+        session.last_backward = self.last_backward
         self._bypassed.clear()
         return ()
 
@@ -337,8 +354,10 @@ class Machine:
         part = ledger.parts[-1] if ledger.parts else None
         last = self.last_backward
         where = part.where if part is not None else last.where if last is not None else None
-        other = part is not None and part.scale is not None
-        return "unscaled-backward", where, {"scaled_by_another": other, "no_backward": where is None and last is None}
+        other = _scaler_of(part.scale) if part is not None else None
+        by_another = part is not None and part.scale is not None
+        facts = {"scaled_by_another": by_another, "other": other, "no_backward": where is None and last is None}
+        return "unscaled-backward", where, facts
 
     def _unscaled_before(self, event: Refused, ledger: Ledger) -> _Answer:
         first = ledger.unscaled_at
@@ -382,7 +401,11 @@ class Machine:
         return (
             "missing-update",
             session.updated_at or (last.where if last is not None else None),
-            {"without_step": True, "repeated": session.updates > 0},
+            {
+                "without_step": True,
+                "repeated": session.updates > 0,
+                "is_second": session.updates > 0 and session.last_backward is last,
+            },
         )
 
     def _half_gradients(self, event: Refused, ledger: Ledger) -> _Answer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ampguard.capture.protocol.added import AddedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.hand_scale import HandScale
-from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, LeafHooks
+from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookDivision, LeafHooks
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.capture.protocol.watches import ScalerWatch
@@ -59,7 +59,12 @@ class CloseLook:
         for watch in reached:
             watch.keep_copy()
         machine = self._moves.machine
-        for clip in self._hooks.end():
+        for clip in self._hooks.end(scale):
+            if isinstance(clip, HookDivision):
+                clip.watch.keep_copy(divided=scale)
+                clip.watch.divided_at = clip.where
+                clip.watch.divides_in_hook = True
+                continue
             if clip.limit >= SMALLEST_LIMIT * scale or machine.stage(clip.watch) is not Stage.SCALED:
                 continue
             breaches = machine.feed(Read(clip.watch, clip.where, clips=True))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
+from ampguard.numerics import is_finite
 
 SAMPLE = 3
 """Parameters that stand for all of an optimizer's."""
@@ -39,6 +40,7 @@ class OptimizerWatch:
         "created",
         "divided",
         "divided_at",
+        "divides_in_hook",
         "is_stale",
         "is_used",
         "lost_one",
@@ -77,6 +79,8 @@ class OptimizerWatch:
         """By what somebody had divided it already when the copy was made (before it was clipped)."""
         self.divided_at: Line | None = None
         """Where the script was last seen to divide gradients by the scale itself."""
+        self.divides_in_hook = False
+        """Hooks on its parameters were seen to divide by the scale, in the middle of the backward pass."""
         self.weights: list[tuple[Tensor, int, Tensor | None]] = []
         """Sampled parameters as they were when the gradients were unscaled, small ones with their values."""
         self.by_scaler = False
@@ -167,6 +171,12 @@ class OptimizerWatch:
             if id(grad) != identity or (grad is not None and version_of(grad) != version):
                 return False
         return True
+
+    def are_bad(self) -> bool:
+        """Whether any gradient is not finite. Waits for the device."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        with compat.unseen():
+            return not all(is_finite(grad.detach()) for grad in grads)
 
     def keep_copy(self, divided: float = 1.0) -> None:
         """Copy one small gradient, to tell later by what somebody has divided it."""

@@ -48,6 +48,8 @@ class Habits:
         self._stale: dict[OptimizerWatch, tuple[Breach, int]] = {}
         """Old casts were used after one step; whether the region outlasts a second one is not known yet."""
         self._schedulers: dict[int, list[int]] = {}
+        self._first_lost: dict[int, int] = {}
+        """The step of a scheduler's first move without its optimizer."""
         self._told_needless: set[ScalerWatch] = set()
         self._suspected: dict[ScalerWatch, int] = {}
         """Scalers that look needless, and since which step."""
@@ -172,6 +174,7 @@ class Habits:
 
     def _lost_move(self, scheduler: Any, watch: OptimizerWatch, known: list[int], frame: Frame) -> None:
         moves, lost = known[:2]
+        self._first_lost.setdefault(id(scheduler), self._moves.attempt)
         ledger = self._moves.machine.ledger(watch)
         facts = {"lost": lost, "moves": moves, "scheduler": scheduler, "rates": rates_of(scheduler)}
         facts["settling"] = lost < LOST_MOVES or lost < LOST_SHARE * moves
@@ -181,7 +184,7 @@ class Habits:
             self._moves.listener.on_suspicion(key, breach, self._moves.attempt)
         else:
             self._moves.listener.on_suspicion(key, None, 0)
-            self._moves.tell([breach], self._moves.attempt)
+            self._moves.tell([breach], self._first_lost.get(id(scheduler), self._moves.attempt))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

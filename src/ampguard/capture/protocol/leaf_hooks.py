@@ -1,4 +1,4 @@
-"""Hooks of the script's on its parameters that clip gradients in the middle of a scaled backward pass.
+"""Hooks of the script's on its parameters that clip or divide gradients in the middle of a scaled backward pass.
 
 `p.register_hook(lambda g: g.clamp(-1, 1))` sees the gradient times the loss scale, and so does a hook that divides by
 the norm, in `register_post_accumulate_grad_hook` as well. In the iterations that are looked at closely, what goes into
@@ -36,6 +36,14 @@ class HookClip:
     by_norm: bool
 
 
+@dataclass(frozen=True, slots=True)
+class HookDivision:
+    """A hook that divides the gradients by the loss scale."""
+
+    watch: OptimizerWatch
+    where: Line | None
+
+
 @dataclass(slots=True)
 class _Passage:
     """A parameter's gradient on its way through the script's hooks: before the first, and after each of them."""
@@ -52,6 +60,14 @@ class _Passage:
             limit = clipped_at(before, after)
             if limit is not None:
                 return HookClip(self.watch, where, limit, by_norm=False)
+        return None
+
+    def divides_by(self, scale: float) -> tuple[Line | None] | None:
+        """The line of a hook that divides all of a gradient by the scale."""
+        for where, before, after in self.changes():
+            factor = shrunk_by(before, after)
+            if factor is not None and abs(factor * scale - 1.0) < OTHER_FACTOR:
+                return (where,)
         return None
 
     def changes(self) -> Iterable[tuple[Line | None, Tensor, Tensor]]:
@@ -88,13 +104,18 @@ class LeafHooks:
                     put = p.register_post_accumulate_grad_hook
                     self._passages.append(_watched(behind, watch, put, is_complete=True))
 
-    def end(self) -> list[HookClip]:
-        """Take them away. Who has clipped, one for each optimizer."""
+    def end(self, scale: float | None = None) -> list[HookClip | HookDivision]:
+        """Take them away. Who has clipped, or divided by the scale: one for each optimizer."""
         passages, self._passages = self._passages, []
-        found: dict[OptimizerWatch, HookClip] = {}
+        found: dict[OptimizerWatch, HookClip | HookDivision] = {}
         for passage in passages:
             for handle in passage.handles:
                 handle.remove()
+        for passage in passages if scale is not None and scale > 1.0 else ():
+            where = passage.divides_by(scale or 1.0)
+            if where is not None:
+                found.setdefault(passage.watch, HookDivision(passage.watch, where[0]))
+        for passage in passages:
             clip = passage.clips()
             if clip is not None:
                 found.setdefault(passage.watch, clip)
@@ -160,4 +181,6 @@ def clipped_at(before: Tensor, after: Tensor) -> float | None:
         cut = before.abs() > limit
         if not limit or not bool(cut.any()) or not bool(before.isfinite().all()):
             return None
+        if bool(cut.all()) and float(before.abs().max() - before.abs().min()) <= SAME_NORM * float(before.abs().max()):
+            return None  # of one size, before as behind: they may as well have been multiplied
         return limit if torch.equal(torch.where(cut, before.sign() * limit, before), after) else None

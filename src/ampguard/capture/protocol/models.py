@@ -91,6 +91,26 @@ def hold_flat(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return any(key and any(key == k and tuple(t.shape) != s for k, s in cut) for t in flat if (key := kept[id(t)]))
 
 
+def left_buffer(models: Models, held: list[Tensor], flat: Iterable[Tensor]) -> list[Tensor]:
+    """Trained parameters that have left a flat buffer among `flat`, from which others are cut still.
+
+    `held`: all that optimizers hold. A buffer is one where parameters of modules lie in its memory; what of it they do not
+    cover must have room for those that lie elsewhere and that no optimizer holds.
+    """
+    outside = unowned(models, held)
+    if not outside:
+        return []
+    keys = {compat.storage_key(t) for t in held}
+    outside = [p for p in outside if compat.storage_key(p) not in keys]
+    within = {id(p): p for p in models.parameters() if id(p) not in {id(t) for t in held}}
+    for buffer in [t for t in flat if t.dim() == 1]:
+        key = compat.storage_key(buffer)
+        covered = sum(p.numel() for p in within.values() if key and compat.storage_key(p) == key)
+        if covered and outside and sum(p.numel() for p in outside) <= buffer.numel() - covered:
+            return outside
+    return []
+
+
 def look_alike(lost: list[Tensor], found: list[Tensor]) -> bool:
     """Whether the shapes of `lost` are among those of `found`: a copy of the same layers."""
     shapes = [tuple(t.shape) for t in found]

@@ -285,6 +285,7 @@ class Moves:
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
+        watch.rest()
         idle = self.machine.ledger(watch).idle_steps
         watch.lost_one = watch.lost_one or idle == 1
         if breaches or idle:
@@ -327,11 +328,17 @@ class Moves:
         if watch is not None and not watch.has_gradients() and self.machine.ledger(watch).parts:
             self.machine.feed(Clear(watch))
         step = self.recorder.steps.count
-        if call == "update" and self.attempt == step - 1:
+        if self.attempt == step - 1 and (call == "update" or self._is_behind_step(reason, watch)):
             step = self.attempt
         moved = watch is not None and watch.weights_moved()
         breaches = self.machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
         self.tell([self.explain(breach) for breach in breaches], step)
+
+    def _is_behind_step(self, reason: str, watch: OptimizerWatch | None) -> bool:
+        """Whether a call was refused because it came behind the step of its own iteration."""
+        if reason != "unscaled-after-step" or watch is None:
+            return False
+        return not self.machine.ledger(watch).backwards_since_step
 
     def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:
         """Its watch; the optimizer is the calling thread's from here on."""
@@ -348,7 +355,10 @@ class Moves:
         watch = self._claimed(optimizer)
         self.close.before_direct_step(watch)
         self.attempt = self.recorder.steps.count
-        self._untouched = self.machine.stage(watch) in _TRUE or watch.is_untouched()
+        stage = self.machine.stage(watch)
+        repeats = stage is Stage.USED and watch.by_scaler
+        is_untouched = watch.is_untouched() and not watch.divides_in_hook
+        self._untouched = (stage in _TRUE and not repeats) or is_untouched
 
     def after_direct_step(self, optimizer: Optimizer, frame: Frame) -> OptimizerWatch:
         """It has stepped."""
@@ -356,12 +366,16 @@ class Moves:
         self.is_lost = False
         watch.steps += 1
         watch.taken += 1
+        found_inf = None
+        stage = self.machine.stage(watch)
+        if stage is Stage.UNSCALED:
+            found_inf = any(compat.found_inf(w.ref(), optimizer) for w in self.watches.scalers)
+        elif stage is Stage.USED and watch.was_skipped:
+            self.attempt = max(self.attempt - 1, 0)  # that step was the iteration's
+            found_inf = watch.are_bad()
         watch.was_skipped = watch.by_scaler = False
         watch.weights = []
         watch.lost_one = watch.lost_one or not watch.has_gradients()
-        found_inf = None
-        if self.machine.stage(watch) is Stage.UNSCALED:
-            found_inf = any(compat.found_inf(w.ref(), optimizer) for w in self.watches.scalers)
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
         self.tell(self.machine.feed(step), self.attempt)
         watch.lost_one = watch.lost_one or self.machine.ledger(watch).idle_steps == 1

@@ -306,7 +306,7 @@ class ReadWindow:
 
     def _tell_clip(self, clip: _Clip, found: Powers) -> set[OptimizerWatch]:
         """A limit for true gradients was applied to scaled ones: by how much does the update differ?"""
-        facts: dict[str, Any] = {"by_hand": True}
+        facts: dict[str, Any] = {"by_hand": True, "by_comparison": clip.by_comparison}
         if not (clip.limits_values or clip.by_comparison):
             factor = abs(float(clip.factor))
             factor = 1.0 / factor if clip.is_division and factor else factor

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ampguard.capture.frames import locals_of
 from ampguard.capture.protocol.gradients import OptimizerWatch
-from ampguard.capture.protocol.models import Models, hold_flat, look_alike, orphans, share_memory, unowned
+from ampguard.capture.protocol.models import (
+    Models,
+    hold_flat,
+    left_buffer,
+    look_alike,
+    orphans,
+    share_memory,
+    unowned,
+)
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.protocol.unused import unused_facts
@@ -89,6 +97,8 @@ class Scans:
             watch.resample()
             watch.rest()
         watch.lost_one = False
+        if watch.steps >= STALE_STEPS and not without:
+            self._look_for_moved(watch)
         if watch.steps < STALE_STEPS or not without:
             if not watch.candidates:
                 self._moves.listener.on_suspicion(("unused", watch), None, 0)
@@ -104,6 +114,22 @@ class Scans:
             self._judge(watch)
         else:
             self._moves.listener.on_suspicion(("unused", watch), None, 0)
+
+    def _look_for_moved(self, watch: OptimizerWatch) -> None:
+        """Have parameters left the flat buffer that the optimizer holds? It has a gradient all the same."""
+        flat = [p for p in watch.parameters() if p.dim() == 1]
+        if not flat or ("stale", id(watch)) in self._told:
+            return
+        self._models.look()
+        held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
+        moved = left_buffer(self._models, held, flat)
+        if moved:
+            self._told.add(("stale", id(watch)))
+            facts = {"parameters": moved, "moved_out": True, "of": len(watch.parameters())}
+            stepped = self._moves.machine.ledger(watch).stepped_at
+            self._moves.tell(
+                [Breach("stale-parameters", watch, None, watch.created, stepped, None, facts)], self._moves.attempt
+            )
 
     def _judge(self, watch: OptimizerWatch) -> None:
         step = self._moves.attempt

@@ -4,6 +4,8 @@ What happens   scaler.scale(loss).backward(), then optimizer.step() instead of s
 Why it hurts   the gradients are 65536 times too large; Adam hides it until weight decay, clipping or its eps matter. An
                overflow is not noticed, and the step makes the weights NaN. Later scaler.update() may say "No inf checks were
                recorded prior to update."
+               So does a second optimizer.step() behind scaler.step(optimizer): the same gradients move the weights twice,
+               and those for which the scaler had skipped its step make them NaN.
 Instead        scaler.step(optimizer); scaler.update().
 Not this       an optimizer whose loss was never scaled, or whose gradients the script divides by the scale itself.
 """
@@ -20,15 +22,25 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 def _called(scene: Scene) -> str:
     """The optimizer as the line calls it: in a wrapper (SAM, Lookahead) the inner one, which the scaler has to step."""
     code = scene.again.location().code if scene.again is not None else ""
-    found = re.search(r"([\w.]+(?:\[[^\[\]]*\])?)\.step\(", code)
-    return found.group(1) if found is not None else scene.optimizer
+    called = re.findall(r"([\w.]+(?:\[[^\[\]]*\])?)\.step\(", code)
+    return next((name for name in called if name != scene.scaler), scene.optimizer)
 
 
 @breach("bypassed-scaler")
 def bypassed_scaler(scene: Scene) -> Telling:
     name = _called(scene)
     scaler = scene.scaler
-    if scene.facts.get("found_inf"):
+    if scene.facts.get("was_skipped"):
+        text = (
+            f"`{name}` was stepped once more at {at(scene.again)}, with the very gradients, Inf or NaN among them, for which "
+            f"the scaler had skipped its step at {at(scene.first)}: they are in the weights now."
+        )
+    elif scene.facts.get("repeats"):
+        text = (
+            f"`{name}` steps twice with the same gradients: {scaler}.step({name}) at {at(scene.first)}, then by itself at "
+            f"{at(scene.again)}, with no backward pass in between. Nothing skips the second one where they are Inf or NaN."
+        )
+    elif scene.facts.get("found_inf"):
         text = (
             f"`{name}` was stepped past the scaler on gradients with Inf or NaN: the scaler had found them at "
             f"{at(scene.first)}, and only {scaler}.step({name}) skips such a step. It was made at {at(scene.again)}."
@@ -39,4 +51,7 @@ def bypassed_scaler(scene: Scene) -> Telling:
             f"{scene.factor} at {at(scene.again)}. An overflow is not noticed either."
         )
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
-    return Telling(text, scene.again, (order(scene, how, target=name),), evidence={"scale": scene.facts.get("scale")})
+    if scene.facts.get("was_skipped") or scene.facts.get("repeats"):
+        how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"
+    evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats")}
+    return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)

@@ -21,9 +21,11 @@ def clip_before_unscale(scene: Scene) -> Telling:
     scale = number(float(scene.facts.get("scale") or 0.0))
     clips = bool(scene.facts.get("clips"))
     done = "clipped" if clips else "measured"
+    subject = "the values {} are" if "clip_grad_value" in statement(scene.again) else "the norm {} is"
+    where = subject.format(f"at {at(scene.again)}")
     text = (
-        f"The gradients of `{name}` were {done} while still scaled: the norm at {at(scene.again)} is {scene.factor}. They "
-        f"carry the loss scale from {at(scene.first)}."
+        f"The gradients of `{name}` were {done} while still scaled: {where} {scene.factor}. "
+        f"They carry the loss scale from {at(scene.first)}."
     )
     if scene.facts.get("by_hand"):
         text = _by_hand(scene)
@@ -82,6 +84,8 @@ def _by_hand(scene: Scene) -> str:
     carried = f" They carry the loss scale {scale} from {at(scene.first)}."
     if facts.get("multiplied_by") is None:
         what = "the norm of each parameter's gradient" if facts.get("limits_norm") else "each value"
+        if facts.get("by_comparison"):
+            what = "them"
         hook = "a hook runs inside the backward pass; " if facts.get("limit_in_hook") is not None else ""
         return (
             f"{head}{hook}the limit on {what} is meant for true gradients, and is {scale} times tighter on scaled "

@@ -75,7 +75,8 @@ class ProtocolDesk:
             self._cases[key] = known
             return
         self._on_told(incident)
-        self._cases[key] = self._casebook.add(incident, poisons=incident.cause == POISONS)
+        poisons = incident.cause == POISONS or bool(incident.evidence.get("found_inf"))
+        self._cases[key] = self._casebook.add(incident, poisons=poisons)
 
     def _incident(self, breach: Breach, step: int) -> Incident | None:
         protocol.load()

@@ -14,7 +14,7 @@ Not this       the second call comes in the next iteration, because update() was
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.scene import Scene, at, listed
+from ampguard.diagnose.protocol.scene import Scene, at, is_one_line, listed, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -36,11 +36,19 @@ def double_unscale(scene: Scene) -> Telling:
         text, how = _second_pass(scene)
     elif scene.facts.get("after_step"):
         text = f"by the step at {at(scene.first)}, and again at {at(scene.again)}. PyTorch refuses that."
-        how = f"unscale before the step: {scaler}.unscale_({name}); {scaler}.step({name}); {scaler}.update()"
+        call = statement(scene.again) or f"{scaler}.unscale_({name})"
+        how = (
+            f"unscale before the step: {call} in front of {at(scene.first)}, which sees that they are unscaled already"
+        )
     else:
         refused = " PyTorch refuses that." if scene.facts.get("refused") else f" They are {scene.factor}."
         text = f"first at {at(scene.first)}, again at {at(scene.again)}, with no backward pass between.{refused}"
         how = f"delete the second call, {at(scene.again)}: {scaler}.step({name}) sees that they are unscaled already"
+        paths = scene.paths_of_optimizer() if is_one_line(scene) else []
+        if len(paths) > 1:
+            names = " and ".join(f"`{path}`" for path in paths)
+            text = f"{at(scene.again)} comes to it twice, because {names} are one and the same optimizer.{refused}"
+            how = f"name each optimizer once: {names} are the same object"
     evidence = {"refused": scene.facts.get("refused"), "second_pass": scene.facts.get("second_pass")}
     return Telling(head + text, where, (order(scene, how),), evidence=evidence)
 

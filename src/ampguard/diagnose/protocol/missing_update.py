@@ -27,6 +27,12 @@ def missing_update(scene: Scene) -> Telling:
             f'"No inf checks were recorded prior to update."'
         )
         how = f"call update once an iteration, right after its step (in accumulation inside the same `if`): {once}"
+        if facts.get("is_second"):
+            text = (
+                f"`{scaler}.update()` was called twice in one iteration: first at {at(scene.first)}, again at {at(scene.again)}, "
+                f'with no step between. PyTorch says "No inf checks were recorded prior to update."'
+            )
+            how = f"call it once an iteration, after the last optimizer's step: delete the second, {at(scene.again)}"
     elif facts.get("refused"):
         text = _left_out(scene)
         how = f"call {scaler}.update() in every iteration, also where the step is skipped (before a `continue`): {once}"

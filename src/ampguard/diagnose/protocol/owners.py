@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,12 +24,13 @@ def variable_name(subject: object) -> str | None:
     """What the script calls `subject`: a name in its frames, an attribute of `self`, an item of a list."""
     frames = list(_frames())
     private: str | None = None
+    looped = frozenset().union(*(loop_targets(f.f_code) for f in frames if is_script_code(f.f_code)))
     for wanted in (is_script_code, is_user_code):
         for frame in frames:
             if not wanted(frame.f_code):
                 continue
             for names in (locals_of(frame), frame.f_globals):
-                found = _name_among(names, subject)
+                found = _name_among(names, subject, looped)
                 if found is not None and "._" not in found:
                     return found
                 private = private or found
@@ -43,10 +46,65 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _name_among(names: dict[str, Any], subject: object) -> str | None:
+@functools.lru_cache(maxsize=256)
+def loop_targets(code: CodeType) -> frozenset[str]:
+    """The names that `for` loops of this code give their values.
+
+    >>> sorted(loop_targets(compile("for o in a:\n  pass\nfor k, v in b: x = k", "", "exec")))
+    ['k', 'o', 'v']
+    """
+    found: set[str] = set()
+    left = 0
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "FOR_ITER":
+            left = 1
+        elif left and instruction.opname.startswith("UNPACK_"):
+            left += (instruction.arg or 1) - 1
+        elif left and instruction.opname.startswith("STORE_"):
+            names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+            found |= {str(name) for name in names}
+            left -= len(names)
+        else:
+            left = 0
+    return frozenset(found)
+
+
+def repeated_in(subject: object) -> list[str]:
+    """All places of a container of the script that holds `subject` more than once: a list, a dictionary, one of `self`."""
+    for frame in _frames():
+        if not is_script_code(frame.f_code):
+            continue
+        for path, container in _containers(locals_of(frame)):
+            held = [where for where, item in _items(path, container) if _is_it(item, subject)]
+            if len(held) > 1:
+                return held
+    return []
+
+
+def _containers(names: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Lists and dictionaries among the names of a frame, and among the attributes of its `self`."""
+    own = getattr(names.get("self"), "__dict__", None)
+    attributes = {f"self.{key}": item for key, item in list(own.items())[:400]} if isinstance(own, dict) else {}
+    several = [*list(names.items()), *attributes.items()]
+    return [(path, v) for path, v in several if isinstance(v, (list, tuple, dict)) and 2 <= len(v) <= 64]
+
+
+def _items(path: str, container: Any) -> list[tuple[str, Any]]:
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(f"{path}[{key!r}]", item) for key, item in list(pairs)]
+
+
+def _item_of_dict(names: dict[str, Any], subject: object) -> str | None:
+    """`opts['G']` where the plain name is that of a loop over the values of a dictionary."""
+    found = (each for path, v in _containers(names) if not path.startswith("__") for each in _items(path, v))
+    return next((path for path, item in found if _is_it(item, subject)), None)
+
+
+def _name_among(names: dict[str, Any], subject: object, loop_names: frozenset[str] = frozenset()) -> str | None:
     for name, value in list(names.items()):
         if name not in ("self", "cls") and _is_it(value, subject):
-            return _item_of_several(names, subject) or name
+            several = _item_of_several(names, subject)
+            return several or (_item_of_dict(names, subject) if name in loop_names else None) or name
     for name, value in list(names.items()):
         if name.startswith("__"):
             continue

@@ -16,7 +16,7 @@ from ampguard.capture.protocol.script_lines import framework_in
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
 from ampguard.diagnose.cuts import Cut, cuts
-from ampguard.diagnose.protocol.owners import common_module, parameter_names, variable_name
+from ampguard.diagnose.protocol.owners import common_module, parameter_names, repeated_in, variable_name
 from ampguard.protocol.events import Breach
 
 MAX_NAMES = 12
@@ -50,6 +50,12 @@ class Scene:
         if isinstance(watch, ScalerWatch):
             return variable_name(subject)
         return variable_name(subject) or f"{type(subject).__name__} number {watch.number}"
+
+    def paths_of_optimizer(self) -> list[str]:
+        """`optimizers['a']`, `optimizers['b']`, where one container of the script holds the optimizer more than once."""
+        watch = self.breach.optimizer
+        subject = watch.ref() if isinstance(watch, OptimizerWatch) else None
+        return repeated_in(subject) if subject is not None else []
 
     def _names(self, parameters: list[Tensor]) -> list[str]:
         names = parameter_names(self._models.roots(), parameters) if parameters else {}
@@ -93,6 +99,12 @@ class Scene:
     def factor(self) -> str:
         """ "65536 times too large", "too small": by how much the gradients are wrong."""
         return factor_words(self.breach.factor)
+
+
+def is_one_line(scene: Scene) -> bool:
+    """Whether both places of a breach are the same line of the script."""
+    first, again = scene.first, scene.again
+    return first is not None and again is not None and (first.code, first.number) == (again.code, again.number)
 
 
 def _is_named(one: str, other: str) -> bool:

@@ -11,7 +11,7 @@ Not this       a scheduler that is stepped once an epoch.
 from __future__ import annotations
 
 from ampguard.diagnose.protocol.framework import gate_instead
-from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.scene import Scene, at, is_one_line, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -30,7 +30,7 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
         text += " So few are normal while the loss scale settles."
     gate = (
         f"scale = {scaler}.get_scale(); {scaler}.step({name}); {scaler}.update(); "
-        f"if {scaler}.get_scale() >= scale: scheduler.step()"
+        f"if {scaler}.get_scale() >= scale: {_move(scene)}"
     )
     how = gate_instead(scene) or f"step the scheduler only after a step that was not skipped: {gate}"
     fix = order(scene, how, "gate-scheduler")
@@ -41,6 +41,13 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
 
 def _stepped(scene: Scene) -> str:
     """Where, unless one line of the script (a framework's `fit`) does both."""
-    first, again = scene.first, scene.again
-    same = first is not None and again is not None and (first.code, first.number) == (again.code, again.number)
-    return "" if same or first is None else f", at {at(first)}"
+    return "" if is_one_line(scene) or scene.first is None else f", at {at(scene.first)}"
+
+
+def _move(scene: Scene) -> str:
+    """The call that moves the scheduler, as the script has it."""
+    code = statement(scene.again)
+    is_call = (
+        ".step(" in code and code.endswith(")") and not code.startswith(("for ", "if ", "with ", "while ", "return"))
+    )
+    return code if is_call else "scheduler.step()"

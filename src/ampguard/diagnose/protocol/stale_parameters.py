@@ -39,8 +39,17 @@ def stale_parameters(scene: Scene) -> Telling:
     lost = scene.facts.get("lost", [])
     flat = bool(scene.facts.get("flat_buffers"))
     name = scene.optimizer
+    built = f" (now at {at(scene.first)})" if scene.first is not None else ""
     what = f"{len(lost)} of its {scene.facts.get('of', len(lost))} tensors"
-    if flat:
+    if scene.facts.get("moved_out"):
+        why = (
+            f"{listed(scene.parameters)} no longer lie in its flat buffer, and others of the model still do. They were moved or "
+            f"converted (.to(...), another memory format, weights assigned anew) after the buffer was made: they get gradients, "
+            f"and are never updated."
+        )
+        how = f"move and convert the model first, and then make the flat buffers and {name}{built}"
+        fix = order(scene, how, "rebuild-optimizer")
+    elif flat:
         why = (
             f"it holds {what} as flat buffers that share their memory with {listed(scene.parameters)}. "
             f"zero_grad(set_to_none=True) has dropped the buffers' gradients, and backward now fills the parameters' own."
@@ -53,7 +62,6 @@ def stale_parameters(scene: Scene) -> Telling:
             f"{what} belong to no module that is called and get no gradient{any_more}, while {listed(scene.parameters)} "
             f"get one and belong to no optimizer. {_how_it_came(scene)}"
         )
-        built = f" (now at {at(scene.first)})" if scene.first is not None else ""
         how = f"build {name} after the model is complete and on its device{built}, from its parameters() then"
         fix = order(
             scene, f"{framework}; or {how}" if (framework := build_instead(scene)) else how, "rebuild-optimizer"

@@ -27,9 +27,11 @@ def unscaled_backward(scene: Scene) -> Telling:
             f"{at(scene.first)} is {scene.factor}. It was divided by {scale} at {at(scene.again)}."
         )
     elif scene.facts.get("scaled_by_another"):
+        other = scene.name_of(scene.facts.get("other"))
+        by = f"by `{other}`, at {at(scene.first)}" if other is not None else f"by another scaler, at {at(scene.first)}"
         text = (
-            f"The loss was scaled by another scaler: `{scaler}` has never scaled anything when `{refused}` is called at "
-            f'{at(scene.again)}. PyTorch says "Attempted {refused} but _scale is None".'
+            f"The loss was scaled {by}: `{scaler}` is another object, which has never scaled anything, and its `{refused}` is "
+            f'called at {at(scene.again)}. PyTorch says "Attempted {refused} but _scale is None".'
         )
     elif scene.first is None:
         text = (
@@ -80,6 +82,11 @@ def _named(expression: str) -> str:
 
 def _how(scene: Scene) -> str:
     code = scene.first.location().code if scene.first is not None else ""
+    if scene.facts.get("refused") and scene.facts.get("scaled_by_another"):
+        return (
+            f"scale and step with one and the same scaler: {scene.scaler}.scale({_loss(scene)}).backward() at {at(scene.first)}, "
+            f"or step with the one that scales there"
+        )
     if scene.facts.get("added") is not None:
         loss = _named(code.partition("grad(")[2].partition(",")[0].strip())
         return f"scale the loss before it is differentiated: torch.autograd.grad({scene.scaler}.scale({loss}), ...)"
