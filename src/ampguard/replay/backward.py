@@ -12,6 +12,7 @@ from ampguard import compat
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.errors import ReplayError
 from ampguard.replay.arguments import Values
+from ampguard.replay.frameworks import as_begun_by_fabric
 
 
 class Gradients:
@@ -71,7 +72,7 @@ def run_backward(
     given = scaled(losses, given, scale_factor)
     wanted = [p for p in gradients.parameters if call.only is None or id(p) in call.only]
     leaves = inputs if call.is_functional else [values.stand_ins.get(id(p), p) for p in wanted]
-    with mode.differentiating(run_backward.__code__), torch.enable_grad():
+    with mode.differentiating(run_backward.__code__), torch.enable_grad(), as_begun_by_fabric():
         found: Sequence[Tensor | None]
         try:
             found = torch.autograd.grad(

@@ -7,7 +7,7 @@ whose `.data` gets another type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,30 +73,42 @@ def _take_over(buffer: Tensor, stand_in: Tensor, version: int, values: Tensor | 
         buffer.copy_(torch.where(stand_in != values, stand_in.to(buffer.dtype), buffer))
 
 
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """What one `enter` has replaced: places with what stands there now, and the lists of recurrent modules' weights."""
+
+    replaced: list[tuple[Place, Tensor, _Before]]
+    flat: Sequence[tuple[nn.Module, dict[str, Any]]]
+
+
 class StandIns:
-    """What stands in some places of a model between `enter` and `leave`, as often as wanted."""
+    """What stands in some places of a model between `enter` and `leave`, as often as wanted.
+
+    Inside of each other too: a compiler differentiates while it traces a call. The outermost `leave` puts back.
+    """
 
     def __init__(self, root: nn.Module, standing_in: Iterable[tuple[Place, Tensor]]) -> None:
         self._standing_in = list(standing_in)
         self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
-        self._flat: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._entered: list[tuple[Place, Tensor, _Before]] = []
+        self._entered: list[_Entered] = []
 
     def enter(self) -> None:
         """Put them there, where the model's own tensors are."""
-        self._flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
-        self._entered = [
+        flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
+        replaced = [
             (place, stand_in, _before(place.tensor, stand_in))
             for place, stand_in in self._standing_in
             if place.entries.get(place.name) is place.tensor
         ]
-        for place, stand_in, _ in self._entered:
+        for place, stand_in, _ in replaced:
             place.entries[place.name] = stand_in
+        self._entered.append(_Entered(replaced, flat))
 
     @torch.no_grad()
     def leave(self) -> None:
         """Put the model's own back, and into them what was written to buffers meanwhile."""
-        for place, stand_in, before in self._entered:
+        entered = self._entered.pop()
+        for place, stand_in, before in entered.replaced:
             now = place.entries.get(place.name)
             if now is stand_in:
                 place.entries[place.name] = place.tensor
@@ -104,7 +116,5 @@ class StandIns:
                     _take_over(place.tensor, stand_in, *before)
             elif isinstance(now, Tensor) and now.dtype == stand_in.dtype:  # `self.buffer = new`
                 place.entries[place.name] = now.to(place.tensor.dtype)
-        self._entered = []
-        for module, flat in self._flat:
+        for module, flat in entered.flat:
             vars(module).update(flat)
-        self._flat = []

@@ -78,6 +78,8 @@ class CastWeights:
         self._cast: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """What calls run on casts of, by identity."""
         self._stored = StoredLow(ledger)
+        self._given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Roots whose own code does not go together with low-precision weights."""
 
     def install(self, patches: Patches) -> None:
         engine = compat.backward_engine()
@@ -92,7 +94,7 @@ class CastWeights:
 
     def enter(self, root: nn.Module, replay: Variant | None) -> Callable[[], None] | None:
         """Put casts of the root's weights in their places, made for this call."""
-        if self._plan.weights_dtype == torch.float32 or self._stays(root):
+        if self._plan.weights_dtype == torch.float32 or root in self._given_up or self._stays(root):
             return None
         if own_low_dtype(root) is not None:
             return None
@@ -119,6 +121,18 @@ class CastWeights:
             f"models run on {numerics.dtype_name(self._plan.weights_dtype)} casts of the script's weights"
         )
         return casts.leave
+
+    def give_up(self, root: nn.Module, refusal: Exception) -> None:
+        """A call of the root on low-precision weights has failed: from now on it keeps the script's own."""
+        self._given_up.add(root)
+        self._last.pop(root, None)
+        for parameter in root.parameters():
+            self._cast.pop(id(parameter), None)
+        self._ledger.failed(
+            f"{type(root).__name__} stays in float32: its own code does not go with "
+            f"{numerics.dtype_name(self._plan.weights_dtype)} weights ({str(refusal).splitlines()[0]}); use --precision fp16 "
+            "or bf16 (autocast)"
+        )
 
     @contextlib.contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.engine.casting import tensors_in
 from ampguard.engine.step.scale import LossScale
+from ampguard.run.overrides.unscaled_hooks import unscaled_hooks
 
 HALF_LOSS_SCALE = 2.0**15
 """The largest that a float16 loss survives: 65536 is Inf in float16."""
@@ -37,6 +38,11 @@ class GainedScale:
 
     def is_enabled(self) -> bool:
         return True
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any loss was multiplied yet."""
+        return self._state is not None
 
     def get_scale(self) -> float:
         return float(self._state.value) if self._state is not None else 1.0
@@ -74,11 +80,13 @@ class GainedScale:
 
     def backward(self, run: Callable[[], Any], leaves: Callable[[], Iterable[Tensor]]) -> Any:
         """`run` a backward pass of scaled losses so that the leaves' gradients come out unscaled."""
-        multiply(leaves(), self.get_scale())
+        scale = self.get_scale()
+        multiply(leaves(), scale)
         try:
-            return run()
+            with unscaled_hooks(leaves(), scale, multiply):
+                return run()
         finally:
-            multiply(leaves(), 1.0 / self.get_scale())
+            multiply(leaves(), 1.0 / scale)
 
 
 @torch.no_grad()

@@ -16,10 +16,14 @@ from typing import Any
 import torch
 
 from ampguard.capture.patches import Patches
+from ampguard.engine.casting import cast_floats
 from ampguard.run.late import AfterImport
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import Regions
+
+FABRIC = ("lightning.fabric.plugins.precision.amp", "lightning_fabric.plugins.precision.amp")
+"""Where Fabric's `MixedPrecision` is defined: it casts the inputs of a model before its autocast region."""
 
 PLUGINS = ("lightning.fabric.plugins.precision.precision", "lightning_fabric.plugins.precision.precision")
 """Where `Precision.forward_context` is defined, under the names of both distributions."""
@@ -35,7 +39,7 @@ class LightningPlugins:
         self._waiting: list[AfterImport] = []
 
     def install(self, patches: Patches) -> None:
-        for name in PLUGINS:
+        for name in (*PLUGINS, *FABRIC):
             known = sys.modules.get(name)
             if known is not None:
                 self._patch(patches, known)
@@ -52,9 +56,12 @@ class LightningPlugins:
         self._patch(patches, sys.modules[name])
 
     def _patch(self, patches: Patches, module: ModuleType) -> None:
-        plugin = getattr(module, "Precision", None)
+        plugin = getattr(module, "Precision", None) if module.__name__ in PLUGINS else None
         if plugin is not None and "forward_context" in vars(plugin):
             patches.replace(plugin, "forward_context", self._watch)
+        mixed = getattr(module, "MixedPrecision", None)
+        if mixed is not None and "convert_input" in vars(mixed):
+            patches.replace(mixed, "convert_input", self._watch_inputs)
 
     def _watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -70,3 +77,12 @@ class LightningPlugins:
                 yield
 
         return forward_context
+
+    def _watch_inputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def convert_input(plugin: Any, data: Any) -> Any:
+            if not self._plan.is_set:
+                return original(plugin, data)
+            return cast_floats(data, self._plan.low_dtype or self._plan.dtype or torch.float32)
+
+        return convert_input

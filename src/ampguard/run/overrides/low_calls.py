@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,15 +22,24 @@ from ampguard.run.overrides.cast_weights import CastWeights
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import Regions, device_of
 
+OF_TYPES = re.compile(r"dtype|scalar type|input type|\bHalf\b|\bBFloat16\b", re.IGNORECASE)
+"""What PyTorch says where operands' types do not go together."""
+
 
 class LowCalls:
-    """Around each call of a root module that has weights."""
+    """Around each call of a root module that has weights.
+
+    Where the module's own code does not bear them (`self.head(x.float())`), the call is made again in float32, which is
+    said, and so are its later ones.
+    """
 
     def __init__(
         self, weights: CastWeights, plan: Plan, regions: Regions, recorder: FlightRecorder, barrier: FaultBarrier
     ) -> None:
         self._regions = regions
         self._has_told = False
+        self._has_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Roots that have returned from a call on low-precision weights."""
         self._weights = weights
         self._plan = plan
         self._recorder = recorder
@@ -40,17 +51,35 @@ class LowCalls:
         if replay is not None:
             return self._call_in_replay(run, module, args, kwargs, replay)
         self._barrier.call(self._settle, module)
+        tells_forward, self._recorder.tells_forward = self._recorder.tells_forward, False  # it was told above
+        try:
+            return self._call(run, module, args, kwargs)
+        finally:
+            self._recorder.tells_forward = tells_forward or self._recorder.tells_forward
+
+    def _call(self, run: Callable[[Any, Any], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         leave = self._barrier.call(self._weights.enter, module, None)
         if leave is None:
             return run(args, kwargs)
         self._barrier.call(self._tell_precision, module, args, kwargs)
         dtype = self._plan.weights_dtype
+        random_numbers = torch.get_rng_state() if module not in self._has_run else None
         try:
             with _quiet_compiler(module):
                 output = run(cast_floats(args, dtype), cast_floats(kwargs, dtype))
+        except RuntimeError as error:
+            if not OF_TYPES.search(str(error)):
+                raise
+            refusal = error
+        else:
+            self._has_run.add(module)
+            return cast_floats(output, torch.float32)
         finally:
             leave()
-        return cast_floats(output, torch.float32)
+        self._barrier.call(self._weights.give_up, module, refusal)
+        if random_numbers is not None:
+            torch.set_rng_state(random_numbers)
+        return run(args, kwargs)
 
     def _tell_precision(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Let the guard know of a low precision that no region of autocast shows: a scaler has something to do here."""
@@ -64,12 +93,12 @@ class LowCalls:
     def _settle(self, module: nn.Module) -> None:
         """What is bad by now is explained while the models still hold the script's own weights."""
         recorder = self._recorder
-        if (
-            recorder.active
-            and not recorder.paused
-            and (recorder.log.has_open_events or recorder.judge.has_open_questions)
-        ):
+        if not recorder.active or recorder.paused:
+            return
+        if recorder.log.has_open_events or recorder.judge.has_open_questions:
             recorder.judge.settle(module)
+        if recorder.tells_forward:
+            recorder.listener.on_forward()
 
     def _call_in_replay(
         self, run: Callable[[Any, Any], Any], module: nn.Module, args: Any, kwargs: Any, replay: Variant

@@ -25,7 +25,7 @@ class Regions:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._is_ours = False
+        self._is_making = self._is_inside = False
         self.of_script: set[str] = set()
         """Device types that the script opens regions for."""
 
@@ -42,7 +42,10 @@ class Regions:
             cache_enabled: bool | None = None,
         ) -> None:
             # In backward, checkpointing opens again what was open: that is overridden already, and no script's.
-            if enabled and self._plan.is_set and not self._is_ours and not compat.in_backward():
+            may_be_script = enabled and self._plan.is_set and not self._is_making and not compat.in_backward()
+            # DataParallel opens again what is open, and names no type.
+            is_ambient = self._is_inside and dtype is None and torch.is_autocast_enabled(device_type)
+            if may_be_script and not is_ambient:
                 self.of_script.add(device_type)
                 enabled = self._plan.dtype is not None
                 dtype = self._plan.dtype if enabled else dtype
@@ -52,21 +55,21 @@ class Regions:
 
     def make(self, device_type: str, dtype: torch.dtype | None) -> torch.autocast:
         """A region of ours; `dtype` None: one that switches autocast off."""
-        before, self._is_ours = self._is_ours, True
+        before, self._is_making = self._is_making, True
         try:
             return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
         finally:
-            self._is_ours = before
+            self._is_making = before
 
     @contextlib.contextmanager
     def around(self, region: torch.autocast) -> Iterator[None]:
-        """Inside a region of ours: what PyTorch itself opens there (checkpointing, DataParallel) is not the script's."""
-        before, self._is_ours = self._is_ours, True
+        """Inside a region of ours: what PyTorch itself opens there (DataParallel) is not the script's."""
+        before, self._is_inside = self._is_inside, True
         try:
             with region:
                 yield
         finally:
-            self._is_ours = before
+            self._is_inside = before
 
     def for_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.autocast, bool] | None:
         """The region that a call outside every module needs, and whether it is gained; None where all is well."""

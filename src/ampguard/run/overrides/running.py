@@ -195,9 +195,12 @@ class RunningOverrides:
             traceback.print_exception(fault, file=sys.stderr)
 
     def _on_gain(self) -> None:
+        if self._regions.of_script:  # the first call of a model that opens them itself
+            return
         self.ledger.done("gained autocast around calls of the script's models")
 
     def _say_what_never_came(self) -> None:
-        is_low = self._plan.dtype is not None or self._plan.weights_dtype != torch.float32
-        if is_low and not self._roots.roots:
+        has_low_weights = self._plan.weights_dtype != torch.float32
+        is_gained = self._plan.dtype is not None and not self._regions.of_script
+        if (has_low_weights or is_gained) and not self._roots.roots:
             self.ledger.failed("the script called no module: what it computes by itself stays as it is")

@@ -241,6 +241,8 @@ class Updates:
         if self._scalers.stepping:  # the script's scaler has looked at the gradients
             self._scalers.has_stepped = not compat.is_told_to_skip(optimizer)
             return self._update(original, optimizer, args, kwargs)
+        if is_scaled and not self._gained.is_in_use and any(p.grad is not None for p in parameters_of(optimizer)):
+            self._barrier.call(self._say_unscaled)
         if not (is_scaled or self._patience is not None or self.weights is not None):
             return original(optimizer, *args, **kwargs)
         closure, args, kwargs = without_closure(args, kwargs)
@@ -263,6 +265,11 @@ class Updates:
         self._hold(optimizer, is_scaled)
         return result
 
+    def _say_unscaled(self) -> None:
+        """An optimizer has gradients, and no backward pass has made them that could be scaled."""
+        if not self._ledger.could_not:
+            self._ledger.failed("gradients that come from torch.func or torch.autograd.grad get no loss scale")
+
     def _update(self, original: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self.weights is None:
             return original(optimizer, *args, **kwargs)
@@ -273,7 +280,9 @@ class Updates:
         if self._is_spoilt.pop(optimizer, False) or self._bad_loss:
             return False
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        return self._patience is None or all_finite(gradients)
+        if self._patience is None and not compat.in_backward():
+            return True  # they were looked at as backward returned
+        return all_finite(gradients)
 
     def _hold(self, optimizer: Optimizer, is_scaled: bool) -> None:
         self._gained.attempted(False)
