@@ -398,3 +398,39 @@ def test_loss_that_the_script_looks_at_and_drops(guard: Guard) -> None:
     assert run.result == 1
     assert run.causes == ["domain-error"]
     assert (run.first.step, run.first.op) == (1, "aten.log.default")
+
+
+@pytest.mark.parametrize(("constant", "cause"), [(-1e9, "mask-overflow"), (-INF, "masked-softmax")])
+def test_mask_in_a_buffer_that_is_cast_with_the_model(constant: float, cause: str, guard: Guard) -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.full((4, 4), constant).triu(0))  # no key for row 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.score(x) + self.mask).softmax(-1)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Masks(), Masks()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((part(x) for part in self.parts), x)
+
+    def body() -> None:
+        model = Two()
+        with torch.no_grad():
+            model(torch.randn(4, 4))
+        model.half().eval()
+        with torch.no_grad():
+            model(torch.randn(4, 4).half())
+
+    incident = guard(body).report.incidents[-1]
+    assert incident.cause == cause
+    if cause == "mask-overflow":
+        (fix,) = incident.fixes
+        assert fix.verified
+        assert "parts[0].mask, parts[1].mask" in fix.how
+        assert "-1e+09" in incident.explanation

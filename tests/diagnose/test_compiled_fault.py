@@ -363,3 +363,35 @@ def test_the_line_of_a_node_is_the_scripts_own() -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["stack_trace"] = "".join(f'  File "{file}", line {line}, in forward\n    x\n' for file, line in frames)
     assert place_of_node(node) == ("/home/me/train.py", 7)
+
+
+class RootMeanSquare(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def without_epsilon(graph: fx.GraphModule, inputs: Any) -> Backend:
+    """A backend that takes the addition of a small number for none."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and len(node.args) == 2 and node.args[1] == 1e-6:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph.forward
+
+
+def test_a_wrong_result_that_is_finite_is_said_to_be(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8, bias=False), RootMeanSquare(), nn.Linear(8, 2))
+        model, optimizer = torch.compile(net, backend=without_epsilon), torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(4):
+            x = torch.randn(6, 4) * (step != 2)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), torch.randint(0, 2, (6,))).backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert (run.faults, run.causes[0], run.first.step, run.first.module) == (0, "backend-fault", 2, "1")
+    assert "its 6 results are finite and not those of the same inputs eagerly" in run.first.explanation
+    assert "0 are not finite" not in run.first.explanation

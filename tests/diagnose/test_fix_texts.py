@@ -94,6 +94,7 @@ LINES = {
     "square root": "r = (h * 0 - 1e-9).sqrt()",
     "half power": "r = (h * 0 - 1e-3) ** 0.5",
     "exponential": "r = torch.exp(h * 1e3)",
+    "hyperbolic cosine": "r = torch.cosh(h * -1e3)",
     "product": "r = (h * 1e30) ** 4",
     "beside a call that divides": "r = F.normalize(h) / zero",
 }
@@ -127,6 +128,29 @@ def is_changed(statement: str, new: str) -> bool:
     """Whether `new` is the statement with something added (or a number replaced)."""
     rest = iter(new)
     return all(any(c == n for n in rest) for c in statement)
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("r = h[h > 1e9].mean() + h.mean()", "r = (h[h > 1e9].sum() / max(h[h > 1e9].numel(), 1)) + h.mean()"),
+        ("r = torch.mean(h[h > 1e9]) + 1", "r = (h[h > 1e9].sum() / max(h[h > 1e9].numel(), 1)) + 1"),
+        ("r = h[:0].mean(0)", None),
+    ],
+)
+def test_mean_of_nothing(line: str, changed: str | None, guard: Guard, tmp_path: Path) -> None:
+    first, _ = run(script(line, "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    assert first.cause == "empty-reduction"
+    (fix,) = [fix for fix in first.fixes if fix.action == "guard-empty"]
+    assert fix.verified
+    if changed is None:
+        assert "max(count, 1)" in fix.how
+        return
+    assert fix.how.endswith(f": {changed}")
+    namespace: dict[str, Any] = {}
+    exec(script(changed, "outside"), namespace)
+    assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
 
 
 def test_dead_epsilon_is_replaced(guard: Guard, tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ FIRST_CALL_COPY = 1 << 16
 
 RESCAN_CALLS = 256
 
+WIDE = (torch.float32, torch.float64)
+RANGED = 1 << 22
+"""Elements up to which the lowest value of a buffer is kept: a mask that is cast to another type later had it before."""
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -36,6 +40,13 @@ class BufferWatch:
     def __init__(self) -> None:
         self._watched: ByModule[_Watched] = ByModule()
         self._poisoned: set[tuple[int, str]] = set()
+        self._lowest: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def lowest_before(self, path: str, shape: torch.Size) -> float | None:
+        """The lowest value that a buffer of this name and shape had in float32. Waits for the device."""
+        known = (low for (name, size), low in self._lowest.items() if size == shape and f".{path}".endswith(f".{name}"))
+        low = next(known, None)
+        return float(low) if low is not None else None
 
     def before_call(self, module: nn.Module, again: bool = False) -> list[SavedBuffer]:
         """The buffers of `module` as they are now, with copies of those that its calls change.
@@ -51,6 +62,7 @@ class BufferWatch:
                 for path, owner in module.named_modules()
                 for name in compat.buffers_of(owner)
             ]
+            self._keep_lowest(watched)
         first = watched.calls == 0
         watched.calls += 1
         saved = []
@@ -62,6 +74,15 @@ class BufferWatch:
                 copy = tensor.detach().clone() if keep else None
                 saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), copy))
         return saved
+
+    def _keep_lowest(self, watched: _Watched) -> None:
+        for owner, name, path in watched.places:
+            tensor = owner.get(name)
+            if tensor is None or tensor.dtype not in WIDE or not 0 < tensor.numel() <= RANGED:
+                continue
+            if (path, tensor.shape) not in self._lowest and compat.has_values(tensor):
+                with torch.no_grad(), compat.unseen():
+                    self._lowest[path, tensor.shape] = compat.local_part(tensor.detach()).amin()
 
     def after_call(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[str, Tensor]]:
         """Note which buffers the call changed; return those that it turned non-finite, for the first time."""

@@ -63,6 +63,27 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
     return None
 
 
+def buffer_behind(evidence: Evidence) -> NamedTensor | None:
+    """The buffer at which the chain ends, where it does, whether its values are meant or not."""
+    if evidence.given is None:
+        return None
+    roots = [event for event in evidence.events() if isinstance(event, RootCall)]
+    found = (_state_of(root, evidence, evidence.given_tensor) for root in roots)
+    return next((state for state in found if state is not None and state.role == "buffer"), None)
+
+
+def all_buffers(evidence: Evidence) -> list[NamedTensor]:
+    """Every floating buffer of the modules that the step called, as it is now."""
+    names = evidence.replayer.names if evidence.replayer is not None else {}
+    modules = {id(m): m for e in evidence.events() if isinstance(e, RootCall) for m in e.module.modules()}
+    return [
+        NamedTensor(f"{path}.{name}" if (path := names.get(id(module), "")) else name, "buffer", tensor, tensor, [])
+        for module in modules.values()
+        for name, tensor in compat.buffers_of(module).items()
+        if tensor is not None and tensor.is_floating_point()
+    ]
+
+
 def _code(evidence: Evidence) -> str:
     return words.code_at(evidence.op.line) or "the step"
 

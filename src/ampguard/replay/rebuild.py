@@ -99,6 +99,10 @@ class Replayer:
         """`id(parameter)` to the name that tells it apart from every other parameter of the step."""
         return parameter_names(self.events, self.names)
 
+    def lowest_before(self, name: str, buffer: Tensor) -> float | None:
+        """The lowest value that a buffer had while it was kept in float32; None where it never was."""
+        return self._recorder.context.buffers.lowest_before(name, buffer.shape)
+
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
         stack: list[tuple[str, Any]] = [("batch", self._recorder.last_batch)]
@@ -127,6 +131,7 @@ class Replayer:
             mode.sought = self._sought
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
         values.made |= {ref: t.detach().clone().requires_grad_(t.requires_grad) for ref, t in self._given.items()}
+        values.stand_ins |= {id(t): values.made[ref] for ref, t in self._given.items() if t.is_leaf and t.requires_grad}
         gradients = Gradients(self.bad.parameters)
         exact = self.is_exact and not self._recorder.gradients.hooks.are_lost_since(self.events[0].index)
         ran: list[tuple[Event, list[Tensor]]] = []

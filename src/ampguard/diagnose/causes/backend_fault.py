@@ -96,8 +96,16 @@ def told(evidence: CompiledFault) -> str:
             f"of {region.results} results {region.nonfinite} are not finite compiled and {region.nonfinite_eager} are not "
             f"eagerly, on the same inputs (largest |x| {words.number(region.largest_eager)})"
         )
+        if not region.nonfinite and not region.nonfinite_eager:
+            numbers = (
+                f"its {region.results} results are finite and not those of the same inputs eagerly (largest |x| "
+                f"{words.number(region.largest_eager)})"
+            )
     apart = (
-        f"; the others differ by at most {words.number(region.largest_difference)}" if region.largest_difference else ""
+        f"; {'the others' if region.nonfinite or region.nonfinite_eager else 'they'} differ by at most "
+        f"{words.number(region.largest_difference)}"
+        if region.largest_difference
+        else ""
     )
     group = f" The group is {', '.join(region.operators)}." if len(region.operators) > 1 else ""
     rest = "" if region.is_smallest else f" {unfinished(evidence)}"

@@ -8,15 +8,20 @@ Instead        skip the term when the selection is empty, or divide its sum by m
 
 from __future__ import annotations
 
+import ast
+
 import torch
 
-from ampguard.diagnose import lineage, words
+from ampguard.diagnose import accused, lineage, rewrite, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import changed_result
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
 ONE_ELEMENT = "takes the spread of one element"
+LONGEST = 60
+"""Letters of what is reduced, up to which it can stand in the line twice."""
+
 LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "cross_entropy_loss", "nll_loss"})
 
 
@@ -30,6 +35,11 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
     advice = "leave the term out when there is nothing to reduce (or use its sum / max(count, 1))"
     if what == ONE_ELEMENT:
         advice = "take the spread with correction=0, which is 0 for one element, or leave out what has only one"
+    summed = _as_sum(evidence)
+    if summed is not None:
+        advice, shown = "leave the term out when there is nothing to reduce, or let it be 0", summed
+    else:
+        shown = _with_correction(evidence) or words.code(evidence)
     return Finding(
         "empty-reduction",
         f"{words.operator(evidence)} {words.place(evidence)} {what}, which is 0/0 in any precision.",
@@ -39,7 +49,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
             Proposal(
                 "guard-empty",
                 words.region(evidence),
-                f"{advice}: {words.code(evidence)}",
+                f"{advice}: {shown}",
                 trial=changed_result(lambda t: torch.nan_to_num(t, nan=0.0)),
             ),
         ),
@@ -78,3 +88,34 @@ def _no_targets(evidence: Evidence) -> str | None:
 def _is_mean_of_nothing(evidence: Evidence) -> bool:
     maker = lineage.maker(evidence.trace, evidence.op, 0)
     return maker is not None and maker.short_name == "sum" and any(0 in t.shape for t in maker.inputs)
+
+
+def _as_sum(evidence: Evidence) -> str | None:
+    """The line with `x.sum() / max(x.numel(), 1)` for the accused `x.mean()`; None where the text does not tell which it is."""
+    line = accused.line_of(evidence)
+    if line is None or evidence.op.short_name != "mean":
+        return None
+    chosen = accused.accused_alone(evidence, line.expressions("mean", accused.is_in_place(evidence.op)))
+    if chosen is None or not isinstance(chosen.node, ast.Call) or len(chosen.arguments) != 1 or chosen.named:
+        return None  # over a dimension
+    node, operand = chosen.node, chosen.arguments[0]
+    text = line.source.written(operand)
+    text = text if isinstance(operand, rewrite.PRIMARY) else f"({text})"
+    if len(text) > LONGEST or "\n" in text:
+        return None
+    edit = (*line.source.span(node), f"({text}.sum() / max({text}.numel(), 1))")
+    return rewrite.with_changes(line, [(chosen, operand)], lambda source, operand, takes_any: [edit])
+
+
+def _with_correction(evidence: Evidence) -> str | None:
+    """The line with `x.std(correction=0)` for the accused `x.std()`; None where the text does not tell which it is."""
+    line, name = accused.line_of(evidence), evidence.op.short_name
+    if line is None or name not in SPREADS:
+        return None
+    chosen = accused.accused_alone(evidence, line.expressions(name, accused.is_in_place(evidence.op)))
+    if chosen is None or not isinstance(chosen.node, ast.Call) or len(chosen.arguments) != 1 or chosen.named:
+        return None  # (a second argument may be the dimension, or `unbiased`)
+    node = chosen.node
+    end = line.source.span(node)[1] - 1
+    edit = (end, end, ", correction=0" if node.args else "correction=0")
+    return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, takes_any: [edit])

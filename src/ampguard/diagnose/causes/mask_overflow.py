@@ -11,6 +11,7 @@ Not this       -Inf that the author wrote on purpose: see masked-softmax.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -19,9 +20,15 @@ from torch import Tensor
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.givens import NamedTensor, all_buffers, buffer_behind
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
-from ampguard.numerics import NEG_INF, dtype_name, fits, largest
+from ampguard.diagnose.rows import empty_rows, is_masks_doing
+from ampguard.numerics import NEG_INF, dtype_name, fits, is_low_precision, largest
 from ampguard.replay.operators import flat_scalars
+from ampguard.replay.variants import Variant
+
+NAMED = 3
+"""Masks that a fix names."""
 
 MINIMA = tuple(float(torch.finfo(d).min) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
@@ -31,6 +38,8 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
     precision = evidence.precision
     if evidence.op.refused:
         return _refused(evidence)
+    if evidence.given is not None and evidence.intended:
+        return _cast_with_the_model(evidence)
     if precision is None or evidence.given is not None or evidence.intended:
         return None
     constant = mask_constant(evidence)
@@ -80,6 +89,55 @@ def mask_constant(evidence: Evidence) -> float | None:
         if value is not None and value <= -0.45 * limit and looks_like_a_constant(value):
             return value
     return None
+
+
+def _cast_with_the_model(evidence: Evidence) -> Finding | None:
+    """A mask that is a buffer: finite in float32, -Inf since the model was cast (`model.half()`)."""
+    mask = buffer_behind(evidence) if evidence.converts and is_masks_doing(evidence) else None
+    constant = _before_the_cast(evidence, mask) if mask is not None else None
+    if mask is None or constant is None:
+        return None
+    name, limit = dtype_name(mask.tensor.dtype), -largest(mask.tensor.dtype)
+    count, total, _ = empty_rows(evidence) or (0, 0, 0)
+    rows = f" {count} of {total} rows of {words.operator(evidence)} have no finite entry now." if count else ""
+    masks = [b for b in all_buffers(evidence) if _before_the_cast(evidence, b) is not None]
+    listed = ", ".join(_spelled(m.name) for m in masks[:NAMED]) + (", ..." if len(masks) > NAMED else "")
+    low = torch.finfo(mask.tensor.dtype).min
+    finite = {m.key: m.tensor.detach().clamp(min=low) for m in masks}
+    return Finding(
+        "mask-overflow",
+        f"The buffer `{mask.name}` is a mask of {constant:g}, which leaves {name}, whose lowest value is {limit:g}: cast with "
+        f"the model (`.half()`, `.to({name})`), it became -Inf.{rows} A row that is masked everywhere is uniform with "
+        f"{constant:g}, and NaN with -Inf.",
+        weight=92,
+        evidence={"constant": constant, "limit": limit, "names": [m.name for m in masks]},
+        proposals=(
+            Proposal(
+                "mask-value",
+                mask.name,
+                f"let the mask hold a number that {name} has: register it with {limit:g}, or behind the cast: "
+                f"for mask in ({listed}{',' if len(masks) == 1 else ''}): mask.clamp_(min={limit:g})",
+                trial=lambda e: Variant(tensors=finite),
+            ),
+        ),
+        dtype=mask.tensor.dtype,
+    )
+
+
+def _before_the_cast(evidence: Evidence, buffer: NamedTensor) -> float | None:
+    """The lowest value of a low-precision buffer from before it was cast, if it left the precision by that."""
+    if evidence.replayer is None or not is_low_precision(buffer.tensor.dtype):
+        return None
+    lowest = evidence.replayer.lowest_before(buffer.name, buffer.tensor)
+    return lowest if lowest is not None and -math.inf < lowest < -largest(buffer.tensor.dtype) else None
+
+
+def _spelled(name: str) -> str:
+    """
+    >>> _spelled("layers.0.attn.bias")
+    'layers[0].attn.bias'
+    """
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
 
 
 def _is_subtracted(evidence: Evidence) -> bool:

@@ -47,6 +47,8 @@ ENDS = frozenset(
     ]
 )
 """How a divergence ends."""
+SELDOM = frozenset(["domain-error"])
+"""How it ends where weights leave a function's domain. Most of these are no end of one: a gentle rise is not enough."""
 
 RISEN = 10.0
 RISEN_STEEPLY = 1e3
@@ -76,11 +78,13 @@ class Rise:
 @cause("divergence", asked=("failure",))
 def divergence(situation: Situation) -> Incident | None:
     incident = situation.failure
-    if incident is None or incident.cause not in ENDS or incident.mode != "train":
+    if incident is None or incident.cause not in ENDS | SELDOM or incident.mode != "train":
         return None
     rise = rise_of(situation.trajectory)
     if rise is None:
         return sudden(incident, situation)
+    if incident.cause in SELDOM and rise.factor < RISEN_STEEPLY:
+        return None
     grown = growth_of_weights(situation, rise.began)
     if grown is not None and grown < WEIGHTS_GREW:
         return None  # the data got larger, not the model

@@ -1,0 +1,80 @@
+"""The logarithm of a determinant that is negative.
+
+`torch.logdet` is composed of `slogdet` and a `where` that puts a NaN in place of the result where the sign is -1: the
+first bad value is that constant, and no operand of it tells anything.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ampguard.diagnose import accused, words
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal
+from ampguard.replay.trace import TracedOp
+from ampguard.replay.variants import CodePlace, Variant
+
+APART = 8
+"""Operators between the parts of one composed call, at most."""
+
+
+def negative_determinant(evidence: Evidence) -> Finding | None:
+    """What there is to say where the accused constant is `torch.logdet`'s answer to a negative determinant."""
+    found = _parts_of_logdet(evidence)
+    if found is None:
+        return None
+    chosen, determinant = found
+    call = evidence.capture(determinant.index)
+    if call is None or not isinstance(call.output, (tuple, list)) or len(call.output) < 2:
+        return None
+    signs, logarithms = (part.detach().double().reshape(-1) for part in call.output[:2])
+    is_negative = signs < 0
+    if not bool(is_negative.any()):
+        return None
+    logarithm = float(logarithms[is_negative][0])
+    count = f"{int(is_negative.sum())} of {signs.numel()} are; " if signs.numel() > 1 else ""
+    size = "x".join(str(n) for n in determinant.inputs[0].shape[-2:])
+    statement = accused.statement(evidence)
+    where = f" in: {statement}" if statement else ""
+    return Finding(
+        "domain-error",
+        f"torch.logdet {words.place(evidence)} was given a {size} matrix whose determinant is negative ({count}the logarithm "
+        f"of its size is {words.number(logarithm)}): that has no logarithm in any precision.",
+        weight=60,
+        evidence={"log_of_its_size": logarithm, "negative": int(is_negative.sum()), "matrices": signs.numel()},
+        proposals=(
+            Proposal(
+                "stable-form",
+                words.region(evidence),
+                f"torch.linalg.slogdet(x)[1], the logarithm of its size, in place of torch.logdet(x){where}",
+                trial=lambda e: Variant(at_places={chosen: _the_logarithm}),
+            ),
+        ),
+    )
+
+
+def _parts_of_logdet(evidence: Evidence) -> tuple[CodePlace, TracedOp] | None:
+    """(where the `where` of the call runs, its `slogdet`) around an accused constant that is NaN."""
+    op, ops = evidence.op, evidence.trace.ops
+    if op.short_name != "scalar_tensor" or evidence.kind != "nan":
+        return None
+    chosen = next(
+        (
+            later
+            for later in islice(ops, op.index + 1, op.index + APART)
+            if later.short_name == "where" and any(t.made_by == (op.index, 0) for t in later.inputs)
+        ),
+        None,
+    )
+    before = reversed(ops[max(0, op.index - APART) : op.index])
+    determinant = next((o for o in before if o.short_name == "_linalg_slogdet" and o.line == op.line), None)
+    return (chosen.place, determinant) if chosen is not None and determinant is not None else None
+
+
+def _the_logarithm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`where(sign == -1, nan, logarithm)` without the choice."""
+    other = args[2] if len(args) > 2 else None
+    return other.clone() if isinstance(other, torch.Tensor) else func(*args, **kwargs)

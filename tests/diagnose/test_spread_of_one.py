@@ -1,0 +1,42 @@
+"""The standard deviation of one element: the printed line, put into the script, gives the loss that it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fix_texts import promised, run, script
+
+Guard = Callable[..., Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore:std\\(\\):UserWarning", "ignore:var\\(\\):UserWarning")
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("one = h[0, :1]; r = one / (one.std() + 1e-3)", "r = one / (one.std(correction=0) + 1e-3)"),
+        ("one = h[:1, 0]; r = one * torch.std(one)", "r = one * torch.std(one, correction=0)"),
+        ("one = h[0, :1]; r = h.std() + one.var() + one", "r = h.std() + one.var(correction=0) + one"),
+    ],
+)
+def test_printed_line_is_what_was_tried(line: str, changed: str, guard: Guard, tmp_path: Path) -> None:
+    first, _ = run(script(line, "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    assert first.cause == "empty-reduction"
+    fix = first.fixes[0]
+    assert (fix.action, fix.verified) == ("guard-empty", True)
+    assert fix.how.endswith(f": {changed}")
+    namespace: dict[str, Any] = {}
+    exec(script(f"{line.split('; ')[0]}; {changed}", "outside"), namespace)
+    assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
+
+
+def test_spread_over_a_dimension_stays_as_it_is_written(guard: Guard, tmp_path: Path) -> None:
+    first, _ = run(script("r = h[:1].std(0)", "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    (fix,) = [fix for fix in first.fixes if fix.action == "guard-empty"]
+    assert "correction=0" in fix.how.partition(":")[0]
+    assert fix.how.endswith(": r = h[:1].std(0)")
