@@ -286,3 +286,19 @@ def test_clipped_values_have_no_norm(guard: Guard) -> None:
     assert incident.cause == "clip-before-unscale"
     assert "the norm" not in incident.explanation
     assert "the values at " in incident.explanation
+
+
+def test_a_needless_scaler_is_switched_off_where_it_is_made(guard: Guard) -> None:
+    def body() -> None:
+        model = net()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** int("7"))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            opt.zero_grad()
+            scaler.scale(F.cross_entropy(model(torch.randn(6, 4)), torch.randint(0, 2, (6,)))).backward()
+            scaler.step(opt)
+            scaler.update()
+
+    incident = only(guard(body))
+    assert incident.cause == "needless-scaler"
+    assert how(incident).endswith('scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** int("7"), enabled=False)')

@@ -71,3 +71,26 @@ def test_no_update_has_spoiled_what_no_optimizer_trains(guard: Guard, tmp_path: 
     assert "a later update" not in saved.explanation
     assert "No optimizer trains them" in saved.explanation
     assert "since_step" not in saved.evidence
+
+
+def test_update_of_a_bad_micro_batch_has_spoiled_them_though_another_of_its_step_was_good(
+    guard: Guard, tmp_path: Path
+) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(5):
+            optimizer.zero_grad()
+            for half in range(2):
+                x = torch.randn(6, 4)
+                if (step, half) == (2, 1):
+                    x[3] = math.inf
+                model(x).square().mean().backward()
+            optimizer.step()
+        torch.save({"model": model.state_dict()}, tmp_path / "last.pt")
+
+    run = guard(body)
+    saved = next(i for i in run.report.incidents if i.location and "torch.save" in i.location.code)
+    assert "Another loss of step 2 was not finite: its update has spoiled them." in saved.explanation
+    assert saved.evidence["since_step"] == 2

@@ -207,6 +207,7 @@ class Habits:
                 "largest": max((largest for *_, largest in bad if largest is not None), default=None),
                 "of": len(found.weights),
                 "last_good_step": self._moves.recorder.judge.last_good_step,
+                "bad_since": self._moves.recorder.judge.bad_since,
             }
             self._moves.tell([Breach("nonfinite-parameter", None, None, None, where, None, facts)], step)
         used = [s for s in self._moves.watches.scalers if s.is_enabled and s.uses]

@@ -34,7 +34,7 @@ _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.READS | {"clamp_", "copy_"}
+        | powers.COMPARES | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
@@ -44,6 +44,7 @@ _FUNCTIONS = (
     *((torch, name) for name in dir(torch) if name in powers.FOREACH),
     *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
 )
+_WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_SPOTS = 8
 MAX_NUMBERS = 256
@@ -93,8 +94,12 @@ class _Seen:
 class ReadWindow:
     """Open between a backward pass and whatever comes next."""
 
-    def __init__(self, moves: Moves, guarded: Callable[..., Any]) -> None:
+    def __init__(
+        self, moves: Moves, guarded: Callable[..., Any], wrote: Callable[[object, Line | None], None] = lambda *_: None
+    ) -> None:
+        """`wrote` is told of what is written to in place, and where."""
         self._moves = moves
+        self._wrote = wrote
         self._guarded = guarded
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
         self._busy = False
@@ -191,6 +196,8 @@ class ReadWindow:
         if found is None:
             return
         with compat.unseen():
+            if name in _WRITES:
+                self._wrote(args[0], script_line(sys._getframe(3)))
             if name in powers.READS:
                 self._read(name, args[0], found)
             elif name in powers.COMPARES:

@@ -1,6 +1,7 @@
 """bypassed-scaler: an optimizer is stepped directly on gradients that are still scaled.
 
-What happens   scaler.scale(loss).backward(), then optimizer.step() instead of scaler.step(optimizer).
+What happens   scaler.scale(loss).backward(), then optimizer.step() instead of scaler.step(optimizer); or an update of the
+               script's own, p -= lr * p.grad, with such gradients.
 Why it hurts   the gradients are 65536 times too large; Adam hides it until weight decay, clipping or its eps matter. An
                overflow is not noticed, and the step makes the weights NaN. Later scaler.update() may say "No inf checks were
                recorded prior to update."
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 
 from ampguard.diagnose.protocol.framework import step_instead
-from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.scene import Scene, at, listed, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -30,6 +31,8 @@ def _called(scene: Scene) -> str:
 def bypassed_scaler(scene: Scene) -> Telling:
     name = _called(scene)
     scaler = scene.scaler
+    if scene.facts.get("own_update"):
+        return _own_update(scene)
     if scene.facts.get("was_skipped"):
         text = (
             f"`{name}` was stepped once more at {at(scene.again)}, with the very gradients, Inf or NaN among them, for which "
@@ -55,3 +58,20 @@ def bypassed_scaler(scene: Scene) -> Telling:
         how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"
     evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats")}
     return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)
+
+
+def _own_update(scene: Scene) -> Telling:
+    """No optimizer: the script moves weights along their gradients itself."""
+    scaler, rate, scale = scene.scaler, number(float(f"{scene.facts['rate']:.3g}")), number(float(scene.facts["scale"]))
+    where = f", at {at(scene.again)}" if scene.again is not None else ""
+    text = (
+        f"The script itself moves {listed(scene.parameters)} along gradients that are still scaled: by {rate} times those "
+        f"from {at(scene.first)}, which are {scene.factor}{where}. An overflow is not noticed either."
+    )
+    how = (
+        f"give them to an optimizer and let {scaler}.step(...) make the update; or divide by {scaler}.get_scale() first, "
+        f"and leave the update out where the gradients are not finite"
+    )
+    fix = order(scene, how, target=scene.module)
+    line = scene.again if scene.again is not None else scene.first
+    return Telling(text, line, (fix,), evidence={"scale": scale, "rate": rate}, module=scene.module)

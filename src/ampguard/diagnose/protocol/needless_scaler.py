@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampguard.diagnose.protocol.scene import Scene, number
+from ampguard.diagnose.protocol.scene import Scene, number, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+OFF = "{} = torch.amp.GradScaler(enabled=False)"
 
 
 @breach("needless-scaler")
@@ -26,13 +28,30 @@ def needless_scaler(scene: Scene) -> Telling:
     )
     fix = order(
         scene,
-        f"leave it out, or switch it off: {scaler} = torch.amp.GradScaler(enabled=False)",
+        f"leave it out, or switch it off: {switched_off(statement(scene.again)) or OFF.format(scaler)}",
         "remove-scaler",
         scaler,
     )
     keys = ("steps", "skipped", "first_scale", "scale", "parameter_dtypes")
     evidence = {**{key: facts[key] for key in keys}, "autocast_regions": facts["regions"], "float16_regions": 0}
     return Telling(text, scene.again, (fix,), severity="warning", dtype=dtype, evidence=evidence)
+
+
+def switched_off(code: str) -> str | None:
+    """The statement that makes the scaler, with `enabled=False`; None where it is not written as such.
+
+    >>> switched_off('scaler = GradScaler("cpu", init_scale=2.0 ** int(n))')
+    'scaler = GradScaler("cpu", init_scale=2.0 ** int(n), enabled=False)'
+    """
+    head, call, rest = code.partition("GradScaler(")
+    depth, end = 1, 0
+    while call and depth and end < len(rest):
+        depth += (rest[end] in "([{") - (rest[end] in ")]}")
+        end += 1
+    given = rest[: end - 1]
+    if not call or depth or "enabled" in given or head.startswith(("class ", "def ", "if ", "with ", "for ")):
+        return None
+    return f"{head}{call}{given}{', ' if given.strip() else ''}enabled=False){rest[end:]}"
 
 
 def _computed(facts: dict[str, Any]) -> str:

@@ -27,6 +27,8 @@ def nonfinite_parameter(scene: Scene) -> Telling | None:
     since, largest = facts.get("last_good_step"), facts.get("largest")
     is_state = all(known is not None and not scene.is_trained(known) for *_, known in found)
     when = f" The loss of step {since} was still finite: a later update has spoiled them." if since is not None else ""
+    if since is not None and facts.get("bad_since") == since:
+        when = f" Another loss of step {since} was not finite: its update has spoiled them."
     how = "delete this file and go back to a checkpoint from before that step; find what made the update bad"
     if is_state:
         since = None  # batch statistics hide a bad running statistic from the losses of training

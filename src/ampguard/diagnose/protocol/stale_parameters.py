@@ -59,8 +59,10 @@ def stale_parameters(scene: Scene) -> Telling:
     else:
         any_more = " any more" if scene.facts.get("had_gradients") else ""
         why = (
-            f"{what} belong to no module that is called and get no gradient{any_more}, while {listed(scene.parameters)} "
-            f"get one and belong to no optimizer. {_how_it_came(scene)}"
+            f"{what} {'belongs' if len(lost) == 1 else 'belong'} to no module that is called and "
+            f"{'gets' if len(lost) == 1 else 'get'} no gradient{any_more}, while {listed(scene.parameters)} "
+            f"{'gets one and belongs' if len(scene.parameters) == 1 else 'get one and belong'} to no optimizer. "
+            f"{_how_it_came(scene)}"
         )
         how = f"build {name} after the model is complete and on its device{built}, from its parameters() then"
         fix = order(

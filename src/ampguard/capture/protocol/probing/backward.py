@@ -91,6 +91,8 @@ class BackwardProbe:
 
     def _before(self, tensors: Any, gradients: Any) -> None:
         moves = self._witness.moves
+        if self._witness.own_updates.is_open:
+            self._witness.own_updates.settle()
         if moves.looks_closely or self._looks < FIRST_LOOKS:
             self._witness.window.close()
             self._looks += 1
@@ -103,5 +105,8 @@ class BackwardProbe:
         reached = witness.moves.after_backward(frame)
         if witness.habits.watches_regions:
             witness.habits.differentiated(reached)
-        if witness.moves.looks_closely and witness.moves.machine.scaled:
+        last = witness.moves.machine.last_backward
+        if witness.moves.looks_closely and last is not None and last.scale is not None:
+            witness.own_updates.after_backward(float(last.scale), last.where)
+        if witness.moves.looks_closely and (witness.moves.machine.scaled or witness.own_updates.is_open):
             witness.window.open()

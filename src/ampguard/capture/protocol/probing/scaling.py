@@ -88,6 +88,8 @@ class ScalingProbe:
                     except Exception as error:
                         guarded(moves.refused, "update", self_, None, error, frame)
                         raise
+            if witness.own_updates.is_open:
+                guarded(witness.own_updates.settle)
             if moves.machine.open:
                 guarded(moves.before_update, of)
             try:

@@ -1,0 +1,121 @@
+"""Weights that the script itself moves along gradients which are still scaled: `p -= lr * p.grad`, and no optimizer.
+
+In iterations that are looked at closely, a few parameters that no optimizer holds are copied with their gradients after the
+backward pass of a scaled loss, and compared once the iteration is over. A weight that has moved by a multiple of its
+gradient was updated by hand; whether the scale was divided out first shows in the multiple: somebody has written the
+learning rate down, so it is a round number, and the same number divided by 65536 is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import SMALL
+from ampguard.capture.protocol.models import Models, unowned
+from ampguard.capture.record import Line
+from ampguard.compat import version_of
+from ampguard.protocol.events import Breach
+
+if TYPE_CHECKING:
+    from ampguard.capture.protocol.moves import Moves
+
+MOST = 3
+"""Parameters that are copied."""
+
+SMALLEST_SCALE = 8.0
+ALONG = 1e-3
+"""How far a change may be from a multiple of the gradient, of its norm: it was rounded to the weights' precision."""
+
+SAME = 1e-3
+"""How near a number must be to a round one."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A parameter after the backward pass: as it was, and what it moves along."""
+
+    parameter: Tensor
+    version: int
+    before: Tensor
+    gradient: Tensor
+
+    def rate(self) -> float | None:
+        """By how many times its gradient it was moved against it; None where it was not. Waits for the device."""
+        if version_of(self.parameter) == self.version and torch.equal(self.parameter.detach(), self.before):
+            return None
+        change = (self.before.double() - self.parameter.detach().double()).flatten()
+        g = self.gradient.double().flatten()
+        square = float(g @ g)
+        if not square or not bool(g.isfinite().all()) or not bool(change.isfinite().all()):
+            return None
+        rate = float(change @ g) / square
+        return rate if rate > 0 and float((change - rate * g).norm()) <= ALONG * float(change.norm()) else None
+
+
+class OwnUpdates:
+    """Follows them from a backward pass to the end of its iteration."""
+
+    def __init__(self, moves: Moves, models: Models) -> None:
+        self._moves = moves
+        self._models = models
+        self._followed: list[_Followed] = []
+        self._scale = 1.0
+        self._backward: Line | None = None
+        self._step = 0
+        self._lines: dict[int, Line | None] = {}
+        """Where memory was written to that followed parameters lie in."""
+        self._has_told = False
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._followed)
+
+    def after_backward(self, scale: float, where: Line | None) -> None:
+        """Copy some that no optimizer holds. An accumulation window begins anew with each of its backward passes."""
+        self._followed = []
+        if self._has_told or scale < SMALLEST_SCALE:
+            return
+        held = [p for watch in self._moves.watches.optimizers for p in watch.parameters()]
+        found = [p for p in unowned(self._models, held) if p.numel() <= SMALL and type(p.grad) is Tensor]
+        self._lines = {}
+        with torch.no_grad(), compat.unseen():
+            for p, grad in [(p, p.grad) for p in found if p.grad is not None and not p.grad.is_sparse][:MOST]:
+                self._lines[compat.storage_key(p)] = None
+                self._followed.append(_Followed(p, version_of(p), p.detach().clone(), grad.detach().clone()))
+        self._scale, self._backward, self._step = scale, where, self._moves.recorder.steps.count
+
+    def wrote(self, target: object, where: Line | None) -> None:
+        """The script writes to a tensor in place."""
+        if isinstance(target, Tensor):
+            key = compat.storage_key(target)
+            if key in self._lines:
+                self._lines[key] = self._lines[key] or where
+
+    def settle(self) -> None:
+        """The iteration is over: were they moved along gradients that still carry the scale?"""
+        followed, self._followed = self._followed, []
+        if not followed or self._moves.scale_was_read:
+            return
+        with torch.no_grad(), compat.unseen():
+            moved = [(each.parameter, rate) for each in followed if (rate := each.rate()) is not None]
+        scaled = [p for p, rate in moved if is_round(rate) and not is_round(rate * self._scale)]
+        if scaled and len(scaled) == len(moved):
+            self._has_told = True
+            where = next((line for line in self._lines.values() if line is not None), None)
+            facts = {"own_update": True, "parameters": scaled, "rate": moved[0][1], "scale": self._scale}
+            breach = Breach("bypassed-scaler", None, None, self._backward, where, self._scale, facts)
+            self._moves.tell([breach], self._step)
+
+
+def is_round(number: float) -> bool:
+    """Whether it has no more than two significant digits, as a learning rate that somebody has chosen.
+
+    >>> is_round(0.0025), is_round(1.0000002e-3), is_round(1e-3 / 1024)
+    (True, True, False)
+    """
+    return abs(number / float(f"{number:.1e}") - 1.0) < SAME

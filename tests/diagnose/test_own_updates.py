@@ -1,0 +1,106 @@
+"""Updates that a script writes itself, with gradients of a scaled loss: divided by the scale or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+Guard = Callable[..., Any]
+SCALE = 512.0
+
+
+def plainly(parameters: Iterable[Tensor], scaler: Any) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p -= 0.01 * p.grad  # update
+
+
+def past_autograd(parameters: Iterable[Tensor], scaler: Any) -> None:
+    for p in parameters:
+        p.data.add_(p.grad.data, alpha=-0.0025)  # update
+
+
+def written_anew(parameters: Iterable[Tensor], scaler: Any) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(p - 3e-4 * p.grad)  # update
+
+
+def divided(parameters: Iterable[Tensor], scaler: Any) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p -= 0.01 * (p.grad / scaler.get_scale())
+
+
+def divided_by_a_constant(parameters: Iterable[Tensor], scaler: Any) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p -= (0.01 / SCALE) * p.grad
+
+
+def divided_in_place(parameters: Iterable[Tensor], scaler: Any) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.grad.mul_(1.0 / SCALE)
+            p.add_(p.grad, alpha=-0.01)
+
+
+def normalised(parameters: Iterable[Tensor], scaler: Any) -> None:
+    """A step of fixed length: the scale cancels."""
+    with torch.no_grad():
+        for p in parameters:
+            p -= 0.01 * p.grad / p.grad.norm()
+
+
+def decayed_only(parameters: Iterable[Tensor], scaler: Any) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(0.999)
+
+
+def training(update: Callable[[Iterable[Tensor], Any], None], beside_optimizer: bool) -> Callable[[], None]:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 5))
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        opt = torch.optim.Adam(model[2].parameters(), 1e-3)
+        own = model[0] if beside_optimizer else model
+        for _ in range(6):
+            x = torch.randn(8, 5)
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(x)
+            model.zero_grad()
+            scaler.scale((out.float() - x).square().mean()).backward()
+            update(own.parameters(), scaler)
+            if beside_optimizer:
+                scaler.step(opt)
+                scaler.update()
+
+    return body
+
+
+@pytest.mark.parametrize("update", [plainly, past_autograd, written_anew])
+def test_an_update_with_scaled_gradients(update: Callable[..., None], guard: Guard) -> None:
+    run = guard(training(update, beside_optimizer=True))
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"])
+    incident = run.first
+    assert (incident.step, incident.module, incident.evidence["factor"]) == (0, "0", SCALE)
+    assert incident.evidence["parameters"] == ["0.weight", "0.bias"]
+    assert incident.location is not None
+    assert incident.location.code.endswith("# update")
+
+
+@pytest.mark.parametrize("update", [divided, divided_by_a_constant, divided_in_place, normalised, decayed_only])
+def test_an_update_with_true_gradients_is_right(update: Callable[..., None], guard: Guard) -> None:
+    run = guard(training(update, beside_optimizer=True))
+    assert (run.faults, run.causes) == (0, [])
+
+
+def test_where_no_optimizer_steps_at_all(guard: Guard) -> None:
+    run = guard(training(written_anew, beside_optimizer=False))
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"])
+    assert run.first.evidence["parameters"] == ["0.weight", "0.bias"]  # the rest an optimizer holds
