@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.compiled_functions import CompiledFunction, recorded
 from ampguard.capture.leaving import (
     LeftError,
@@ -137,7 +138,7 @@ def recorded_as_called(
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen
-        if recorder.paused or torch.compiler.is_compiling() or not recorder.active:
+        if recorder.paused or compat.is_compiling() or not recorder.active:
             return compiled(*args, **kwargs)
         if chosen is None:
             drives = recorder.barrier.call(may_drive, function, args, kwargs)
@@ -177,7 +178,7 @@ def recorded_step(
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_nested = recorder.paused or torch.compiler.is_compiling() or recorder.tape.is_barred
+        is_nested = recorder.paused or compat.is_compiling() or recorder.tape.is_barred
         if is_nested or not recorder.active:
             return compiled(*args, **kwargs)
         guarded(hide)
@@ -208,7 +209,7 @@ def telling(recorder: FlightRecorder, opened: _OpenStep | None) -> Iterator[None
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
     def is_ours() -> bool:
-        return recorder.active and not recorder.paused and not torch.compiler.is_compiling()
+        return recorder.active and not recorder.paused and not compat.is_compiling()
 
     @functools.wraps(backward)
     def told_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:

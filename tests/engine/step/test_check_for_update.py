@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,19 +84,20 @@ def test_one_that_divides_by_itself_keeps_all_gradients_scaled() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
-    "gradient",
+    "make",
     [
-        torch.ones(4, 4, dtype=torch.bfloat16),
-        torch.full((4,), 6e-8, dtype=torch.float16),
-        torch.arange(6.0).reshape(2, 3).t(),
-        torch.tensor(2.0).expand(4),
-        torch.ones(3, dtype=torch.complex64),
-        torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (4,), check_invariants=True),
+        lambda: torch.ones(4, 4, dtype=torch.bfloat16),
+        lambda: torch.full((4,), 6e-8, dtype=torch.float16),
+        lambda: torch.arange(6.0).reshape(2, 3).t(),
+        lambda: torch.tensor(2.0).expand(4),
+        lambda: torch.ones(3, dtype=torch.complex64),
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (4,), check_invariants=True),
     ],
     ids=["bfloat16", "float16", "transposed", "expanded", "complex", "sparse"],
 )
-def test_what_is_not_divided_is_left_as_it_was(gradient: Tensor) -> None:
+def test_what_is_not_divided_is_left_as_it_was(make: Callable[[], Tensor]) -> None:
     """None would keep its digits, or its elements, in the pass."""
+    gradient = make()
     p = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
     q = nn.Parameter(torch.zeros(3))
     p.grad, q.grad = gradient.clone() if gradient.is_sparse else gradient, torch.full((3,), 4.0)
