@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader
 from watching import Watched, bits
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
@@ -281,3 +283,72 @@ def test_calls_that_went_unseen_break_no_rule(seed: int, guard: Guard) -> None:
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert not set(run.causes) & PROTOCOL, run.causes
+
+
+def modes_on() -> int:
+    return len(_get_current_dispatch_mode_stack()) + torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("comes_back", ["with a module", "with a batch", "with an optimizer"])
+def test_the_tape_of_a_thread_that_trains_no_more_is_taken_off(comes_back: str, guard: Guard) -> None:
+    """The main thread has computed a loss, and another one trains: the next thing of ours that is called here cleans up."""
+    model = nn.Linear(4, 2)
+    x = torch.ones(2, 4)
+
+    def trains() -> None:
+        other = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            other(x).pow(2).mean().backward()
+            optimizer.step()
+
+    def body() -> tuple[int, int]:
+        loss = model(x).pow(2).mean()
+        thread = threading.Thread(target=trains)
+        thread.start()
+        thread.join()
+        before = modes_on()
+        if comes_back == "with a module":
+            with torch.no_grad():
+                model(x)
+        elif comes_back == "with a batch":
+            next(iter(DataLoader(torch.ones(2, 4))))
+        else:
+            torch.optim.SGD(model.parameters(), lr=0.1)
+        del loss
+        return before, modes_on()
+
+    before, after = guard(body).result
+    assert (before, after) == (1, 0)
+
+
+def test_failures_are_told_after_training_has_come_back_to_its_first_thread(guard: Guard) -> None:
+    """The loss outside the module is taped again: its operator is named."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(is_bad: bool) -> None:
+        optimizer.zero_grad()
+        out = model(torch.ones(2, 4)).pow(2).mean()
+        (out / (0.0 if is_bad else 1.0) if is_bad else torch.log(out + 1)).backward()
+        optimizer.step()
+
+    def elsewhere(count: int) -> None:
+        thread = threading.Thread(target=lambda: [step(False) for _ in range(count)])
+        thread.start()
+        thread.join()
+
+    def body() -> None:
+        step(False)
+        loss = model(torch.ones(2, 4)).mean()
+        elsewhere(2)
+        step(False)
+        elsewhere(1)
+        step(False)
+        del loss
+        step(True)
+
+    run = guard(body)
+    assert (run.first.cause, run.first.op) == ("division-by-zero", "aten.div.Tensor")
+    assert not run.faults

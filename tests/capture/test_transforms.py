@@ -71,9 +71,8 @@ def along_a_direction(model: nn.Module, x: Tensor, is_bad: bool) -> Tensor:
     """Forward-mode derivatives of a whole batch, and back again."""
     _, tangent = jvp(model, (x,), (torch.ones_like(x),))
     _, back = vjp(model, x)
-    return (tangent + back(torch.ones(len(x), 1))[0].sum(1, keepdim=True)).square().mean() / (
-        0.0 * x.sum() if is_bad else 1.0
-    )
+    error = (tangent + back(torch.ones(len(x), 1))[0].sum(1, keepdim=True)).square().mean()
+    return error / (0.0 * x.sum() if is_bad else 1.0)
 
 
 Make = Callable[[nn.Module, Tensor, bool], Tensor]
@@ -82,7 +81,7 @@ LOSSES: list[tuple[Make, str, str, str]] = [
     (norm_of_jacobian, "singular-gradient", "aten.div.Tensor", ".sqrt()"),
     (log_of_hessian, "domain-error", "aten.log.default", "torch.log(vmap"),
     (adapted_in_each_task, "division-by-zero", "aten.div.Tensor", "/ spread"),
-    (along_a_direction, "division-by-zero", "aten.div.Tensor", "0.0 * x.sum()"),
+    (along_a_direction, "division-by-zero", "aten.div.Tensor", "return error / ("),
 ]
 
 

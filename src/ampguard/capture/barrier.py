@@ -35,6 +35,8 @@ class FaultBarrier:
         """The function mode of ours that is on the stack: it has to be out of the way."""
         self.is_hiding = False
         """True while the script's own modes are switched off, so that they do not see our operators."""
+        self.before_hiding: Callable[[], None] | None = None
+        """Called first where modes are active: one may be ours, left on the stack of a thread that trained before."""
 
     def call(self, function: Callable[..., T], *args: Any) -> T | None:
         """`function(*args)`, or None where the guard is off or has just failed."""
@@ -43,6 +45,10 @@ class FaultBarrier:
         try:
             if (not function_modes_on() and dispatch_modes_on() <= self.own_modes) or self.is_hiding:
                 return function(*args)
+            if self.before_hiding is not None:
+                self.before_hiding()
+                if not self.is_observed():
+                    return function(*args)
             calls = self.calls
             if calls is not None and calls.step_aside():
                 try:

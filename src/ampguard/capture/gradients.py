@@ -116,8 +116,8 @@ class GradientWatch:
         parameters = self._judge.parameters_of_modules()
         if all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             self._judge.gradients_are_good()
-        else:
-            self._judge.gradients_are_bad(parameters, None, is_held_off=False)
+        else:  # what earlier calls have left there was finite: it was looked at
+            self._judge.gradients_are_bad(parameters, None, is_held_off=False, since=call.index)
 
     def cleared(self, of: int | None, scaler: Any) -> None:
         """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) are cleared.

@@ -20,6 +20,7 @@ from ampguard.capture import lineage, undifferentiated
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
+from ampguard.capture.plain_leaves import PlainLeaves
 from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, since, tensors_in
 from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.capture.steps import StepCounter
@@ -36,6 +37,8 @@ class Judge:
     def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
         self.suspects: list[BadResult] = []
         self.last_good_step: int | None = None
+        self.bad_since: int | None = None
+        """The step of the first bad loss since the last good one; of the same step where a micro-batch alone was bad."""
         self.thread: Callable[[], int] = threading.get_ident
         """Whose step the log holds."""
         self.losses: list[float | Tensor] = []
@@ -50,6 +53,7 @@ class Judge:
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
         self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
         self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._plain_leaves = PlainLeaves()
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
         self._bad_loss_step: int | None = None
@@ -114,6 +118,8 @@ class Judge:
             self.last_good_step = bad.step
         else:
             self._bad_loss_step = bad.step
+            if self.bad_since is None or self.bad_since < (self.last_good_step or 0):
+                self.bad_since = bad.step
             tell_calls(bad.record)
             self._report(bad)
 
@@ -150,10 +156,14 @@ class Judge:
             return
         if not lineage.comes_from_a_root(record, ref):
             return
-        if self._was_judged(lineage.ancestors(record, ref)):
-            return  # a loss that backward was called on
-        mode: Mode = "train" if lineage.wants_gradient(record, ref) else "eval"
+        if self._was_judged(lineage.ancestors(record, ref)) or self._is_old_news(ref):
+            return  # a loss that backward was called on, or a sum to which a bad one was added
+        mode: Mode = "train" if lineage.was_wanting(record, ref) else "eval"
         self.suspects.append(self._bad("loss", mode, (ref,)))
+
+    def _is_old_news(self, ref: Ref) -> bool:
+        """Whether a number is bad only because another one was, after a bad loss was told."""
+        return self._bad_loss_step is not None and lineage.rests_on_a_figure(self._log.record, ref)
 
     def _was_judged(self, events: set[int]) -> bool:
         for known in self._healthy:
@@ -222,7 +232,9 @@ class Judge:
             self._spoilt.note([p for p in self.parameters_of_modules() if p.grad is not None])
 
     def parameters_of_modules(self) -> list[Tensor]:
-        """Of the modules that were called in this step; none in a thread whose step the log does not hold.
+        """Of the modules that were called in this step; weights that hang in none, where there is no optimizer either.
+
+        None in a thread whose step the log does not hold.
 
         In another's, autograd's engine may be writing to `.grad` at this moment, without the interpreter's lock.
         """
@@ -230,6 +242,8 @@ class Judge:
         if self.thread() != threading.get_ident():  # asked after the record: a new one is begun for another thread
             return []
         modules = {id(e.module): e.module for e in record.events if isinstance(e, RootCall)}
+        if not modules and self._steps.counts_backwards:
+            return self._plain_leaves.with_gradients(record.events)
         return [p for module in modules.values() for p in module.parameters()]
 
     # --- outputs and buffers ----------------------------------------------------------------------------------------
@@ -329,9 +343,10 @@ class Judge:
         """The script raised: was one of the tensors that it had at hand computed in this step, and bad?"""
         found = undifferentiated.results_at_hand(error, self._log)
         found = [r for r in found if r.event >= self._log.iteration_start and not self._was_judged({r.event})]
+        found = [r for r in found if not self._is_old_news(r)]
         if found:
             first = min(found, key=lambda ref: (ref.event, ref.output))
-            mode: Mode = "train" if lineage.wants_gradient(self._log.record, first) else "eval"
+            mode: Mode = "train" if lineage.was_wanting(self._log.record, first) else "eval"
             self.suspects.append(self._bad("loss", mode, (first,)))
 
     def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
@@ -349,10 +364,11 @@ class Judge:
         if module is not None and all(e.module is not module for e in roots):
             return
         self._looked_until = open_events[-1].index + 1
-        found = undifferentiated.discarded_loss(open_events, is_last)
+        found = undifferentiated.discarded_loss(open_events, is_last, self._is_old_news)
         if found is not None:
             bad = self._bad("loss", "train", (found,))  # kept calls have let go of their operands
-            found = undifferentiated.discarded_loss(since(bad.record.events, self._log.closed_until), is_last)
+            told = since(bad.record.events, self._log.closed_until)
+            found = undifferentiated.discarded_loss(told, is_last, self._is_old_news)
             if found is not None:
                 self.suspects.append(dataclasses.replace(bad, targets=(found,)))
                 return

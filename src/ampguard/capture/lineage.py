@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in, refs_of
+from torch import Tensor, nn
+
+from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in, refs_of
 from ampguard.numerics import is_finite
 
 
@@ -38,7 +40,7 @@ def is_float(record: StepRecord, ref: Ref) -> bool:
     return event is not None and ref.output < len(event.floating) and event.floating[ref.output]
 
 
-def wants_gradient(record: StepRecord, ref: Ref) -> bool:
+def was_wanting(record: StepRecord, ref: Ref) -> bool:
     """Whether this tensor was computed with gradients on, from something that wants one."""
     return ref.event in wanting_gradients(record)
 
@@ -49,8 +51,7 @@ def wanting_gradients(record: StepRecord) -> set[int]:
     found: set[int] = set()
     for event in record.events:
         if isinstance(event, RootCall):
-            tensors = [ref() for ref in event.outputs]
-            wants = event.modes.grad and any(tensor is None or tensor.requires_grad for tensor in tensors)
+            wants = event.modes.grad and (event.wants_gradient or event.is_function)
         else:
             wants = event.grad and (
                 any(held.tensor.requires_grad for held in held_in((event.args, event.kwargs)))
@@ -59,6 +60,11 @@ def wanting_gradients(record: StepRecord) -> set[int]:
         if wants:
             found.add(event.index)
     return found
+
+
+def wants_gradient(event: Event) -> bool:
+    """Whether any of its results that are still there wants a gradient."""
+    return any((tensor := ref()) is not None and tensor.requires_grad for ref in event.outputs)
 
 
 def events_behind_gradients(record: StepRecord) -> set[int]:
@@ -88,6 +94,34 @@ def nonfinite_number_behind(record: StepRecord, ref: Ref) -> Ref | None:
         if isinstance(event, GlueOp):
             stack += refs_of(event)
     return None
+
+
+def rests_on_a_figure(record: StepRecord, ref: Ref) -> bool:
+    """Whether a number that the step was given, and that was bad already, is part of what this one was computed from.
+
+    (What a script counts on from step to step: a sum of losses, their running mean.)
+    """
+    stack, seen = [ref.event], set[int]()
+    while stack:
+        event = record.event(stack.pop())
+        if not isinstance(event, GlueOp) or event.index in seen:
+            continue
+        seen.add(event.index)
+        if any(_is_bad_figure(held.tensor) for held in held_in((event.args, event.kwargs))):
+            return True
+        stack += [r.event for r in refs_of(event) if is_float(record, r) and _may_be_bad(record, r)]
+    return False
+
+
+def _is_bad_figure(tensor: Tensor) -> bool:
+    is_number = tensor.numel() == 1 and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+    return is_number and not is_finite(tensor.detach())
+
+
+def _may_be_bad(record: StepRecord, ref: Ref) -> bool:
+    event = record.event(ref.event)
+    tensor = event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
+    return tensor is None or not is_finite(tensor.detach())
 
 
 def root_of(bad: BadResult) -> RootCall | None:

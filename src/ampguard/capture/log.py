@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
+from ampguard.capture.cutting import cut_before
 from ampguard.capture.forgetting import KEPT_ROOTS, has_live_result, is_evaluating, is_window_too_large, still_used
 from ampguard.capture.frames import user_line
 from ampguard.capture.holders import Holders
@@ -370,6 +371,15 @@ class EventLog:
             self._keep(still_used(events, [], self.iteration_start, self.producers.writers))
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
+
+    def forget_before(self, start: int) -> None:
+        """Drop the events before `start`, in a loop whose steps hang together: what they made and is in use is given."""
+        events = self.record.events
+        if events and events[0].index < start:
+            self._record.events = cut_before(events, start)
+            self._record.complete = True
+            self.producers.forget({event.index for event in self._record.events})
+            self._holders.clear()
 
     def _may_sweep(self, events: list[Event]) -> bool:
         """Without a backward pass: at twice as many events, in an evaluation sooner."""

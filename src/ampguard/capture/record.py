@@ -159,6 +159,8 @@ class RootCall:
     seconds: float = 0.0
     is_function: bool = False
     """True for a custom `torch.autograd.Function` applied outside every module: its own backward is needed to replay it."""
+    wants_gradient: bool = False
+    """Whether any of what it returned wants a gradient."""
     region: int = 0
     """Calls of the same number lie between the same two clearings of autocast's weight cache; -1 without that cache."""
 

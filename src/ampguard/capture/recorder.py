@@ -26,6 +26,7 @@ from ampguard.capture.frames import is_user_code, user_line
 from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
+from ampguard.capture.lineage import wants_gradient
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
@@ -49,6 +50,9 @@ from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
 from ampguard.capture.usual import CallContext
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, interpreter, version_of
+
+LATELY = 8
+"""Events in which it is seen whether the script is computing with what is trained."""
 
 KEPT_STEPS = 64
 """Optimizer steps remembered: which optimizer made them."""
@@ -145,8 +149,7 @@ class FlightRecorder:
             self.judge.settle(module)
         if self.tells_forward:
             self.listener.on_forward()
-        if log.forget_finished(keep_all=bool(self.judge.suspects)):
-            self.judge.forget_judged()
+        self._forget_finished()
         frame = sys._getframe(2)
         index = log.next_index
         log.next_index = index + 1
@@ -191,6 +194,8 @@ class FlightRecorder:
         for position, tensor in enumerate(outputs):
             root.outputs.append(self.log.producers.define(tensor, Ref(root.index, position)))
             root.floating.append(tensor.dtype.is_floating_point)
+            if tensor.requires_grad:
+                root.wants_gradient = True
         poisoned = self.context.after_call(root)
         if poisoned:
             self.judge.suspect_buffers(root, poisoned)
@@ -198,6 +203,10 @@ class FlightRecorder:
             self.judge.look_at_outputs(root, outputs)
             self.pace.leave(self.log.next_index, root.seconds)
         self.tape.enter(self.schedule.limit)
+
+    def _forget_finished(self) -> None:
+        if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
+            self.judge.forget_judged()
 
     def pass_over(self, module: nn.Module) -> None:
         """A call without gradients that is only looked at begins."""
@@ -256,6 +265,11 @@ class FlightRecorder:
     def tape_exhausted(self) -> None:
         """The tape met more operators than it may follow."""
         record = self.log.record
+        if not self._has_root and any(wants_gradient(event) for event in record.events[-LATELY:]):
+            more = self.schedule.more()
+            if more:  # this is no preprocessing: the step itself runs outside modules
+                self.tape.left = more
+                return
         if not self._has_begun:
             self.log.clear()  # that was setting up
             return
@@ -335,9 +349,17 @@ class FlightRecorder:
         self.thread = thread
         if self.tape.is_on_stack:
             self.left_behind.append(self.tape)
-            self.barrier.own_modes = 0
+            self.barrier.own_modes, self.barrier.calls = 0, None
+            self.barrier.before_hiding = self._leave_old_tapes
         self.tape = GlueTape(self)
         self.log.clear()
+
+    def _leave_old_tapes(self) -> None:
+        """Take a tape off that this thread has had on its stack since another one began to train."""
+        for tape in self.left_behind:
+            tape.leave()
+        self.left_behind = [tape for tape in self.left_behind if tape.is_on_stack]
+        self.barrier.before_hiding = self._leave_old_tapes if self.left_behind else None
 
     def after_backward(self) -> None:
         """The graph is used up: events before now are kept only while their results are."""
@@ -354,6 +376,8 @@ class FlightRecorder:
         if self.steps.differentiated():
             self._end_iteration()
             self.log.iteration_start = before  # perhaps two backward passes make one step
+            if self.schedule.is_functional:  # no module's call comes by, at which finished steps are forgotten
+                self.log.forget_before(before)
             self.resume_tape()
         elif self.log.goes_on_after_backward or self.steps.count < 2:
             self.resume_tape()
@@ -409,6 +433,8 @@ class FlightRecorder:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)
         self.log.iteration_ended()
+        if self.schedule.is_functional and not self.steps.counts_backwards:
+            self._forget_finished()
 
     def bookkeeping_done(self, is_last: bool) -> None:
         """The scaler was updated, an optimizer stepped or its gradients were cleared, between two steps.
@@ -442,7 +468,7 @@ class FlightRecorder:
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
         if self.thread == threading.get_ident() and not self.paused:
-            self.tape.enter(self.schedule.limit)
+            self.tape.enter(self.schedule.glue_limit)
 
     # --- the end, and investigations ----------------------------------------------------------------------------------
 

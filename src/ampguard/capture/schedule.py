@@ -7,6 +7,9 @@ from ampguard.capture.log import MAX_EVENTS
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""
 
+FREE_FUNCTIONAL_OPS = 512
+"""The same of a step that calls no module: all of it is glue, and there is nothing else that it could be run again by."""
+
 TAPED_OP_SECONDS = 6e-6
 GLUE_TIME_SHARE = 0.01
 LONG_STEP = 0.025
@@ -44,6 +47,7 @@ class TapeSchedule:
         self._has_prefix = False
         self._clears_between_steps = False
         self._empty_prefixes = 0
+        self._may_have_more = True
 
     def begins(self, has_prefix: bool) -> None:
         """The first module of a step is called; `has_prefix`: something was computed before."""
@@ -76,6 +80,7 @@ class TapeSchedule:
         looks_again = self._wants_prefix and steps % LOOK_AGAIN == 0
         self.has_no_prefix = has_root and is_empty and not looks_again
         self._has_prefix = False
+        self._may_have_more = True
 
     def comes_next(self, is_last: bool) -> bool:
         """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, only that (`is_last`)."""
@@ -83,9 +88,19 @@ class TapeSchedule:
             self._clears_between_steps = True
         return is_last or not self._clears_between_steps
 
+    def more(self) -> int:
+        """Operators to be taped beyond those of preprocessing, where that turns out to be the step itself: once a step."""
+        may, self._may_have_more = self._may_have_more, False
+        return max(self.limit, FREE_FUNCTIONAL_OPS) - PREFIX_OPS if may and not self.is_functional else 0
+
+    @property
+    def glue_limit(self) -> int:
+        """Operators that are taped where a step goes on outside modules."""
+        return max(self.limit, FREE_FUNCTIONAL_OPS) if self.is_functional else self.limit
+
     @property
     def prefix_limit(self) -> int:
         """Operators that are taped before the first module; 0 for none."""
         if self.is_functional:
-            return self.limit
+            return self.glue_limit
         return 0 if self.has_no_prefix else PREFIX_OPS

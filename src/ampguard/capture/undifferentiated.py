@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ampguard.capture.flags import is_immediate
@@ -11,15 +13,20 @@ from ampguard.capture.record import Event, Ref, RootCall
 from ampguard.numerics import is_finite
 
 
-def discarded_loss(events: list[Event], waits: bool) -> Ref | None:
-    """The last number among the events' results that wants a gradient and is not finite. `waits`: on any device."""
+def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], bool]) -> Ref | None:
+    """The last number among the events' results that wants a gradient and is not finite. `waits`: on any device.
+
+    `is_known`: what is no news is passed over (a running sum to which a bad loss was added earlier).
+    """
     for event in reversed(events):
         for position, ref in enumerate(event.outputs):
             tensor = ref()
             if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
                 continue
             if tensor.requires_grad and (tensor.device.type == "cpu" or waits) and not is_finite(tensor):
-                return Ref(event.index, position)
+                found = Ref(event.index, position)
+                if not is_known(found):
+                    return found
     return None
 
 

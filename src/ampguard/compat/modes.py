@@ -32,6 +32,12 @@ _pop: Callable[[Any], Any] | None = getattr(torch._C, "_pop_torch_dispatch_stack
 
 _top_mode: Callable[[int], Any] | None = getattr(torch._C, "_get_dispatch_stack_at", None)
 
+_mode_of_kind: Callable[[Any], Any] | None = getattr(torch._C, "_get_dispatch_mode", None)
+
+_KINDS = getattr(torch._C, "_TorchDispatchModeKey", None)
+
+_TRACING = [getattr(_KINDS, kind) for kind in ("PROXY", "FUNCTIONAL") if hasattr(_KINDS, kind)]
+
 _push_function: Callable[[Any], None] | None = getattr(torch._C, "_push_on_torch_function_stack", None)
 
 _pop_function: Callable[[], Any] | None = getattr(torch._C, "_pop_torch_function_stack", None)
@@ -70,6 +76,14 @@ def is_top_dispatch_mode(mode: TorchDispatchMode) -> bool:
     if depth == 0 or _top_mode is None:
         return False
     return _top_mode(depth - 1) is mode
+
+
+def is_compiling() -> bool:
+    """Whether the compiler is at work on this thread, or AOTAutograd is tracing a graph for it.
+
+    PyTorch 2.11 does not call the second compiling; its tensors have no values then.
+    """
+    return torch.compiler.is_compiling() or (_mode_of_kind is not None and any(map(_mode_of_kind, _TRACING)))
 
 
 def is_tracing() -> bool:
@@ -186,6 +200,13 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     while is_wrapped is not None and unwrap is not None and is_wrapped(tensor):
         tensor = unwrap(tensor)
     return tensor
+
+
+def is_of_transform(tensors: Any) -> bool:
+    """Whether a functorch transform has wrapped these (the first of several); one that has ended, perhaps (`vjp`)."""
+    is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
+    first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
+    return is_wrapped is not None and isinstance(first, torch.Tensor) and bool(is_wrapped(first))
 
 
 def dispatch_modes() -> list[Any]:

@@ -349,7 +349,7 @@ class Casebook:
             self._open_unreplayed(incident, bad)
             return
         if bad.mode == "train" and self._poison.unknown_since is None:
-            self._poison.unknown_since = self._recorder.attempts
+            self._poison.unknown_since, self._poison.unknown_step = self._recorder.attempts, bad.step
         caught_live = [c for c in self.cases if c.incident.evidence.get("rung") == "live-trace"]
         known = next((c for c in reversed(caught_live) if c.incident.mode == bad.mode), None)
         if known is not None:  # its like was caught live before

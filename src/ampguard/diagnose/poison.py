@@ -9,7 +9,7 @@ from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases import Case
 from ampguard.numerics import is_finite
-from ampguard.replay.behind import updated_leaves
+from ampguard.replay.behind import plain_weights
 
 ASKED_EVERY = 16
 """Of so many consequences one is looked at: parameters that went bad stay so, unless a checkpoint is loaded."""
@@ -24,6 +24,8 @@ class Poison:
         self.buffers: dict[str, Case] = {}
         self.unknown_since: int | None = None
         """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
+        self.unknown_step: int | None = None
+        """The step of that loss."""
         self._recorder = recorder
 
     def began_with(self, case: Case) -> None:
@@ -56,7 +58,8 @@ class Poison:
         updates = case.updates if case is not None else self.unknown_since
         if updates is None or bad.kind == "raised":
             return False
-        is_later = case is not None and bad.step > case.incident.step  # (a script may update its weights by itself)
+        failed = case.incident.step if case is not None else self.unknown_step
+        is_later = failed is not None and bad.step > failed  # (a script may update its weights by itself)
         if self._recorder.attempts <= updates and not is_later:
             return False
         if case is None:
@@ -71,7 +74,7 @@ class Poison:
         """Whether a parameter is not finite: of the modules that were called, or of an optimizer that stepped since."""
         if any(has_bad_parameters(e.module) for e in bad.record.events if isinstance(e, RootCall)):
             return True
-        if any(not is_finite(leaf.detach()) for leaf in updated_leaves(bad.record).values()):
+        if any(not is_finite(weight.detach()) for weight in plain_weights(bad.record)):
             return True
         groups = [group for o in self._recorder.stepped_since(updates) for group in o.param_groups]
         return any(not is_finite(p.detach()) for group in groups for p in group["params"])

@@ -14,17 +14,27 @@ from ampguard.numerics import is_finite
 
 
 def updated_leaves(record: StepRecord) -> dict[Ref, Tensor]:
-    """Weights that the script keeps as plain tensors and updates by itself, in place: as they are since the last update.
+    """Weights that the script keeps as plain tensors and updates by itself: as they are since the last update.
 
-    A step begins with them as they are; the updates before it are those of earlier steps.
+    A step begins with them as they are; the updates before it are those of earlier steps. What was computed with gradients
+    on and detached then may be no weight: where it is bad, it is asked what made it.
     """
     last: dict[int, tuple[Ref, Tensor]] = {}
-    for event in record.events:
-        for position, ref in enumerate(event.outputs) if isinstance(event, GlueOp) and not event.grad else ():
+    for event in (event for event in record.events if isinstance(event, GlueOp)):
+        for position, ref in enumerate(event.outputs):
             tensor = ref()
-            if tensor is not None and tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            if tensor is None or not tensor.is_leaf or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+                continue
+            if not event.grad or is_finite(tensor.detach()):
                 last[id(tensor)] = (Ref(event.index, position), tensor)
     return dict(last.values())
+
+
+def plain_weights(record: StepRecord) -> list[Tensor]:
+    """Weights that the script keeps as plain tensors: what the events were given, or made and the script still holds."""
+    held = [held.tensor for event in record.events for held in held_in((event.args, event.kwargs))]
+    made = [tensor for event in record.events for ref in event.outputs if (tensor := ref()) is not None]
+    return [tensor for tensor in (*held, *made) if tensor.is_leaf and tensor.requires_grad]
 
 
 def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:

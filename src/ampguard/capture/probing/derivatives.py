@@ -32,7 +32,7 @@ class DerivativeProbe:
         def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                if recorder.paused or not recorder.active or compat.is_compiling():
                     if not recorder.active:  # a fault inside an operator could not take the tape off
                         with contextlib.suppress(Exception):
                             recorder.tape.leave()
@@ -61,10 +61,11 @@ class DerivativeProbe:
         def watch_grad(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def grad(*args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+                if recorder.paused or not recorder.active or compat.is_compiling():
                     return original(*args, **kwargs)
-                if compat.in_functorch():  # a transform of torch.func: its derivative is taped as it is computed
-                    return original(*args, **kwargs)
+                what = args[0] if args else kwargs.get("outputs")
+                if compat.in_functorch() or compat.is_of_transform(what):
+                    return original(*args, **kwargs)  # of torch.func's: its operators are taped as they come
                 given = dict(
                     zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
                 )

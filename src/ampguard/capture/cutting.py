@@ -1,0 +1,56 @@
+"""Cutting finished steps off a record whose steps hang together: each computes its weights from those of the last one.
+
+Nothing that was made before the cut is kept, unless the script still holds it: then it is a tensor that is given.
+What cannot be computed without the rest is not kept either.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall, refs_of
+from ampguard.compat import version_of
+
+
+def cut_before(events: Iterable[Event], start: int) -> list[Event]:
+    """The events from `start` on that can still be computed, with what was made before `start` as given tensors."""
+    made = {event.index: event for event in events}
+    kept: list[Event] = []
+    gone = {index for index in made if index < start}
+    for event in (event for index, event in made.items() if index >= start):
+        refs = {ref for ref in refs_of(event) if ref.event in gone or ref.event not in made}
+        given = {ref: held for ref in refs if (held := _given(made.get(ref.event), ref)) is not None}
+        if len(given) < len(refs):
+            gone.add(event.index)
+        else:
+            kept.append(_with_given(event, given) if given else event)
+    return kept
+
+
+def _given(event: Event | None, ref: Ref) -> Held | None:
+    """What an event returned, if the script still holds it."""
+    tensor = event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
+    return Held(tensor, version_of(tensor)) if tensor is not None else None
+
+
+def _with_given(event: Event, given: dict[Ref, Held]) -> Event:
+    event = copy.copy(event)  # an investigation may still hold the other one
+    event.args = _replaced(event.args, given)
+    if isinstance(event, (GlueOp, RootCall)):
+        event.kwargs = _replaced(event.kwargs, given)
+    if isinstance(event, RootCall) and event.swapped_state:
+        event.swapped_state = _replaced(event.swapped_state, given)
+    return event
+
+
+def _replaced(tree: Any, given: dict[Ref, Held]) -> Any:
+    if type(tree) is Ref:
+        return given.get(tree, tree)
+    if type(tree) is dict:
+        return {key: _replaced(value, given) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        items = [_replaced(value, given) for value in tree]
+        return tuple(items) if type(tree) is tuple else items
+    return tree
