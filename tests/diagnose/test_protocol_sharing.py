@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.parametrizations import weight_norm
 
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.incident import Incident
 
 Guard = Callable[..., Any]
@@ -319,3 +321,23 @@ def test_a_second_step_of_the_same_iteration_is_not_called_the_next_one(guard: G
     assert incident.cause == "missing-update"
     assert "next iteration" not in incident.explanation
     assert "behind every scaler.step(opt)" in incident.fixes[0].how
+
+
+def test_a_new_gradient_in_old_memory_is_not_the_one_that_was_divided() -> None:
+    """Cleared and made anew, it may have the identity and the version of the one before."""
+    layer = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for _ in range(2)]
+    one, other = (OptimizerWatch(opt, i, None) for i, opt in enumerate(optimizers))
+    for _ in range(50):
+        shared = SharedParameters()
+        layer(torch.ones(1, 3)).sum().backward()
+        before = {id(p.grad) for p in layer.parameters()}
+        shared.divided(one, [one, other], None)
+        assert shared.again(other) is not None
+        layer.zero_grad()
+        layer(torch.ones(1, 3)).sum().backward()
+        assert shared.again(other) is None
+        if before & {id(p.grad) for p in layer.parameters()}:
+            return
+        layer.zero_grad()
+    pytest.skip("no memory was given out again")

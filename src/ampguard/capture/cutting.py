@@ -16,17 +16,29 @@ from ampguard.compat import version_of
 
 def cut_before(events: Iterable[Event], start: int) -> list[Event]:
     """The events from `start` on that can still be computed, with what was made before `start` as given tensors."""
-    made = {event.index: event for event in events}
+    before: dict[int, Event] = {}
     kept: list[Event] = []
-    gone = {index for index in made if index < start}
-    for event in (event for index, event in made.items() if index >= start):
-        refs = {ref for ref in refs_of(event) if ref.event in gone or ref.event not in made}
-        given = {ref: held for ref in refs if (held := _given(made.get(ref.event), ref)) is not None}
+    for event in events:
+        if event.index < start:
+            before[event.index] = event
+            continue
+        refs = {ref for ref in _refs_of(event) if ref.event < start or ref.event in before}
+        if not refs:
+            kept.append(event)
+            continue
+        given = {ref: held for ref in refs if (held := _given(before.get(ref.event), ref)) is not None}
         if len(given) < len(refs):
-            gone.add(event.index)
+            before[event.index] = event
         else:
-            kept.append(_with_given(event, given) if given else event)
+            kept.append(_with_given(event, given))
     return kept
+
+
+def _refs_of(event: Event) -> list[Ref]:
+    """Every reference to an earlier event, the quick way where an operator was given plain operands."""
+    if isinstance(event, GlueOp) and not event.kwargs and not any(type(a) in (list, tuple, dict) for a in event.args):
+        return [operand for operand in event.args if type(operand) is Ref]
+    return refs_of(event)
 
 
 def _given(event: Event | None, ref: Ref) -> Held | None:

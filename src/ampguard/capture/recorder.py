@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.drivers import Drivers
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import is_user_code, user_line
 from ampguard.capture.functions import AppliedFunctions
@@ -87,18 +89,21 @@ class FlightRecorder:
         self.log = EventLog()
         self.steps = StepCounter()
         self.judge = Judge(self.log, self.steps, self._report)
+        self.thread: int = threading.get_ident()
         self.judge.thread = lambda: self.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self)
         self.schedule = TapeSchedule()
         self.context = CallContext()
         self.pace = Pace()
+        self.drivers = Drivers()
+        self.on_raise: Callable[[BaseException], None] = lambda error: None
+        """Told of an error in the frame in which a module raised it."""
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.last_batch: Any = None
         self.live: LiveTracer | None = None
         self.step_seconds = 0.0
-        self.thread = threading.get_ident()
         self.between_steps = False
         self.tells_forward = True
         """Whether the listener wants to know of the next root call."""
@@ -137,6 +142,8 @@ class FlightRecorder:
             return None
         if self.tape.is_barred:
             return None  # a part of a compiled step, which is the call
+        if self.has_compiled_before and compat.is_inside_compiled_code(sys._getframe(2)):
+            return None  # a graph of a function whose call is not seen; the tape must be on at its end if it was at its start
         if self.tape.is_on_stack:
             self.tape.leave()
         if dispatch_modes_on():
@@ -253,6 +260,7 @@ class FlightRecorder:
     def root_raised(self, root: RootCall, error: BaseException) -> None:
         """A module raised."""
         root.error = error
+        self.on_raise(error)
         self.judge.refused(root.index, error)
 
     # --- glue -------------------------------------------------------------------------------------------------------
@@ -376,8 +384,7 @@ class FlightRecorder:
         if self.steps.differentiated():
             self._end_iteration()
             self.log.iteration_start = before  # perhaps two backward passes make one step
-            if self.schedule.is_functional:  # no module's call comes by, at which finished steps are forgotten
-                self.log.forget_before(before)
+            self.log.forget_before(before)  # each update starts from the last one's weights
             self.resume_tape()
         elif self.log.goes_on_after_backward or self.steps.count < 2:
             self.resume_tape()

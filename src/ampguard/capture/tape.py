@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,7 @@ class Taped(Protocol):
     barrier: FaultBarrier
     log: EventLog
     judge: Judge
+    has_compiled_before: bool
 
     @property
     def live(self) -> Watcher | None: ...
@@ -81,6 +83,8 @@ class GlueTape(compat.DispatchMode):
         """True inside a compiled training step: Dynamo's state of dispatch and a mode that comes or goes there do not agree."""
         self.is_of_calls = False
         """Whether calls come by, not operators."""
+        self._stays_off = False
+        """Whether the script runs a compiled function whose calls are not seen, and which calls us."""
         self._has_met_modes = False
         """Whether the script puts dispatch modes of its own on: only one of ours below them sees all that they let through."""
         self._has_replaced = False
@@ -100,6 +104,7 @@ class GlueTape(compat.DispatchMode):
             limit > 0
             and self._taped.active  # a wrapper may come back from what it called after the guard has ended
             and not self.is_barred
+            and not self._is_kept_off(sys._getframe(1))
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
             and compat.dispatch_modes_on() == 0
@@ -141,10 +146,20 @@ class GlueTape(compat.DispatchMode):
             return
         if torch.is_inference_mode_enabled() != self._inference:
             return  # the end of an inference-mode region puts back the dispatch state of its beginning, ours with it
+        if self._is_kept_off(sys._getframe(1), until_it_returns=True):
+            return
         if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
             self.end()
             self.is_on_stack = False
             self._taped.barrier.own_modes = 0
+
+    def _is_kept_off(self, frame: FrameType, until_it_returns: bool = False) -> bool:
+        """Whether an unseen compiled function keeps the tape off, from now on; or on, where it was, until it returns."""
+        if not self._taped.has_compiled_before or (self._stays_off and not until_it_returns):
+            return self._stays_off
+        is_inside = compat.is_inside_compiled_function(frame)
+        self._stays_off = self._stays_off or is_inside
+        return is_inside
 
     def pass_over(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what asks every parameter for its gradient, without being asked each time."""

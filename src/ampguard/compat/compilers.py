@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 
 from ampguard.compat.modes import HAS_CUDA, cuda_is_in_use
+
+_TORCH = os.path.dirname(torch.__file__)
+_BETWEEN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.join(_TORCH, "fx"))
+_RUNTIME = (os.path.join(_TORCH, "_functorch"), os.path.join(_TORCH, "_dynamo", "backends"))
 
 
 def may_compile() -> bool:
@@ -194,3 +200,23 @@ def forget_functions() -> None:
     for clear in (getattr(rules, "clear_lru_cache", None), getattr(handlers, "cache_clear", None)):
         if clear is not None:
             clear()
+
+
+def is_inside_compiled_code(frame: FrameType) -> bool:
+    """Whether the graph of a compiled function is called here, with only torch.fx and us in between."""
+    current: FrameType | None = frame
+    while current is not None and current.f_code.co_filename.startswith(_BETWEEN):
+        current = current.f_back
+    return current is not None and current.f_code.co_filename.startswith(_RUNTIME)
+
+
+def is_inside_compiled_function(frame: FrameType) -> bool:
+    """Whether a frame below is one that Dynamo has rewritten: Dynamo puts back the dispatch state of its beginning."""
+    codes = getattr(sys.modules.get("torch._dynamo.convert_frame"), "output_codes", None)
+    current: FrameType | None = frame
+    while current is not None:
+        code = current.f_code
+        if code.co_name.startswith("torch_dynamo_resume_in_") or (codes is not None and code in codes):
+            return True
+        current = current.f_back
+    return False

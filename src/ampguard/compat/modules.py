@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -124,3 +125,9 @@ def hidden_from_its_state(module: torch.nn.Module) -> str | None:
         return None
     key, child = next(iter(children.items()))
     return key if module.state_dict().keys() == unwrapped(child).state_dict().keys() else None
+
+
+def is_call_of_module(code: CodeType) -> bool:
+    """Whether this is the code that calls a module's hooks and its forward."""
+    call = getattr(torch.nn.Module, "_call_impl", None)
+    return call is not None and code is getattr(call, "__code__", None)

@@ -15,6 +15,11 @@ def check(events: list[Event], recorder: FlightRecorder, keeps_graph: bool, is_e
 
     `keeps_graph`: gradients are replayed, too. `is_exact`: ChangedSinceError, too, where its givens have changed since.
     """
+    if not events and recorder.has_compiled_before:
+        raise ReplayError(
+            "nothing that led to the bad result was recorded: the script runs code that it compiled before the guard was on; "
+            "enter ampguard.watch() before torch.compile is called, or use `ampguard run`"
+        )
     if not events:
         raise ReplayError(
             "nothing that led to the bad result was recorded: it was made by a transform of torch.func, in compiled code "

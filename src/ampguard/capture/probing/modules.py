@@ -29,12 +29,14 @@ class ModuleProbe:
 
     def _watch_modules(self) -> None:
         recorder = self._recorder
-        guarded, pace = recorder.barrier.call, recorder.pace
+        guarded, pace, drivers = recorder.barrier.call, recorder.pace, recorder.drivers
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 if tracing_state() is not None:
                     guarded(recorder.tape.leave)
+                    return original(module, *args, **kwargs)
+                if drivers.has_any and module in drivers.known:
                     return original(module, *args, **kwargs)
                 if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
                     return resting_call(module, args, kwargs)

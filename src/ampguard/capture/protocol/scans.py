@@ -24,7 +24,7 @@ from ampguard.capture.protocol.models import (
     unowned,
 )
 from ampguard.capture.protocol.moves import Moves
-from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.protocol.unused import unused_facts
 from ampguard.protocol.events import Breach
 
@@ -38,6 +38,10 @@ LIVE_STEPS = 256
 STALE_STEPS = 2
 RESCAN_STEPS = 32
 """A layer may be replaced at any time."""
+
+
+DDP_REFUSES = "Expected to have finished reduction in the prior iteration"
+"""What DistributedDataParallel says where it still waits for gradients."""
 
 
 class Scans:
@@ -186,6 +190,24 @@ class Scans:
             "of": len(watch.parameters()),
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
+
+    def raised(self, error: BaseException) -> None:
+        """DistributedDataParallel refuses to go on because parameters have had no gradient: which?"""
+        if DDP_REFUSES not in str(error):
+            return
+        self._models.look()
+        where = script_line(sys._getframe(1))
+        for watch in self._moves.mine():
+            if watch.candidates and ("unused", id(watch)) not in self._told:
+                self._told.add(("unused", id(watch)))
+                facts: dict[str, Any] = {"parameters": watch.candidates, "steps": watch.steps, "refused": True}
+                facts["of"] = len(watch.parameters())
+                facts |= unused_facts([m for m, _ in self._models.roots()], watch.candidates, watch.trained())
+                self._moves.listener.on_suspicion(("unused", watch), None, 0)
+                self._moves.tell(
+                    [Breach("unused-parameters", watch, None, watch.created, where, None, facts)],
+                    self._moves.recorder.steps.count,
+                )
 
     def explain_refusal(self, breach: Breach) -> Breach:
         """PyTorch found no gradient in an optimizer: which of the possible reasons it is."""

@@ -6,6 +6,7 @@ and that nobody has written to since must not be divided for the second. In iter
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,19 +23,20 @@ class _Divided:
 
     parameter: Tensor
     watch: OptimizerWatch
-    gradient: int
+    gradient: weakref.ref[Tensor]
+    """By its identity a new one could be taken for it: memory is given out again."""
     version: int
     where: Line | None
 
     def is_as_left(self) -> bool:
         grad = self.parameter.grad
-        return grad is not None and id(grad) == self.gradient and version_of(grad) == self.version
+        return grad is not None and grad is self.gradient() and version_of(grad) == self.version
 
     def rest(self) -> None:
         """Who has written to it is known."""
         grad = self.parameter.grad
         if grad is not None:
-            self.gradient, self.version = id(grad), version_of(grad)
+            self.gradient, self.version = weakref.ref(grad), version_of(grad)
 
 
 class SharedParameters:
@@ -49,7 +51,7 @@ class SharedParameters:
         for p in watch.parameters() if shared else ():
             grad = p.grad
             if grad is not None and id(p) in shared:
-                self._divided[id(p)] = _Divided(p, watch, id(grad), version_of(grad), where)
+                self._divided[id(p)] = _Divided(p, watch, weakref.ref(grad), version_of(grad), where)
 
     def again(self, watch: OptimizerWatch) -> tuple[list[Tensor], OptimizerWatch, Line | None] | None:
         """Those of `watch` that were divided already for another optimizer: which, for whom, and where."""

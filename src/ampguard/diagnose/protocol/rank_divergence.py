@@ -37,7 +37,8 @@ DECIDE_TOGETHER = (
     "op=torch.distributed.ReduceOp.MAX); then every rank skips, or none"
 )
 SAME_SCALE = (
-    "update the scaler on every rank alike, and load its state on each: scaler.load_state_dict(checkpoint['scaler'])"
+    "make the scaler with the same init_scale on every rank, update it on every rank alike, and load its state on each: "
+    "scaler.load_state_dict(checkpoint['scaler'])"
 )
 WRITE_EVERYWHERE = (
     "do on every rank what changes weights outside the optimizer (initialisation, loading, clamping, an average), from the "

@@ -12,8 +12,19 @@ Not this       parameters that are used in some steps only: they had a gradient 
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.scene import Scene, listed
+import sys
+
+from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach, order
+
+FIND_UNUSED = {
+    "lightning.pytorch": 'Trainer(strategy="ddp_find_unused_parameters_true")',
+    "pytorch_lightning": 'Trainer(strategy="ddp_find_unused_parameters_true")',
+    "transformers.trainer": "TrainingArguments(ddp_find_unused_parameters=True)",
+    "accelerate": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+    "torch": "DistributedDataParallel(model, find_unused_parameters=True)",
+}
+"""How it is asked for, by the package that wraps the model."""
 
 
 @breach("unused-parameters")
@@ -26,6 +37,8 @@ def unused_parameters(scene: Scene) -> Telling:
         f"in {facts['steps']} steps in which others had one. They want one (requires_grad), and stay as they were initialised."
         f" They are {share:.2%} of its elements ({elements} of {total})."
     )
+    if facts.get("refused"):
+        return _refused(scene)
     harmless = bool(facts.get("is_harmless"))
     if harmless:
         text += (
@@ -50,3 +63,25 @@ def unused_parameters(scene: Scene) -> Telling:
         evidence={**{key: facts[key] for key in ("steps", "of", "elements", "of_elements", "left_by")}, "share": share},
         module=scene.module,
     )
+
+
+def _refused(scene: Scene) -> Telling:
+    """DistributedDataParallel averages gradients as they come, and waits for those that never do."""
+    facts, count, where = scene.facts, len(scene.parameters), f"`{scene.module}`" if scene.module else "them"
+    text = (
+        f"DistributedDataParallel waits for a gradient of each parameter, and {count} of the {facts['of']} of "
+        f"`{scene.optimizer}` had none in the iteration before: {listed(scene.parameters)}. At {at(scene.again)} PyTorch says "
+        f'"Expected to have finished reduction in the prior iteration".'
+    )
+    spelled = next((how for package, how in FIND_UNUSED.items() if package in sys.modules), FIND_UNUSED["torch"])
+    fixes = (
+        order(scene, f"let the loss of every iteration depend on {where}, on every rank", "call-order"),
+        order(scene, f"or let DDP look for them in each iteration: {spelled}", "call-order"),
+        order(
+            scene,
+            f"or, if never trained: requires_grad_(False) for {where} before the model is wrapped",
+            "rebuild-optimizer",
+        ),
+    )
+    evidence = {key: facts[key] for key in ("steps", "of", "elements", "of_elements", "left_by")}
+    return Telling(text, scene.again, fixes, evidence={**evidence, "refused": "forward"}, module=scene.module)

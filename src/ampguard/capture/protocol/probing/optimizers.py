@@ -52,6 +52,7 @@ class OptimizerProbe:
             moves.stepping[1].stepped = True
         elif witness.recorder.paused:
             witness.guarded(witness.training.missed)
+            witness.guarded(witness.recorder.drivers.trains, sys._getframe(1))
         elif witness.recorder.active:
             if moves.routine.is_on and not moves.scales:
                 moves.attempt = witness.recorder.steps.count

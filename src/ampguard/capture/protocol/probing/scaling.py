@@ -45,6 +45,7 @@ class ScalingProbe:
                 return result
             if recorder.paused:
                 guarded(training.missed)
+                guarded(recorder.drivers.trains, sys._getframe(1))
             elif recorder.active:
                 if routine.is_on and moves.fresh is None and type(result) is torch.Tensor:
                     moves.fresh = result  # by the scaler that scales in every iteration, or the backward will tell

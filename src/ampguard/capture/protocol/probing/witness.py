@@ -45,6 +45,7 @@ class Witness:
         self.window = ReadWindow(self.moves, self.guarded, self.own_updates.wrote)
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.explain = self.scans.explain_refusal
+        recorder.on_raise = self.scans.raised
 
     def close_window(self) -> None:
         """What is made of a norm is not followed beyond this call."""
