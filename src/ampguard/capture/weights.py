@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -117,13 +117,23 @@ class WeightSampling:
             self._asked = (step, is_due)
         return self._asked[1]
 
-    def before_update(self, optimizer: Optimizer, step: int, scale: Any, still_scaled: Tensor | None) -> None:
-        """Measure the gradients and keep slices of some weights. `scale`: by which the gradients were multiplied."""
+    def before_update(
+        self,
+        optimizer: Optimizer,
+        step: int,
+        scale: Any,
+        still_scaled: Tensor | None,
+        given: Sequence[tuple[Any, Tensor]] | None = None,
+    ) -> None:
+        """Measure the gradients and keep slices of some weights. `scale`: by which the gradients were multiplied.
+
+        `given`: weights and their gradients, where they are not in `.grad`.
+        """
         if self.is_open and self._thread != get_ident() and self._asked[0] == step:
             return  # another thread's step is being looked at
         self._thread = get_ident()
         began = time.perf_counter()
-        with_gradient = [(p, p.grad) for p in watchable(optimizer) if p.grad is not None]
+        with_gradient = given or [(p, p.grad) for p in watchable(optimizer) if p.grad is not None]
         pairs = [(p, g) for p, g in with_gradient if g.layout == torch.strided]
         if not pairs:
             return

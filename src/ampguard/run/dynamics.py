@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.hand_updates import HandUpdates
 from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.patches import Patches
@@ -50,6 +51,9 @@ MAX_STRETCH_REPLAYS = 3
 """Failures for which the steps before are run again: each may take as long as many steps."""
 
 PEAKS_A_SAMPLE = 64
+OF_LARGE_NUMBERS = frozenset({"fp16-overflow", "overflow", "indeterminate", "gradient-overflow", "loss-scale-overflow"})
+"""What weights that have diverged bring about wherever they are used."""
+
 SUPERSEDED_BY = frozenset({"fp16-overflow", "overflow", "divergence"})
 
 
@@ -66,6 +70,7 @@ class LearningDynamics:
         self._casebook = casebook
         self._rank = rank
         self._vitals = Vitals(recorder, self._on_step, self._on_look)
+        self._hand_updates = HandUpdates(recorder, self._vitals.weights)
         self._later = NumbersLater()
         self._sampling = ActivationSampling(self._barrier, self._later, self._on_peaks)
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -125,7 +130,12 @@ class LearningDynamics:
         self._step = step
         paused, self._paused = self._paused, 0.0
         self.keeper.iteration_ended(step)
+        is_looked_at = self._vitals.looks
+        if self._hand_updates.has_begun:
+            self._hand_updates.end()
         self._vitals.iteration_ended(step, paused)
+        if is_looked_at and self._recorder.steps.counts_backwards:
+            self._hand_updates.begin(step)
         recorder, sampling = self._recorder, self._sampling
         if self._is_sampled:
             sampling.iteration_ended(step, self._rate())
@@ -258,17 +268,26 @@ class LearningDynamics:
         collapse = self._told.get("scale-collapse")
         if collapse is not None and incident.cause in ITS_GRADIENTS and self.trajectory.falling_since is not None:
             return collapse
+        known = [c for c in self._casebook.cases if c.incident.cause == "divergence" and c.part_of is None]
+        if incident.cause in OF_LARGE_NUMBERS:
+            return next((case for case in known if self._goes_on(case)), None)
         began = incident.evidence.get("began_at_step")
         if incident.cause != "divergence" or began is None:
             return None
-        known = (case for case in self._casebook.cases if case.incident.cause == "divergence")
         return next((case for case in known if case.incident.step >= began), None)
+
+    def _goes_on(self, divergence: Case) -> bool:
+        """Whether no loss since it was told has been as low as those before it began: the weights are still as large."""
+        began = divergence.incident.evidence.get("began_at_step")
+        return began is not None and not self.trajectory.has_come_down(began, divergence.incident.step)
 
     def _situation(self, step: int) -> Situation:
         worst = self._worst_of_fall()
         known = worst.result() if worst is not None else None
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        return Situation(self.trajectory, step, self._rank, None, known, optimizers, self._lines, self._name_of)
+        situation = Situation(self.trajectory, step, self._rank, None, known, optimizers, self._lines, self._name_of)
+        situation.by_hand = self._hand_updates.last
+        return situation
 
     def _name_of(self, parameter: Tensor) -> str | None:
         """A parameter's name, looked up once: where no recent call tells it, every object has to be asked."""

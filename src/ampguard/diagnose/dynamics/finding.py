@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard.capture.hand_updates import HandUpdate
 from ampguard.capture.record import Line
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
@@ -38,6 +39,8 @@ class Situation:
     """Where each optimizer is stepped, by its identity."""
     name_of: Callable[[Tensor], str | None] = lambda parameter: None
     """A parameter's dotted name, None where it hangs in no module that was called."""
+    by_hand: HandUpdate | None = None
+    """The last update that was looked at, where the script makes them by itself."""
     stretch: StretchReplay | None = None
     """The steps up to the failure, where they were kept."""
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard.capture.hand_updates import HandUpdate
+from ampguard.capture.record import Line
 from ampguard.capture.weights import LayerSample, watchable
 from ampguard.diagnose.dynamics.alone import update_alone
+from ampguard.diagnose.dynamics.by_hand import again_in_float32
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
@@ -41,12 +44,15 @@ class Lost:
     spacing: float
     layer: LayerSample
     parameter: Tensor
+    line: Line | None = None
+    """Of an update that the script makes by itself."""
 
 
 @cause("lost-update", asked=("look", "end"))
 def lost_update(situation: Situation) -> Incident | None:
     looks = situation.trajectory.looks
-    if len(looks) < MIN_LOOKS or situation.step < MIN_STEPS or usual_rate(situation) == 0:
+    update = situation.by_hand
+    if len(looks) < MIN_LOOKS or situation.step < MIN_STEPS or (update is None and usual_rate(situation) == 0):
         return None
     layers = {id(p): layer for layer in looks[-1].layers if (p := layer.parameter()) is not None}
     candidates = [layer for layer in layers.values() if is_stuck(layer, situation.step)]
@@ -57,6 +63,7 @@ def lost_update(situation: Situation) -> Incident | None:
     if stuck < LOST_SHARE * active:
         return None
     lost = [found for o in situation.optimizers for found in lost_layers(o, candidates, situation)]
+    lost += lost_by_hand(update, candidates, situation) if update is not None else []
     if not lost:
         return None
     return told(lost, stuck / active, situation)
@@ -95,6 +102,28 @@ def lost_layers(optimizer: Optimizer, candidates: list[LayerSample], situation: 
     return sorted(found, key=lambda lost: -lost.share * lost.parameter.numel())
 
 
+def lost_by_hand(update: HandUpdate, candidates: list[LayerSample], situation: Situation) -> list[Lost]:
+    """The same of weights that the script updates by itself: the operators of its update are run once more."""
+    found = []
+    for layer in candidates:
+        parameter = layer.parameter()
+        values = update.values_of(parameter) if parameter is not None else None
+        if parameter is None or values is None:
+            continue
+        elements = values[-1].reshape(-1).nonzero().reshape(-1)[:ELEMENTS]
+        wide = again_in_float32(update, parameter, elements)
+        if wide is None or not elements.numel():
+            continue
+        moves = float((wide.after != wide.before).float().mean())
+        size = float((wide.after - wide.before).abs().median())
+        spacing = float(spacing_of(wide.before, parameter.dtype).median())
+        if moves >= MOVES_IN_FLOAT32 and size < spacing:
+            name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+            share = layer.stuck / layer.active
+            found.append(Lost(name, share, moves, size, spacing, layer, parameter, wide.line))
+    return sorted(found, key=lambda lost: -lost.share * lost.parameter.numel())
+
+
 def usual_rate(situation: Situation) -> float:
     """The largest learning rate of the looks so far: at the end of a schedule it is 0."""
     return max(look.rate for look in situation.trajectory.looks)
@@ -124,7 +153,8 @@ def spacing_of(values: Tensor, dtype: torch.dtype) -> Tensor:
 def told(lost: list[Lost], share: float, situation: Situation) -> Incident:
     worst = lost[0]
     dtype = dtype_name(worst.parameter.dtype)
-    line = next((situation.lines[id(o)] for o in situation.optimizers if id(o) in situation.lines), None)
+    line = next((situation.lines[id(o)] for o in situation.optimizers if id(o) in situation.lines), worst.line)
+    is_named = situation.name_of(worst.parameter) is not None and isinstance(worst.parameter, nn.Parameter)
     since = worst.layer.since
     names = [item.name for item in lost[:SHOWN]]
     return Incident(
@@ -134,7 +164,7 @@ def told(lost: list[Lost], share: float, situation: Situation) -> Incident:
         phase="optimizer",
         severity="warning",
         cause="lost-update",
-        module=worst.name.rpartition(".")[0] if situation.name_of(worst.parameter) is not None else None,
+        module=worst.name.rpartition(".")[0] if is_named else None,
         op=None,
         dtype=dtype,
         location=line.location() if line is not None else None,

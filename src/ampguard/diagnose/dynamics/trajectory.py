@@ -116,6 +116,12 @@ class Trajectory:
         first = recent[0][0] if recent else math.inf
         return [(s, x) for s, x in self.losses.points if s < first] + recent
 
+    def has_come_down(self, rose: int, failed: int) -> bool:
+        """Whether a loss after step `failed` was as low as those before step `rose`. True where none is known before."""
+        series = self.loss_series()
+        before = [loss for step, loss in series if step < rose]
+        return not before or any(step > failed and loss <= max(before) for step, loss in series)
+
     def recent_norms(self) -> list[tuple[int, float]]:
         return [(v.step, v.grad_norm) for v in self.recent if is_number(v.grad_norm)]
 
