@@ -148,3 +148,18 @@ def test_update_is_estimated_where_gradients_are_cleared() -> None:
     )
     assert could_have_moved(optimizer, whole, 1, Trajectory())
     assert not could_have_moved(optimizer, 1e3 * whole, 1, Trajectory())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_gradient_whose_square_leaves_float32_makes_an_update_of_the_usual_size(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    seed_everything()
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.5)  # type: ignore[call-arg]
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+
+    whole = 0.5 * sum(p.numel() for p in model.parameters()) ** 0.5
+    assert could_have_moved(optimizer, whole, 4, Trajectory(), rise=1e30)
+    assert not could_have_moved(optimizer, 1e6 * whole, 4, Trajectory(), rise=1e30)

@@ -185,6 +185,8 @@ class _StepReplay(Replayer):
 
     def check(self) -> None:
         """Raise ReplayError where what a step read is no longer what it was. The weights are: they are copies."""
+        if not self.events:  # a running statistic was poisoned: no loss has been made yet, and no gradient
+            raise ReplayError(f"step {self._step.number} failed before it had a loss that could be compared")
         for event in self.events:
             for held in held_in((event.args, event.kwargs)):
                 if id(held.tensor) not in self._copies.parameters and not held.is_intact:

@@ -78,8 +78,10 @@ class Rise:
 @cause("divergence", asked=("failure",))
 def divergence(situation: Situation) -> Incident | None:
     incident = situation.failure
-    if incident is None or incident.cause not in ENDS | SELDOM or incident.mode != "train":
+    if incident is None or incident.cause not in ENDS | SELDOM:
         return None
+    if incident.mode != "train":
+        return in_evaluation(incident, situation)
     rise = rise_of(situation.trajectory)
     if rise is None:
         return sudden(incident, situation)
@@ -96,6 +98,17 @@ def divergence(situation: Situation) -> Incident | None:
     return told(incident, situation, rise, grown, remedies)
 
 
+def in_evaluation(incident: Incident, situation: Situation) -> Incident | None:
+    """A divergence that shows first where the model is evaluated: only weights that have grown out of all proportion tell."""
+    if any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
+        return None
+    rise = rise_of(situation.trajectory)
+    grown = growth_of_weights(situation, rise.began) if rise is not None else None
+    if rise is not None and grown is not None and grown >= GREW_SUDDENLY and rise.factor >= RISEN_STEEPLY:
+        return told(incident, situation, rise, grown, None)
+    return sudden(incident, situation)
+
+
 def sudden(incident: Incident, situation: Situation) -> Incident | None:
     """A divergence of one or two updates: no climb can be seen, the weights tell.
 
@@ -106,7 +119,7 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     losses = situation.trajectory.loss_series()
     if not losses:
         return None
-    remedies = remedies_of(situation, even_if_data=False)
+    remedies = remedies_of(situation, even_if_data=False) if incident.mode == "train" else None
     look = last_before_it_moved(situation.trajectory.looks)
     if remedies is not None and remedies.began_at is not None:
         if not is_giant(remedies, situation):

@@ -21,6 +21,8 @@ ROOM = 10.0
 """By how much updates of before may have been larger than one that is made from what the optimizer knows now."""
 ORDINARY_GRADIENT = 100.0
 """A gradient norm, where none was measured."""
+LARGEST_GRADIENT = 1e18
+"""Of one element: the square of it, Adam's second moment, is still a float32."""
 
 
 def could_have_moved(
@@ -48,7 +50,7 @@ def update_of(optimizer: Optimizer, gradient: float) -> float:
     of any gradients; one that does not makes one in proportion, and what its momentum adds.
     """
     weights = watchable(optimizer)
-    each = gradient / math.sqrt(max(1, sum(p.numel() for p in weights)))
+    each = min(gradient / math.sqrt(max(1, sum(p.numel() for p in weights))), LARGEST_GRADIENT)
     total = 0.0
     for parameter in sorted(weights, key=lambda p: -p.numel())[:PARAMETERS]:
         count = min(ELEMENTS, parameter.numel())
