@@ -103,6 +103,43 @@ def test_gradients_that_no_backward_pass_makes_are_said(overridden: Callable[...
     ]
 
 
+class WithTime(nn.Module):
+    """As diffusion models embed their time: float32 tensors that are made inside meet the model's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.time, self.head = nn.Linear(8, 32), nn.Linear(4, 32), nn.Linear(32, 1)
+        self.drop = nn.Dropout(0.1)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = torch.arange(4.0).sin().expand(len(x), 4)
+        hidden = torch.relu(self.drop(self.inner(x)) + self.time(t))
+        self.seen.append(hidden.dtype)
+        return self.head(hidden.float())
+
+
+@pytest.mark.parametrize(
+    ("precision", "low"), [("O2", torch.float16), ("O3", torch.float16), ("bf16-true", torch.bfloat16)]
+)
+def test_a_model_that_mixes_float32_with_low_weights(
+    overridden: Callable[..., Any], precision: str, low: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    control, net = WithTime(), WithTime()
+    net.load_state_dict(control.state_dict())
+    torch.manual_seed(3)
+    expected = train(control, torch.optim.SGD(control.parameters(), 0.01), 30)
+    with overridden(precision) as session:
+        torch.manual_seed(3)
+        losses = train(net, torch.optim.SGD(net.parameters(), 0.01), 30)
+    assert set(net.seen) == {low}
+    assert losses == pytest.approx(expected, rel=0.1)  # from the same random numbers
+    run = session.report.run
+    assert run["could_not"] == []
+    assert any(did.startswith("WithTime runs under") for did in run["did"])
+
+
 class OpensItself(nn.Module):
     """Its own region is inside the call, where another one may have been gained."""
 
@@ -144,7 +181,8 @@ def test_a_model_whose_code_bears_no_low_weights_stays_in_float32(
             self.inner, self.drop, self.head = nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.drop(self.inner(x)).float())
+            hidden = self.drop(self.inner(x)).float()
+            return self.head(torch.lerp(hidden, self.inner.bias.expand_as(hidden), 0.5))  # no operator of autocast's
 
     control = Widens()
     net = Widens()

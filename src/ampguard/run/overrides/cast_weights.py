@@ -122,6 +122,13 @@ class CastWeights:
         )
         return casts.leave
 
+    def mix(self, root: nn.Module) -> None:
+        """The root's own code brings float32 tensors to low-precision weights: its calls run under autocast too."""
+        low = numerics.dtype_name(self._plan.weights_dtype)
+        self._ledger.done(
+            f"{type(root).__name__} runs under {low} autocast too: its own code mixes its weights with float32"
+        )
+
     def give_up(self, root: nn.Module, refusal: Exception) -> None:
         """A call of the root on low-precision weights has failed: from now on it keeps the script's own."""
         self._given_up.add(root)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.investigate import LEAST_SECONDS_OF_HEALING
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
 
@@ -94,6 +95,8 @@ def overrides_under(
     from ampguard.run.overrides.patience import Patience  # here: a run that changes nothing needs none of it
     from ampguard.run.overrides.running import RunningOverrides
 
+    if on_nonfinite == "heal":
+        casebook.least_seconds = LEAST_SECONDS_OF_HEALING
     patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
     return RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
 

@@ -29,8 +29,9 @@ OF_TYPES = re.compile(r"dtype|scalar type|input type|\bHalf\b|\bBFloat16\b", re.
 class LowCalls:
     """Around each call of a root module that has weights.
 
-    Where the module's own code does not bear them (`self.head(x.float())`), the call is made again in float32, which is
-    said, and so are its later ones.
+    Where the module's own code brings float32 tensors to them (`self.head(x.float())`, an embedding of the time), the call
+    is made again, and so are its later ones, inside an autocast region of their type; where it fails there too, in
+    float32, which is said.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class LowCalls:
         self._has_told = False
         self._has_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Roots that have returned from a call on low-precision weights."""
+        self._mixed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Roots whose own code brings float32 tensors to these weights."""
         self._weights = weights
         self._plan = plan
         self._recorder = recorder
@@ -62,10 +65,10 @@ class LowCalls:
         if leave is None:
             return run(args, kwargs)
         self._barrier.call(self._tell_precision, module, args, kwargs)
-        dtype = self._plan.weights_dtype
+        dtype, is_mixed = self._plan.weights_dtype, module in self._mixed
         random_numbers = torch.get_rng_state() if module not in self._has_run else None
         try:
-            with _quiet_compiler(module):
+            with _quiet_compiler(module), self._region(module, args, kwargs, dtype) if is_mixed else _no_region():
                 output = run(cast_floats(args, dtype), cast_floats(kwargs, dtype))
         except RuntimeError as error:
             if not OF_TYPES.search(str(error)):
@@ -76,10 +79,20 @@ class LowCalls:
             return cast_floats(output, torch.float32)
         finally:
             leave()
-        self._barrier.call(self._weights.give_up, module, refusal)
         if random_numbers is not None:
             torch.set_rng_state(random_numbers)
-        return run(args, kwargs)
+        if is_mixed:
+            self._barrier.call(self._weights.give_up, module, refusal)
+            return run(args, kwargs)
+        self._mixed.add(module)
+        return self._call(run, module, args, kwargs)
+
+    def _region(
+        self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[None]:
+        self._barrier.call(self._weights.mix, module)
+        device = device_of(module, args, kwargs)
+        return self._regions.around(self._regions.make(device, dtype)) if device is not None else _no_region()
 
     def _tell_precision(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Let the guard know of a low precision that no region of autocast shows: a scaler has something to do here."""
@@ -118,6 +131,10 @@ class LowCalls:
 def running_replay() -> Variant | None:
     """How the guard runs the step again, where it does so now."""
     return next((mode.variant for mode in reversed(compat.dispatch_modes()) if isinstance(mode, ReplayMode)), None)
+
+
+def _no_region() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
