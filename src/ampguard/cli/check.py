@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from typing import Literal
 
 import click
@@ -21,6 +23,7 @@ def command(devices: tuple[str, ...], form: Literal["text", "json"]) -> int:
     from ampguard.check.facts import to_json
     from ampguard.check.text import as_text
 
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     check = check_machine(devices)
-    click.echo(to_json(check).decode() if form == "json" else as_text(check))
+    click.echo(to_json(check).decode() if form == "json" else as_text(check, columns))
     return 0 if check.is_sound else 1

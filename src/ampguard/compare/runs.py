@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ampguard.compare.course import Course, course_of
 from ampguard.errors import RunFolderError, UsageError
 
@@ -57,7 +59,11 @@ def _run(subject: Subject, precision: str, folder: Path) -> Course:
         done = subprocess.run(
             command, env=run_environment(subject), stdout=output, stderr=subprocess.STDOUT, check=False
         )
-    return course_of(target, precision, done.returncode)
+    course = course_of(target, precision, done.returncode)
+    if course.trouble is None:
+        return course
+    said = f"{course.trouble}; what it printed is in {folder / f'{precision}-{OUTPUT}'}"
+    return msgspec.structs.replace(course, trouble=said)
 
 
 def run_command(subject: Subject, precision: str, target: Path, *options: str) -> list[str]:

@@ -78,7 +78,7 @@ def as_json(courses: Sequence[Course], verdict: Verdict) -> bytes:
 def _rich_table(rows: Sequence[Sequence[str]], verdict: Verdict) -> Table:
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        table.add_column(name.replace(" ", "\n", 1), justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         style = "bold green" if row[0] == verdict.recommended else "red" if row[2] == "not finite" else None
         table.add_row(*row, style=style)
