@@ -17,7 +17,15 @@ from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.hooked import changed_by_a_hook
-from ampguard.diagnose.investigate import Budget, explain, explain_trace, locate, locate_in_trace, unexplained_incident
+from ampguard.diagnose.investigate import (
+    LEAST_SECONDS,
+    Budget,
+    explain,
+    explain_trace,
+    locate,
+    locate_in_trace,
+    unexplained_incident,
+)
 from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice
@@ -54,6 +62,8 @@ class Casebook:
         self._rank = rank
         self._on_new = on_new
         self._on_fault = on_fault
+        self.least_seconds = LEAST_SECONDS
+        """What an investigation may take, however quick the step is."""
         self._looks = 0
         self._proofs = 0
         self._skipped = SkippedSteps(recorder)
@@ -177,7 +187,7 @@ class Casebook:
         if self._counted(bad, evidence):
             return
         forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
-        budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started)
+        budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started, self.least_seconds)
         try:
             incident = explain(evidence, budget, self._rank)
         except StopRun:
@@ -248,7 +258,7 @@ class Casebook:
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
-        budget = Budget.for_step(self._recorder.step_seconds, time.perf_counter())
+        budget = Budget.for_step(self._recorder.step_seconds, time.perf_counter(), self.least_seconds)
         try:
             return locate(bad, Replayer(bad, self._recorder), budget)
         except ChangedSinceError as changed:

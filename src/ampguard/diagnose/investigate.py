@@ -29,6 +29,9 @@ from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
+LEAST_SECONDS, LEAST_SECONDS_OF_HEALING = 2.5, 25.0
+"""What an investigation of the quickest step may take: for a card, and where its fixes are waited for."""
+
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
 
@@ -36,18 +39,19 @@ VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 class Budget:
     """How long an investigation may take.
 
-    A card may take 30 times the failing step, and at least 3 seconds; what is begun within this budget ends by then.
+    A card may take 30 times the failing step, and at least 3 seconds; what is begun within this budget ends by then. Where
+    the run waits for a fix that it goes on with, it may take half a minute: on a busy machine too, a fix is tried.
     """
 
     deadline: float
 
     @staticmethod
-    def for_step(step_seconds: float, started: float) -> Budget:
-        """The budget of an investigation that began at `started` (`time.perf_counter()`).
+    def for_step(step_seconds: float, started: float, least: float = LEAST_SECONDS) -> Budget:
+        """The budget of an investigation that began at `started` (`time.perf_counter()`): at least `least` seconds.
 
         Other ranks wait meanwhile, in a collective that gives up: at most a fifth of that time is used.
         """
-        seconds = max(2.5, 22 * step_seconds)
+        seconds = max(least, 22 * step_seconds)
         patience = compat.collective_timeout()
         return Budget(started + (seconds if patience is None else min(seconds, patience / 5)))
 

@@ -21,6 +21,7 @@ from ampguard.capture.probes import Probes
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.investigate import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
@@ -114,6 +115,7 @@ class Session:
             self._recorder.steps.created(optimizer)
         if self._overrides is not None:
             self._overrides.begin_healing()
+            self._casebook.least_seconds = LEAST_SECONDS_OF_HEALING
             return
         self._overrides = overrides_under(None, "heal", self._recorder, self._dynamics, self._casebook, holds_off=False)
         if self._overrides is not None and _guarding is self:

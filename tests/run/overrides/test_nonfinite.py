@@ -12,6 +12,7 @@ from override_loops import batches, model, weights
 from torch import Tensor, nn
 
 import ampguard
+from ampguard.diagnose.investigate import Budget
 from ampguard.errors import StopRun
 from ampguard.run.overrides.patience import IN_A_ROW, WHILE_SCALE_FALLS
 
@@ -213,6 +214,23 @@ def test_a_module_is_healed(overridden: Callable[..., Any], capsys: pytest.Captu
     assert run["steps_held_off"] == 0  # the call was made again, and the step with it
     assert [(i.cause, i.step) for i in session.report.incidents] == [("fp16-overflow", 0)]
     assert "fp16-overflow in step 0: healed, attention in float32 from now on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_nonfinite", ["heal", "observe"])
+def test_a_busy_machine_leaves_time_to_heal(
+    overridden: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, on_nonfinite: str
+) -> None:
+    """An investigation that began ten seconds ago, as it were: too long for a card, and not for a fix that is waited for."""
+    for_step = Budget.for_step
+    monkeypatch.setattr(
+        Budget, "for_step", staticmethod(lambda step, began, *least: for_step(step, began - 10, *least))
+    )
+    with overridden("fp16", on_nonfinite=on_nonfinite) as session:
+        train_attention()
+    (incident, *_) = session.report.incidents
+    is_healing = on_nonfinite == "heal"
+    assert any(fix.verified for fix in incident.fixes) is is_healing
+    assert bool(session.report.run["healed"]) is is_healing
 
 
 class WithStatistics(nn.Module):
