@@ -21,6 +21,7 @@ from bench.heal.outcome import (  # noqa: E402
     is_healable,
     outcome_of,
     run_case,
+    run_controls,
     step_seconds,
     without_steps,
 )
@@ -142,10 +143,13 @@ def test_the_broken_steps_loss_is_not_compared() -> None:
 def test_one_case_is_healed(tmp_path: Path) -> None:
     case = load_case(CASES / "p-where-scalar-pointer")
     run_case(case, tmp_path, timeout=120.0)
+    assert outcome_of(case, tmp_path).repeats == ()
+    assert outcome_of(case, tmp_path).off_from_there is None
+    run_controls(case, tmp_path, timeout=120.0)
     outcome = outcome_of(case, tmp_path)
     assert outcome.explained
     assert outcome.is_carried
-    assert len(outcome.repeats) == 3
+    assert len(outcome.repeats) == 2
     assert outcome.off_from_there == pytest.approx(0.0, abs=0.02)
     assert outcome.bad_printed[0] > 0
     assert outcome.bad_printed[1] == 0
