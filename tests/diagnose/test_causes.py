@@ -74,6 +74,7 @@ CASES: dict[str, Case] = {
     "mask cast down": Case("mask-overflow", "_to_copy", lambda x: x + torch.full((2,), F32_MIN).to(x.dtype), [1.0, 1.0], half),
     # fp16-underflow
     "square of a small number": Case("fp16-underflow", "div", lambda x: x / x.pow(2), [1e-4, 1.0], half),
+    "both sides of a quotient": Case("fp16-underflow", "div", lambda x: (x * x + 0) / (x * x + 1e-8), [1e-4, 1.0], half),
     "epsilon that vanishes": Case("fp16-underflow", "rsqrt", lambda x: (x * x + 1e-8).rsqrt(), [1e-4, 1.0], half),
     "log of a softmax": Case("fp16-underflow", "log", lambda x: torch.log(x.softmax(-1)), [0.0, 20.0], half),
     # division-by-zero
@@ -162,6 +163,19 @@ def test_some_fix_is_verified(name: str, guard: Guard) -> None:
     assert any(fix.verified for fix in fixes), fixes
     order = [{True: 0, None: 1, False: 2}[fix.verified] for fix in fixes]
     assert order == sorted(order), "what was seen to work comes first"
+
+
+def test_the_divisor_is_accused_where_both_sides_of_a_quotient_are_flushed(guard: Guard) -> None:
+    case = CASES["both sides of a quotient"]
+    first = guard(step(case.function, case.x, case.dtype)).first
+    assert first.evidence["operand"] == 1
+    assert next(fix for fix in first.fixes if fix.action == "add-epsilon").verified
+
+
+def test_log_of_a_mean_of_exponentials_has_its_stable_form(guard: Guard) -> None:
+    first = guard(step(lambda x: x.exp().mean(-1, keepdim=True).log(), [-200.0, -300.0], None)).first
+    assert (first.cause, first.fixes[0].action, first.fixes[0].verified) == ("domain-error", "stable-form", True)
+    assert "torch.logsumexp(x, dim) - math.log(2)" in first.fixes[0].how
 
 
 INNOCENT: dict[str, tuple[Callable[[Tensor], Tensor], list[float], torch.dtype | None]] = {
@@ -338,6 +352,7 @@ def test_statistic_poisoned_in_training_is_explained_by_its_step(guard: Guard) -
     assert shown.cause == "nonfinite-parameter"
     assert shown.evidence["name"] in ("1.running_mean", "1.running_var")
     assert shown.evidence["poisoned_by"]["step"] == 2
+    assert "poisoned in step 2 by addmm at test_causes.py:" in shown.explanation
 
 
 def test_masked_logits_returned_in_evaluation_are_no_failure(guard: Guard) -> None:

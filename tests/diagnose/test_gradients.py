@@ -144,6 +144,15 @@ def lines_of(function: Callable[..., Any]) -> set[int]:
     return {line for _, _, line in function.__code__.co_lines() if line is not None}
 
 
+def test_softmax_row_without_a_key_that_the_loss_does_not_see(guard: Guard) -> None:
+    mask = torch.tensor([[-math.inf, 0.0], [-math.inf, -math.inf]])
+    model = Computes(lambda x: (x[:, None] * x + mask).softmax(-1)[0] * x)
+    first = guard(step(model, torch.tensor([1.0, 2.0]))).first
+    assert (first.cause, first.evidence["hidden"]) == ("singular-gradient", True)
+    assert "1 of its 2 rows are -Inf throughout" in first.explanation
+    assert [(fix.action, fix.verified) for fix in first.fixes] == [("fix-mask", True), ("mask-value", True)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_some_fix_is_verified(name: str, guard: Guard) -> None:
     case = CASES[name]
@@ -442,6 +451,26 @@ def test_product_beyond_float32(guard: Guard) -> None:
     first = guard(step(model, torch.tensor([1.0, 2.0]))).first
     assert (first.cause, first.op, first.dtype) == ("gradient-overflow", "aten.mul.Tensor", "float32")
     assert abs(first.evidence["value_fp64"]) > torch.finfo(torch.float32).max
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient / x.pow(3) * x.pow(2)
+
+
+def test_power_beyond_float32_in_a_custom_backward_is_bounded_from_above(guard: Guard) -> None:
+    first = guard(step(Computes(lambda x: Cubed.apply(x * 1e20)), torch.tensor([1.0, 2.0]))).first
+    assert (first.cause, first.op) == ("gradient-overflow", "aten.pow.Tensor_Scalar")
+    (fix,) = first.fixes
+    assert (fix.action, fix.verified) == ("clamp", True)
+    assert "max=" in fix.how
 
 
 # --- custom functions, derivatives of derivatives, givens --------------------------------------------------------------

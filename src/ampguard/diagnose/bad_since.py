@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases import Case
+from ampguard.diagnose.words import spelled_out
 from ampguard.incident import Incident
 
 
@@ -77,7 +79,8 @@ def _spoiled(case: Case, facts: dict[str, Any]) -> str:
     at = f"{first.location.file}:{first.location.line}" if first.location else "an unknown line"
     facts["since_step"] = first.step
     facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
-    return f"It was poisoned in step {first.step} by {first.op} at {at} ({first.cause})."
+    name = spelled_out(first.op.split(".")[1]) if first.op else "what failed"
+    return f"It was poisoned in step {first.step} by {name} at {Path(at).name} ({first.cause})."
 
 
 def _since(facts: dict[str, Any]) -> str:

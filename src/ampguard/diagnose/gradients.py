@@ -209,7 +209,9 @@ def earliest_chain(outcome: Outcome) -> Chain | None:
     best: Chain | None = None
     for tensor in [*bad[::step], *bad[-1:]]:
         elements = bad_elements(tensor)
-        chain = chain_from(outcome.trace, traced(tensor), elements) if elements is not None else None
+        chain = (
+            chain_from(outcome.trace, traced(tensor), elements, is_one_of_many=True) if elements is not None else None
+        )
         if chain is None:
             continue
         if best is None or (chain.intended, chain.head.op.index) < (best.intended, best.head.op.index):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose import accused, words
+from ampguard.diagnose.causes.masked_softmax import row_fixes
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.gradients import GradientEvidence
@@ -43,7 +44,7 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     edge = 1e-3 if any(is_low_precision(t.dtype) for t in forward.op.inputs) else 1e-6
     fixes: list[Proposal] = []
     if evidence.is_hidden:
-        fixes.append(_masked_operand(forward))
+        fixes += row_fixes(forward) or [_masked_operand(forward)]
     if name in DIVISIONS:
         position = min(1, len(forward.op.inputs) - 1)
         fixes.append(epsilon_fix(forward, position, edge))

@@ -23,6 +23,8 @@ from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
 VISITS_PER_OP = 4
+ENDS = 2
+"""Bad elements of a result that are followed, where no infinite constant explains them."""
 COPIES = frozenset(
     [
         "where",
@@ -105,10 +107,14 @@ class Chain:
         return None
 
 
-def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | None:
-    """The chain behind the bad elements of a result that begins first. None where no operator of the trace made them."""
+def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, is_one_of_many: bool = False) -> Chain | None:
+    """The chain behind the bad elements of a result. None where no operator of the trace made them.
+
+    Of those behind its first and its last bad element, the one that begins first; `is_one_of_many`: the first will do.
+    """
     best: Chain | None = None
     fallback: Chain | None = None
+    wanted = 1 if is_one_of_many else ENDS
     for position in _starts(bad):
         offset, flat = int(bad.offsets[position]), int(bad.flat[position])
         writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
@@ -119,6 +125,9 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements) -> Chain | 
             continue
         chain = _explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position])))
         best, fallback = _ranked(best, fallback, chain)
+        wanted -= not chain.intended
+        if not wanted:
+            break
     found = best or fallback
     return _of_the_step(found) if found is not None else None
 
@@ -161,14 +170,15 @@ def _starts(bad: BadElements) -> list[int]:
     for kind in (NAN, POS_INF, NEG_INF):
         hits = (bad.kinds == kind).nonzero().reshape(-1)
         if hits.numel():
-            starts += [int(hits[i]) for i in {0, hits.numel() // 2, hits.numel() - 1}]
+            starts += [int(hits[i]) for i in (0, hits.numel() - 1, hits.numel() // 2)]
     return list(dict.fromkeys(starts))
 
 
 def _explore(trace: Trace, start: Link) -> Chain:
     """The ways back, the earliest operator first: of the beginnings that no intended infinity explains, the earliest.
 
-    Each way on from the first fork has its own visits to an operator: the elements of one row would take them all.
+    The first way on from the first fork has visits to an operator of its own, and so have the others: the elements of one
+    row would take them all.
     """
     best: Chain | None = None
     fallback: Chain | None = None
@@ -194,7 +204,7 @@ def _explore(trace: Trace, start: Link) -> Chain:
                 chain = Chain(links, given=step, intended=step.kind != NAN and not _is_parameter_like(step))
                 best, fallback = _ranked(best, fallback, chain)
             else:
-                on = way or (number + 1 if len(steps) > 1 else 0)
+                on = way or (min(number, 1) + 1 if len(steps) > 1 else 0)
                 heapq.heappush(frontier, (step.op.index, next(order), step, [*links, step], on))
     return best or fallback or Chain([start])
 
@@ -241,16 +251,34 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
 def _older(trace: Trace, reader: TracedOp, tensor: TracedTensor, bad: BadElements, hits: Tensor) -> list[int]:
     """One of the hits at whose place an operand of their maker was bad already: the others may have begun there."""
     writer = trace.writer_of(tensor.storage, int(bad.offsets[hits[0]]), before=reader.index) if len(hits) > 2 else None
-    made = writer[0].outputs[writer[1]] if writer is not None else None
-    if writer is None or made is None or made.bad is None:
+    if writer is None:
         return []
-    for operand in writer[0].inputs:
-        if operand.bad is not None and operand.shape == made.shape:
-            older = made.bad.offsets[torch.isin(made.bad.flat, operand.bad.flat)]  # (it may be read through a view)
-            found = torch.isin(bad.offsets[hits], older).nonzero().reshape(-1)
-            if found.numel():
-                return [int(hits[found[0]])]
-    return []
+    key = (id(bad), writer[0].index, writer[1])
+    if key not in trace.older:
+        trace.older[key] = _bad_before(bad, *writer[:2])
+    mask = trace.older[key]
+    found = mask[hits].nonzero().reshape(-1) if mask is not None else hits[:0]
+    return [int(hits[found[0]])] if found.numel() else []
+
+
+def _bad_before(bad: BadElements, maker: TracedOp, result: int) -> Tensor | None:
+    """Which of these elements an operand of their maker had at the same place already; None where that cannot be seen."""
+    made = maker.outputs[result]
+    alike = [o.bad.flat for o in maker.inputs if o.bad is not None and o.shape == made.shape]
+    if made.bad is None or not alike:
+        return None
+    older = made.bad.offsets[_among(made.bad.flat, torch.cat(alike))]  # (it may be read through a view)
+    return _among(bad.offsets, older)
+
+
+def _among(places: Tensor, known: Tensor) -> Tensor:
+    """Which of these places are known ones. One pass over each, where `torch.isin` would sort them."""
+    if not places.numel() or not known.numel():
+        return torch.zeros_like(places, dtype=torch.bool)
+    first = int(min(places.min(), known.min()))
+    table = torch.zeros(int(max(places.max(), known.max())) - first + 1, dtype=torch.bool, device=places.device)
+    table[known - first] = True
+    return table[places - first]
 
 
 def _can_explain(op: TracedOp, made: int, read: int) -> bool:

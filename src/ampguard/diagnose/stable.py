@@ -1,11 +1,12 @@
 """Numerically stable forms, recognised by what made the operand and tried in the replay.
 
 log(softmax(x)) is log_softmax(x); log(sigmoid(x)) is logsigmoid(x); log(1 - sigmoid(x)) is logsigmoid(-x);
-log(sum(exp(x))) is logsumexp(x); exp(x) / sum(exp(x)) is softmax(x).
+log(sum(exp(x))) is logsumexp(x), log(mean(exp(x))) that less log(n); exp(x) / sum(exp(x)) is softmax(x).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -65,14 +66,23 @@ def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute
         inner = lineage.maker(evidence.trace, maker, 0 if len(maker.inputs) == 1 else len(maker.inputs) - 1)
         if inner is not None and inner.short_name == "sigmoid":
             return "F.logsigmoid(-x)", inner, lambda x, args: F.logsigmoid(-x)
+    return _log_of_exponentials(evidence, maker) if maker.short_name in ("sum", "mean") else None
+
+
+def _log_of_exponentials(evidence: Evidence, maker: TracedOp) -> tuple[str, TracedOp, Compute] | None:
+    """log(sum(exp(x))), and log(mean(exp(x))): less the logarithm of how many there are."""
+    inner = lineage.maker(evidence.trace, maker, 0)
+    if inner is None or inner.short_name != "exp":
+        return None
+    shape = maker.inputs[0].shape
+    dims = (evidence.capture(maker.index) or _Nothing).args[1:2]
+    keep = len(maker.outputs[0].shape) == len(shape)
+    dim = list(dims[0]) if dims and dims[0] else list(range(len(shape)))
     if maker.short_name == "sum":
-        inner = lineage.maker(evidence.trace, maker, 0)
-        if inner is not None and inner.short_name == "exp":
-            dims = (evidence.capture(maker.index) or _Nothing).args[1:2]
-            keep = len(maker.outputs[0].shape) == len(maker.inputs[0].shape)
-            dim = list(dims[0]) if dims and dims[0] else list(range(len(maker.inputs[0].shape)))
-            return "torch.logsumexp(x, dim)", inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep)
-    return None
+        return "torch.logsumexp(x, dim)", inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep)
+    count = math.prod(shape[d] for d in dim)
+    how = f"torch.logsumexp(x, dim) - math.log({count})"
+    return how, inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep) - math.log(count)
 
 
 def _softmax_by_hand(evidence: Evidence) -> tuple[str, Trial] | None:

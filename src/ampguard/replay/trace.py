@@ -127,6 +127,8 @@ class Trace:
 
     ops: list[TracedOp] = field(default_factory=list)
     writes: dict[int, list[tuple[int, int, bool]]] = field(default_factory=dict)
+    older: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
+    """By (what an operand's bad elements are, its maker, which result): which of them were bad before that operator."""
 
     def note_write(self, storage: int, op: int, result: int, is_new: bool) -> None:
         self.writes.setdefault(storage, []).append((op, result, is_new))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from ampguard.diagnose import stable, words
+from ampguard.diagnose.causes.division_by_zero import divisor_of
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
@@ -51,7 +52,9 @@ def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
     call = evidence.call_in_float32_step
     if call is None:
         return None
-    for position, (mine, theirs) in enumerate(zip(evidence.operands, call.tensors, strict=False)):
+    pairs = list(enumerate(zip(evidence.operands, call.tensors, strict=False)))
+    divisor = divisor_of(evidence)
+    for position, (mine, theirs) in sorted(pairs, key=lambda pair: pair[0] != divisor):
         if not mine.values.is_floating_point() or mine.values.shape != theirs.shape:
             continue
         test = contributing(evidence.op, position, evidence.link.result, evidence.flat)

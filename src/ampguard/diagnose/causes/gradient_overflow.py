@@ -15,6 +15,7 @@ import math
 import torch
 
 from ampguard.diagnose import words
+from ampguard.diagnose.causes.overflow import bounds
 from ampguard.diagnose.finding import Finding, cause, find_cause
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.proposals import precision_fixes, spelled
@@ -101,5 +102,5 @@ def _beyond_float32(evidence: GradientEvidence) -> Finding | None:
         f"float32's largest number.",
         weight=60,
         evidence={"value_fp64": wide},
-        proposals=operand_fixes(evidence),
+        proposals=tuple(bounds(evidence)) if evidence.differentiated is None else operand_fixes(evidence),
     )

@@ -41,6 +41,17 @@ def masked_softmax(evidence: Evidence) -> Finding | None:
     return _finding(evidence, count, total, changed_operand(0, lambda t: _with_a_key(t, dim)), at_the_head(_finite))
 
 
+def row_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
+    """What a softmax needs whose empty rows the loss does not see and the derivative does; nothing where it has none."""
+    rows = empty_rows(evidence) if "softmax" in evidence.op.short_name else None
+    if rows is None:
+        return ()
+    count, total, dim = rows
+    return _finding(
+        evidence, count, total, changed_operand(0, lambda t: _with_a_key(t, dim)), at_the_head(_finite)
+    ).proposals
+
+
 def _by_logsumexp(evidence: Evidence) -> Finding | None:
     """A log-partition over nothing: logsumexp of a row of -Inf is -Inf, and so is the loss that is made of it."""
     at = next(iter(logsumexps_of_empty_rows(evidence)), None)

@@ -61,13 +61,7 @@ def overflow(evidence: Evidence) -> Finding | None:
     result = f"its result is {words.number(wide)} in float64"
     if wide is None or not math.isfinite(wide):
         result = f"its result is {spelled(evidence.kind)}" + (" in float64 as well" if dtype == torch.float32 else "")
-    proposals: list[Proposal] = list(stable.proposals(evidence))
-    if evidence.op.short_name in LARGEST_EXPONENT[torch.float32]:
-        proposals.append(_bounded_exponent(evidence, _largest_exponent(evidence)))
-    elif _divides_by_less_than_one(evidence):
-        proposals += guards(evidence)
-    else:
-        proposals.append(_bounded_operand(evidence, peak))
+    proposals = [*stable.proposals(evidence), *bounds(evidence)]
     fits = wide is not None and abs(wide) <= torch.finfo(dtype).max
     return Finding(
         "overflow",
@@ -77,6 +71,16 @@ def overflow(evidence: Evidence) -> Finding | None:
         evidence={"max_abs_operand": peak, "result_fp64": wide if wide is None or math.isfinite(wide) else str(wide)},
         proposals=tuple(proposals),
     )
+
+
+def bounds(evidence: Evidence) -> list[Proposal]:
+    """What keeps the result inside its type: a smaller exponent, a larger divisor, a smaller operand."""
+    if evidence.op.short_name in LARGEST_EXPONENT[torch.float32]:
+        return [_bounded_exponent(evidence, _largest_exponent(evidence))]
+    if _divides_by_less_than_one(evidence):
+        return guards(evidence)
+    peak = max((o.stats.max_abs or 0.0) for o in evidence.float_operands)
+    return [_bounded_operand(evidence, peak)]
 
 
 def _divides_by_less_than_one(evidence: Evidence) -> bool:

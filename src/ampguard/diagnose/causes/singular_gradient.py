@@ -18,6 +18,7 @@ from ampguard.diagnose import accused, words
 from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.proposals import spelled
+from ampguard.diagnose.rows import empty_rows
 from ampguard.diagnose.singular import operand_fixes, operand_value
 from ampguard.diagnose.slicing import Link
 from ampguard.replay.operators import flat_tensors
@@ -36,7 +37,7 @@ def _hidden(evidence: GradientEvidence) -> Finding:
     name = words.operator(evidence)
     first = evidence.first_gradient
     value = operand_value(evidence.forward)
-    given = "" if value is None else f" (its operand is {spelled(value)})"
+    given = _empty_rows(evidence) if value is None else f" (its operand is {spelled(value)})"
     code = accused.statement(evidence)
     how = "multiplies it by 0 and passes on" if _multiplies_by_zero(first) else "reads it and passes on"
     return Finding(
@@ -50,6 +51,11 @@ def _hidden(evidence: GradientEvidence) -> Finding:
         line=evidence.op.line,
         op=first.op,
     )
+
+
+def _empty_rows(evidence: GradientEvidence) -> str:
+    rows = empty_rows(evidence)
+    return f" ({rows[0]} of its {rows[1]} rows are -Inf throughout: the mask leaves them no key)" if rows else ""
 
 
 def _multiplies_by_zero(link: Link) -> bool:

@@ -145,8 +145,9 @@ def zeros_of(found: Poisoned) -> tuple[str, dict[str, Any]]:
     gradient = found.parameter.grad
     if gradient is not None:
         facts["max_abs_gradient"] = float(gradient.reshape(-1)[found.bad].abs().max())
-        words.append(f"where the gradient is at most {number(facts['max_abs_gradient'])}")
-    return " and ".join(words) or f"its arithmetic leaves {dtype}'s range", facts
+    peak = facts.get("max_abs_gradient")
+    size = "" if peak is None else f", where the gradient is {f'at most {number(peak)}' if peak else '0'}"
+    return (" and ".join(words) or f"its arithmetic leaves {dtype}'s range") + size, facts
 
 
 def fixes(found: Poisoned) -> tuple[Fix, ...]:

@@ -70,11 +70,16 @@ def scale_collapse(situation: Situation) -> Incident | None:
         explanation=(
             f"The loss scale has collapsed: since step {since} it fell from {number(before)} to "
             f"{number(scale)}, and {trajectory.skips_in_fall} of {trajectory.attempts_in_fall} steps were "
-            f"skipped. The losses are finite, gradients overflow at every scale that was tried, and nothing is learned.{place}"
+            f"skipped. {_losses(trajectory)}, gradients overflow at every scale that was tried, and nothing is learned.{place}"
         ),
         evidence={**(known.evidence if known else {}), **facts},
         fixes=fixes(known),
     )
+
+
+def _losses(trajectory: Trajectory) -> str:
+    bad = trajectory.bad_losses_in_fall
+    return f"In {bad} of these steps the loss was not finite itself; in the others" if bad else "The losses are finite"
 
 
 def _what(known: Incident) -> str:
