@@ -1,7 +1,7 @@
 """Cutting finished steps off a record whose steps hang together: each computes its weights from those of the last one.
 
-Nothing that was made before the cut is kept, unless the script still holds it: then it is a tensor that is given.
-What cannot be computed without the rest is not kept either.
+Nothing that was made before the cut is kept, unless the script still holds it, as it was then: then it is a tensor that is
+given. What cannot be computed without the rest is not kept either.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall, refs_of
-from ampguard.compat import version_of
+from ampguard.compat import storage_key, version_of
 
 
 def cut_before(events: Iterable[Event], start: int) -> list[Event]:
     """The events from `start` on that can still be computed, with what was made before `start` as given tensors."""
+    events = list(events)
+    written = _storages(event for event in events if event.index >= start)
     before: dict[int, Event] = {}
     kept: list[Event] = []
     for event in events:
@@ -26,7 +28,7 @@ def cut_before(events: Iterable[Event], start: int) -> list[Event]:
         if not refs:
             kept.append(event)
             continue
-        given = {ref: held for ref in refs if (held := _given(before.get(ref.event), ref)) is not None}
+        given = {ref: held for ref in refs if (held := _given(before.get(ref.event), ref, written)) is not None}
         if len(given) < len(refs):
             before[event.index] = event
         else:
@@ -41,10 +43,16 @@ def _refs_of(event: Event) -> list[Ref]:
     return refs_of(event)
 
 
-def _given(event: Event | None, ref: Ref) -> Held | None:
-    """What an event returned, if the script still holds it."""
+def _storages(events: Iterable[Event]) -> set[int]:
+    """Where the results of these lie: some may have been written in place."""
+    live = (ref() for event in events for ref in event.outputs)
+    return {storage_key(tensor) for tensor in live if tensor is not None}
+
+
+def _given(event: Event | None, ref: Ref, written: set[int]) -> Held | None:
+    """What an event returned, if the script still holds it and nothing has been written to it since the cut."""
     tensor = event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
-    return Held(tensor, version_of(tensor)) if tensor is not None else None
+    return Held(tensor, version_of(tensor)) if tensor is not None and storage_key(tensor) not in written else None
 
 
 def _with_given(event: Event, given: dict[Ref, Held]) -> Event:
