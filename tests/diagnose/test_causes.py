@@ -178,6 +178,21 @@ def test_log_of_a_mean_of_exponentials_has_its_stable_form(guard: Guard) -> None
     assert "torch.logsumexp(x, dim) - math.log(2)" in first.fixes[0].how
 
 
+def test_log_of_a_softmax_in_a_loss_function_has_its_stable_form(guard: Guard) -> None:
+    """Outside every module, too, what made an operand is known."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        for scale in (1.0, 1000.0):
+            probabilities = torch.softmax(model(torch.randn(5, 4) * scale), -1)
+            (-torch.log(probabilities)).sum(-1).mean().backward()
+
+    first = guard(body).first
+    assert (first.module, first.fixes[0].action, first.fixes[0].verified) == (None, "stable-form", True)
+    assert "torch.log_softmax(x, dim)" in first.fixes[0].how
+
+
 INNOCENT: dict[str, tuple[Callable[[Tensor], Tensor], list[float], torch.dtype | None]] = {
     "causal mask": (lambda x: (x[:, None] * x[None]).masked_fill(FUTURE, -INF).softmax(-1), [1, 2, 3], half),
     "sentinel": (lambda x: torch.maximum(torch.full((3,), -INF), x), [1, 2, 3], None),

@@ -68,7 +68,7 @@ class Values:
                 made = self._result(leaf)
                 if leaf in self.replaced and not made.requires_grad:
                     return self.replaced[leaf].clone()
-                return made if self.keeps_graph else made.detach()
+                return made if self.keeps_graph or not made.requires_grad else self._detached(made)
             if isinstance(leaf, Held):
                 if self.keeps_graph and leaf.tensor.requires_grad:
                     return self._leaf(leaf, grad=True) if leaf.tensor.is_leaf else self._computed(leaf)
@@ -76,6 +76,11 @@ class Values:
             return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
 
         return map_leaves(tree, value)
+
+    def _detached(self, made: Tensor) -> Tensor:
+        detached = made.detach()
+        self.mode.stands_for(detached, made)
+        return detached
 
     def for_backward(self, tree: Any) -> Any:
         """What was differentiated, the gradients given for it, and by what it was differentiated."""

@@ -91,6 +91,11 @@ class ReplayMode(compat.DispatchMode):
         finally:
             self.boundary = before
 
+    def stands_for(self, tensor: Tensor, made: Tensor) -> None:
+        """`tensor` is handed to an operator in the place of `made`, which an operator of the replay has returned."""
+        if self.writer is not None:
+            self.writer.stands_for(tensor, made)
+
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -42,6 +42,12 @@ class TraceWriter:
             op.key = (*key, occurrence)
         self._trace.ops.append(op)
 
+    def stands_for(self, tensor: Tensor, made: Tensor) -> None:
+        """What made `made` has made `tensor`."""
+        maker = self._maker(made)
+        if maker is not None:
+            self._made_by[id(tensor)] = (weakref.ref(tensor), maker)
+
     def end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         """It has run: its results, where they are bad, and what it wrote to."""
         self._nodes.setdefault(compat.next_node_number() - 1, op.index)  # without gradients too: in a custom function
