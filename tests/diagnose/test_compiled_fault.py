@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def nothing_compiled_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nor does a slow machine end a search."""
-    monkeypatch.setattr(Budget, "for_step", staticmethod(lambda seconds, started: Budget(math.inf)))
+    monkeypatch.setattr(Budget, "for_step", staticmethod(lambda *_: Budget(math.inf)))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
