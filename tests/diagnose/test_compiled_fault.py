@@ -279,7 +279,7 @@ def test_slice_of_a_batch_keeps_its_strides(guard: Guard) -> None:
 def test_without_time_the_whole_graph_is_named(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for gradients: what a backward pass computes is kept nowhere."""
     monkeypatch.setattr(compiled_search, "likeliest_part", lambda search: None)
-    monkeypatch.setattr(Budget, "for_step", staticmethod(lambda seconds, started: Budget(-math.inf)))
+    monkeypatch.setattr(Budget, "for_step", staticmethod(lambda *_: Budget(-math.inf)))
     monkeypatch.setattr(compiled_search, "MOST_SECONDS", 0.0)
 
     def body() -> None:

@@ -194,7 +194,8 @@ class EventLog:
             op.floating.append(output.dtype.is_floating_point)
         else:
             self.add_results(op, output, writes=False)
-        if not self.goes_on_after_backward and self._record.events[0].index < self.closed_until:
+        first = next(iter(self._record.events), None)  # (another thread may have begun a new record)
+        if not self.goes_on_after_backward and first is not None and first.index < self.closed_until:
             self._note_reuse(op, any(isinstance(value, Tensor) and value.requires_grad for value in args))
 
     def add_operator(
