@@ -408,7 +408,9 @@ def test_teacher_with_infinite_logits_in_a_healthy_step_is_no_failure(guard: Gua
     assert guard(body).report.incidents == ()
 
 
-def test_loss_that_the_script_looks_at_and_drops(guard: Guard) -> None:
+@pytest.mark.parametrize("seed", [0, 14])  # from 14 the first update makes the weights 95 times as large
+def test_loss_that_the_script_looks_at_and_drops(seed: int, guard: Guard) -> None:
+    torch.manual_seed(seed)
     model = nn.Linear(2, 1)
 
     def body() -> int:

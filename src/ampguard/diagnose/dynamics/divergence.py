@@ -127,6 +127,8 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
         had_grown = look is not None and has_outgrown(remedies.norm_before, look, remedies.noticed_at)
         began = remedies.noticed_at - 1 if had_grown else remedies.began_at
         return told(incident, situation, fall_from(losses, began), None, remedies)
+    if incident.cause in SELDOM and incident.evidence.get("kind") != "nan":
+        return None  # an operand on the domain's edge (a 0 under a logarithm) is no sign of large weights
     usual = max(abs(loss) for step, loss in losses if look is None or step <= max(look.step, losses[0][0]))
     if not is_out_of_range(incident, usual):
         return None  # a wider type bears these weights
