@@ -156,8 +156,9 @@ class _Pair:
         """Compare those checks of ours that the first rank has made as well. What it has yet to make is waited for."""
         while self._waiting and not self._has_told:
             mine, sums, past = self._waiting[0]
+            newest = self._exchange.newest()  # before: what comes in between is waited for, not missed
             theirs = self._exchange.check_of(mine.step)
-            if theirs is None and not is_last and self._exchange.newest() < mine.step:
+            if theirs is None and not is_last and newest < mine.step:
                 return
             self._waiting.popleft()
             if theirs is not None:
