@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, Protocol
@@ -56,15 +57,55 @@ def call_while_paused(watcher: Paused, otherwise: Callable[..., Any]) -> Callabl
 
     A call inside another module then costs nothing. Every other call goes to `otherwise(module, *args, **kwargs)`.
     """
+    call_impl, tracing_state = torch.nn.Module._call_impl, torch._C._get_tracing_state
+    before_backward, behind_backward, behind, before = _hooks_on_all_modules()
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if watcher.paused:
             if self._compiled_call_impl is not None:
                 return self._compiled_call_impl(*args, **kwargs)
-            return self._call_impl(*args, **kwargs)
+            if type(self)._call_impl is not call_impl or (
+                self._backward_hooks
+                or self._backward_pre_hooks
+                or self._forward_hooks
+                or self._forward_pre_hooks
+                or before_backward
+                or behind_backward
+                or behind
+                or before
+                or tracing_state()
+            ):
+                return self._call_impl(*args, **kwargs)
+            return self.forward(*args, **kwargs)  # all that `_call_impl` does then
         return otherwise(self, *args, **kwargs)
 
+    if not any(__call__.__code__ is known for known in _calls_of_ours):
+        _calls_of_ours.append(__call__.__code__)
     return __call__
+
+
+_calls_of_ours: list[CodeType] = []
+
+_CALL_IMPL_BEGINS = (
+    *("torch", "_C", "_get_tracing_state", "_slow_forward", "forward"),
+    *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+    *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks", "_global_forward_pre_hooks"),
+    "set",
+)
+"""What `Module._call_impl` asks before it calls `forward` and does nothing else, in this order."""
+
+
+def _hooks_on_all_modules() -> tuple[Any, Any, Any, Any]:
+    """The dictionaries of the hooks that stand on every module. Where `_call_impl` asks for more than we know of, one of
+    them is never empty: it is then always asked itself.
+    """
+    module = sys.modules[torch.nn.Module.__module__]
+    names = _CALL_IMPL_BEGINS[-5:-1]
+    code = getattr(torch.nn.Module._call_impl, "__code__", None)
+    if code is None or code.co_names[: len(_CALL_IMPL_BEGINS)] != _CALL_IMPL_BEGINS:
+        return True, True, True, True
+    first, second, third, fourth = (getattr(module, name, True) for name in names)
+    return first, second, third, fourth
 
 
 def functional_call() -> tuple[Any, str] | None:
@@ -129,5 +170,4 @@ def hidden_from_its_state(module: torch.nn.Module) -> str | None:
 
 def is_call_of_module(code: CodeType) -> bool:
     """Whether this is the code that calls a module's hooks and its forward."""
-    call = getattr(torch.nn.Module, "_call_impl", None)
-    return call is not None and code is getattr(call, "__code__", None)
+    return any(code is known for known in (getattr(torch.nn.Module._call_impl, "__code__", None), *_calls_of_ours))
