@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -301,6 +302,27 @@ class EventLog:
             if known is not None:
                 return known
         return self.arguments.hold(tensor, version)
+
+    def keep_for_readers(self, tensor: Tensor) -> None:
+        """A tensor is about to be overwritten by what is not recorded: events that were given it keep its value."""
+        if tensor.numel() > MAX_COPY or self.lookup(tensor) is not None:
+            return
+        readers = [held for held in self._holders.of(tensor, self.record.events) if held.copy is None and held.is_intact]
+        copy = tensor.detach().clone() if readers else None
+        for held in readers:
+            held.copy = copy
+
+    def written_by_others(self, tensor: Tensor) -> None:
+        """What is not recorded has written to it, and PyTorch has not counted that as a new version."""
+        if self._pending:
+            self.settle()
+        self.producers.known.pop(id(tensor), None)
+
+    def is_copy_of(self, tensor: Tensor, source: Tensor, frame: FrameType) -> None:
+        """What is not recorded has written the value of `source` to it."""
+        op = self.add_operator(torch.ops.aten.detach.default, (source,), {}, None, frame)
+        if op is not None:
+            self.add_results(op, tensor, writes=False)
 
     def copied(self, value: Any) -> Any:
         """An operand that the operator overwrites and that no event made: keep its value."""

@@ -12,6 +12,7 @@ import os
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.clipping import ClippingProbe
+from ampguard.capture.probing.collectives import CollectiveProbe
 from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.capture.probing.derivatives import DerivativeProbe
 from ampguard.capture.probing.edges import EdgeProbe
@@ -19,6 +20,8 @@ from ampguard.capture.probing.functions import FunctionProbe
 from ampguard.capture.probing.modules import ModuleProbe
 from ampguard.capture.probing.updates import UpdateProbe
 from ampguard.capture.recorder import FlightRecorder
+
+PROBES = (ModuleProbe, DerivativeProbe, FunctionProbe, CompilerProbe, ClippingProbe, EdgeProbe, CollectiveProbe)
 
 
 class Probes:
@@ -31,7 +34,7 @@ class Probes:
 
     def install(self) -> None:
         """Begin to observe."""
-        for probe in (ModuleProbe, DerivativeProbe, FunctionProbe, CompilerProbe, ClippingProbe, EdgeProbe):
+        for probe in PROBES:
             probe(self._recorder, self._patches).install()
         self._updates.install()
         self._recorder.has_compiled_before = compat.may_compile()

@@ -33,6 +33,7 @@ from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.capture.ranks.collectives import Collectives
 from ampguard.capture.record import (
     BackwardCall,
     BadResult,
@@ -126,6 +127,7 @@ class FlightRecorder:
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
         self.functions = AppliedFunctions()
+        self.collectives = Collectives(self.log)
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 

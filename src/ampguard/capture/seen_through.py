@@ -9,6 +9,7 @@ process instead of once a line. Python passes over the frames of its own import 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -46,9 +47,15 @@ def seen_through(code: CodeType) -> CodeType:
     """The same code, and that of the functions that it defines, under a file name that warnings pass over."""
     if DETOUR in code.co_filename:
         return code
-    directory, name = os.path.split(code.co_filename)
     constants = tuple(seen_through(const) if isinstance(const, CodeType) else const for const in code.co_consts)
-    return code.replace(co_filename=os.path.join(directory, DETOUR, os.pardir, name), co_consts=constants)
+    return code.replace(co_filename=_detour(code.co_filename), co_consts=constants)
+
+
+@functools.cache
+def _detour(file: str) -> str:
+    """One string for all the functions of a file."""
+    directory, name = os.path.split(file)
+    return os.path.join(directory, DETOUR, os.pardir, name)
 
 
 def functions_in(value: Any) -> Iterator[FunctionType]:

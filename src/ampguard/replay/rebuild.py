@@ -36,6 +36,7 @@ from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import module_names, parameter_names, paths_in_holders
+from ampguard.replay.other_ranks import answered, check_what_was_sent
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.roots import run_root, swap_state, traced_modules
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
@@ -93,6 +94,7 @@ class Replayer:
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
         preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact)
+        check_what_was_sent(self.events, self._recorder.collectives)
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
@@ -147,6 +149,7 @@ class Replayer:
             self._weight_casts(),
             traced_modules(mode) if compiled is None else contextlib.nullcontext(),
             autocast_in(variant.convert),
+            answered(self._recorder.collectives, mode),
         ):
             self._keep_reach_of_hooks()
             for event in self.events:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ampguard import compat
 from ampguard.capture.functions import aliases_of, checkpointed
 from ampguard.capture.patches import Patches
+from ampguard.capture.probing.collectives import DIFFERENTIABLE
 from ampguard.capture.recorder import FlightRecorder
 
 
@@ -43,7 +44,7 @@ class FunctionProbe:
                 is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
                 if cls is CheckpointFunction and recorder.active and not recorder.paused:
                     return checkpointed(recorder.log, guarded, inner, cls, *args, **kwargs)
-                if not is_ours or cls.__module__.startswith("torch.") or compat.is_tracing():
+                if not is_ours or is_pytorchs_own(cls) or compat.is_tracing():
                     return inner(cls, *args, **kwargs)
                 call = guarded(recorder.enter_function, cls, args, kwargs)
                 if call is None:
@@ -69,3 +70,8 @@ class FunctionProbe:
             self._patches.replace(torch.autograd.Function, "apply", watch)
             for module, name in known:
                 self._patches.replace(module, name, lambda bound: bound.__self__.apply)
+
+
+def is_pytorchs_own(function: type) -> bool:
+    """Whether a custom function needs no record of its own: PyTorch's, but for those that wait for other ranks."""
+    return function.__module__.startswith("torch.") and function.__module__ != DIFFERENTIABLE

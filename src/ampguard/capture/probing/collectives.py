@@ -1,0 +1,105 @@
+"""The probe of the script's own collectives: what they bring is kept, and a replay is given that instead of calling them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.frames import is_user_code
+from ampguard.capture.patches import Patches
+from ampguard.capture.ranks.collectives import RESULTS, Call
+from ampguard.capture.recorder import FlightRecorder
+
+DIFFERENTIABLE = "torch.distributed.nn.functional"
+"""PyTorch's module of collectives with a derivative: it calls them for the script."""
+
+
+class CollectiveProbe:
+    """Tells the recorder of collectives that the script calls, not of PyTorch's own (DDP's, FSDP's)."""
+
+    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
+        self._recorder = recorder
+        self._patches = patches
+
+    def install(self) -> None:
+        if not torch.distributed.is_available():
+            return
+        for name, position in RESULTS.items():
+            if hasattr(torch.distributed, name):
+                self._patches.replace(torch.distributed, name, functools.partial(self._watch, name, position))
+        self._patches.replace(torch.distributed, "barrier", functools.partial(self._watch, "barrier", None))
+
+    def _watch(self, name: str, position: int | None, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+        collectives, guarded = recorder.collectives, recorder.barrier.call
+        parameters = list(inspect.signature(original).parameters)
+
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if compat.is_compiling() or not is_the_scripts(frame):
+                return original(*args, **kwargs)
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            if collectives.replay is not None and recorder.paused:
+                collectives.replay.called(call_of(name, given, parameters, position))
+                return Done() if given.get("async_op") else None
+            if not recorder.active or recorder.counting or position is None:
+                return original(*args, **kwargs)
+            is_outside = not recorder.paused and recorder.thread == threading.get_ident()
+            call = guarded(call_of, name, given, parameters, position) if in_a_group() else None
+            begun = guarded(collectives.before, call, is_outside, frame) if call is not None else None
+            paused, recorder.paused = recorder.paused, True
+            try:
+                handle = original(*args, **kwargs)
+            finally:
+                recorder.paused = paused
+            if call is not None and begun is not None:
+                guarded(collectives.after, call, begun, is_outside, frame)
+            return handle
+
+        return collective
+
+
+def call_of(name: str, given: dict[str, Any], parameters: list[str], position: int | None) -> Call:
+    """What a collective is asked to do. `given`: its arguments by name. `position`: of what it writes to; None: nothing."""
+    written = tensors_of(given.get(parameters[position])) if position is not None else []
+    is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
+    mine, put_in = None, None
+    if name == "all_gather":
+        rank = torch.distributed.get_rank(given.get("group"))
+        mine, put_in = (rank if rank >= 0 else None), given.get(parameters[1])
+    return Call(name, written, put_in, mine, is_sum, is_done=not given.get("async_op"))
+
+
+def in_a_group() -> bool:
+    """Whether there is anybody to send to; else PyTorch raises."""
+    return torch.distributed.is_initialized()
+
+
+class Done:
+    """The handle of a collective that was not called."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def is_the_scripts(frame: Any) -> bool:
+    """Whether a collective that is called in this frame is the script's, a library's included."""
+    return is_user_code(frame.f_code) or frame.f_globals.get("__name__") == DIFFERENTIABLE
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """What a collective writes to: a tensor or a list of them."""
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in items if isinstance(item, Tensor)]

@@ -1,0 +1,144 @@
+"""Short trainings on two ranks whose losses need both: each under a guard of its own.
+
+Takes their names; the run folder of each is named after it. Rank 1 has a batch that is too large in step 5.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import ampguard
+
+
+def gathered(x: Tensor) -> Tensor:
+    """The rows of all ranks; gradients flow through those of this one."""
+    rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)
+    rows[dist.get_rank()] = x
+    return torch.cat(rows)
+
+
+class Gather(torch.autograd.Function):
+    """The rows of all ranks; gradients flow through all, and are summed up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x)
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Centered(nn.Module):
+    """A loss that follows the mean of all ranks, as DINO's does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, width))
+
+    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+        teacher = teacher.detach()
+        target = functional.softmax((teacher - self.center) / 0.1, dim=1)
+        loss = -(target * torch.log(functional.softmax(student / 0.1, dim=1))).sum(1).mean()  # BAD centered
+        total = teacher.sum(0, keepdim=True)
+        dist.all_reduce(total)
+        total /= len(teacher) * dist.get_world_size()
+        self.center = self.center * 0.9 + total * 0.1
+        return loss
+
+
+def train(loss_of: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype | None = None, growth: float = 1.0) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(8):
+        x = torch.randn(4, 6, generator=generator)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            a, b = model(x), model(x + 0.1)
+            if dist.get_rank() == 1 and step == 5:
+                a, b = a * growth, b * growth
+            loss = loss_of(a, b)
+        loss.backward()
+        optimizer.step()
+
+
+def contrast(a: Tensor, b: Tensor) -> Tensor:
+    logits = 10 * gathered(a) @ gathered(b).t()  # BAD contrastive
+    return functional.cross_entropy(logits.float(), torch.arange(len(logits)))
+
+
+def contrast_by_function(a: Tensor, b: Tensor) -> Tensor:
+    logits = Gather.apply(a) @ Gather.apply(b).t()
+    return torch.log(torch.exp(logits).sum(1)).mean() - logits.diagonal().mean()  # BAD by_function
+
+
+def balanced(a: Tensor, b: Tensor) -> Tensor:
+    """Codes that are equally frequent over all ranks (Sinkhorn-Knopp)."""
+    with torch.no_grad():
+        codes = torch.exp(b / 0.5)  # BAD balanced
+        total = codes.sum(0)
+        dist.all_reduce(total)
+        codes = codes / total
+        codes = codes / codes.sum(1, keepdim=True)
+    return -(codes * functional.log_softmax(a, dim=1)).sum(1).mean()
+
+
+def contrastive() -> None:
+    train(contrast, torch.float16, growth=1e3)
+
+
+def by_function() -> None:
+    train(contrast_by_function, growth=100.0)
+
+
+def centered() -> None:
+    train(Centered(8), growth=1e3)
+
+
+def balanced_codes() -> None:
+    train(balanced, growth=1e3)
+
+
+def healthy_contrastive() -> None:
+    train(contrast, torch.float16)
+
+
+def healthy_by_function() -> None:
+    train(contrast_by_function)
+
+
+def healthy_centered() -> None:
+    train(Centered(8))
+
+
+def healthy_balanced() -> None:
+    train(balanced)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for name in sys.argv[1:]:
+        with ampguard.watch(out=Path(name)):
+            globals()[name]()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

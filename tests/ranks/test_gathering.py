@@ -1,0 +1,40 @@
+"""Steps that rest on what other ranks sent are run again from that: nobody is waited for, and the replay is the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launching import Ranks
+
+from ampguard.report.store import read_report
+
+SCRIPT = Path(__file__).parent / "gathering_trainings.py"
+HEALTHY = ("healthy_contrastive", "healthy_by_function", "healthy_centered", "healthy_balanced")
+FAULTY = {
+    "contrastive": ("fp16-overflow", "aten.mm.default", 0),
+    "by_function": ("overflow", "aten.exp.default", 0),
+    "centered": ("domain-error", "aten.log.default", 1),
+    "balanced_codes": ("overflow", "aten.exp.default", 1),
+}
+"""Cause, operator, and the first rank that sees it. The fault of `contrastive` is in what all ranks compute alike."""
+
+
+def line_of(mark: str) -> int:
+    lines = SCRIPT.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if f"# BAD {mark.removesuffix('_codes')}" in line)
+
+
+def test_losses_over_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    ended = two_ranks(str(SCRIPT), *HEALTHY, *FAULTY)
+    said = ended[0].err + ended[1].err
+    assert [one.status for one in ended] == [0, 0], said
+    assert "a fault of its own" not in said
+    for name in HEALTHY:
+        assert read_report(tmp_path / name).incidents == (), name
+    for name, (cause, op, rank) in FAULTY.items():
+        incident = read_report(tmp_path / name).incidents[0]
+        assert (incident.cause, incident.op, incident.step, incident.rank) == (cause, op, 5, rank), name
+        assert incident.location is not None
+        assert incident.location.line == line_of(name), name
+        assert any(fix.verified for fix in incident.fixes), (name, incident.fixes)
+    assert "was not bit for bit" not in said
