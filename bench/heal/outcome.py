@@ -29,6 +29,9 @@ GOAL = 0.02
 NUDGES = (1, 2)
 """Seeds of further runs in float32, whose first weights differ in their last bit."""
 
+COARSE_NUDGES = (3, 4, 5)
+"""Seeds of further ones, whose first weights differ by one rounding to float16: what a single step before the fix does."""
+
 BAD_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:nan|inf)(?![\w.])", re.IGNORECASE)
 TIMED_OUT = 124
 MIN_STEPS = 3
@@ -41,7 +44,8 @@ class Outcome(msgspec.Struct, frozen=True):
     `apart`: the mean loss of the last quarter from float32's, and `noise`: how much float32's own moves there from step
     to step, both as shares of it, measured as `ampguard compare` does. `repeats`: as `apart`, float32's own runs from
     weights that differ in their last bit. `off_from_there`: as `apart`, the run that is in float32 altogether from the
-    failing step on. `bad_printed`: how often the script itself printed nan or inf, as it is and healed.
+    failing step on. `coarse_repeats`: as `repeats`, from weights that differ by one rounding to float16. `bad_printed`: how
+    often the script itself printed nan or inf, as it is and healed.
     """
 
     case: str
@@ -61,6 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds_before: float | None
     seconds_after: float | None
     note: str = ""
+    coarse_repeats: tuple[float, ...] = ()
 
     @property
     def came_to_its_end(self) -> bool:
@@ -90,6 +95,18 @@ class Outcome(msgspec.Struct, frozen=True):
     def is_as_float32_repeats(self) -> bool:
         """Healed, run to its end, and within the goal of float32's run or of one of its repeats."""
         return self._is_healed and self.apart is not None and self._from_nearest(self.apart) <= GOAL
+
+    @property
+    def coarse_spread(self) -> tuple[float, float]:
+        """Between which float32 itself ends where its weights differ by what float16 rounds off, at least the goal."""
+        ends = (*self.repeats, *self.coarse_repeats)
+        return min((-GOAL, *ends)), max((GOAL, *ends))
+
+    @property
+    def is_within_spread(self) -> bool:
+        """Healed, run to its end, and no further from float32 than float32 is from itself by one rounding to float16."""
+        low, high = self.coarse_spread
+        return self._is_healed and self.apart is not None and low <= self.apart <= high
 
     def _from_nearest(self, apart: float) -> float:
         return min(abs(apart - other) for other in (0.0, *self.repeats))
@@ -133,8 +150,9 @@ def run_controls(case: Case, room: Path, timeout: float) -> None:
     """Run it healed by switching autocast off, and in float32 from weights that differ in their last bit."""
     guarded = ["run", "--out", "../run"]
     _run(case, room / "off", ["-m", "bench.heal.switched_off", *guarded, "--on-nonfinite", "heal"], timeout)
-    for seed in NUDGES:
-        nudged = ["-m", "bench.heal.nudged", str(seed), *guarded]
+    for seed in (*NUDGES, *COARSE_NUDGES):
+        dtype = "float32" if seed in NUDGES else "float16"
+        nudged = ["-m", "bench.heal.nudged", str(seed), dtype, *guarded]
         _run(case, room / f"nudged{seed}", [*nudged, "--precision", "fp32"], timeout)
 
 
@@ -159,18 +177,19 @@ def outcome_of(case: Case, room: Path) -> Outcome:
         in_fp32.final_loss,
         shift(healed, in_fp32),
         noise(in_fp32),
-        repeats_of(room, in_fp32),
+        repeats_of(room, in_fp32, NUDGES),
         switched_off(room, in_fp32),
         (bad_numbers(room / "plain"), bad_numbers(room / "heal")),
         before,
         after,
         "; ".join(filter(None, [healed.trouble, in_fp32.trouble, *in_fp32.could_not, *healed.could_not])),
+        repeats_of(room, in_fp32, COARSE_NUDGES),
     )
 
 
-def repeats_of(room: Path, in_fp32: Course) -> tuple[float, ...]:
-    """How far float32's loss is from itself where the first weights differ in their last bit; empty where none was run."""
-    rooms = [room / f"nudged{seed}" for seed in NUDGES]
+def repeats_of(room: Path, in_fp32: Course, seeds: Sequence[int]) -> tuple[float, ...]:
+    """How far float32's loss is from itself where the first weights were nudged; empty where none was run."""
+    rooms = [room / f"nudged{seed}" for seed in seeds]
     found = [shift(course_of(r / "run", "fp32", _status(r)), in_fp32) for r in rooms if _has_report(r)]
     return tuple(apart for apart in found if apart is not None)
 

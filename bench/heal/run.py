@@ -2,7 +2,8 @@
 
 Every case of bench/faults that a low precision broke and another one cures is run as it is, in float32 throughout, and
 healed. Where the healed run ends further than 2 % from float32's, it is also healed by switching autocast off for good,
-and run in float32 from weights that differ in their last bit. Prints a row a case and writes results.md beside this file.
+and run in float32 from weights that differ in their last bit, or by one rounding to float16. Prints a row a case and writes
+results.md beside this file.
 
 python -m bench.heal.run                       # all (from the repository's root)
 python -m bench.heal.run --only 'p-*'          # some; results.md is left alone
@@ -42,6 +43,7 @@ COLUMNS = (
     "apart",
     "noise",
     "float32 again",
+    "by float16's rounding",
     "off from there",
     "bad printed",
     "step before",
@@ -49,6 +51,7 @@ COLUMNS = (
     "ratio",
     "within 2 %",
     "as well",
+    "in its spread",
 )
 HEAD = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 NOTES = """\
@@ -57,9 +60,11 @@ in float32. **explained**: the failing step (where steps were made before it tha
 scale, whichever came to fail) has a report with the right cause. **final loss**: the mean over the last
 tenth of the training steps, at least five. **apart**: the mean loss of the last quarter, from float32's; **noise**: how
 much float32's own loss moves there from step to step; **float32 again**: how far float32's own run ends from itself when
-its first weights differ in their last bit (the further of two); **off from there**: as apart, of a run that is healed by
-switching autocast off for good, which is float32 from the failing step on and the most that healing can do (both only
-where the healed run is further than 2 %); all as
+its first weights differ in their last bit (the further of two); **by float16's rounding**: between which it ends where they
+differ by float16's last bit (three runs; at least 2 %): every step before the failure was computed in float16, and differs
+by more; **off from there**: as apart, of a run that is healed by
+switching autocast off for good, which is float32 from the failing step on and the most that healing can do (these three
+only where the healed run is further than 2 %); all as
 `ampguard compare` measures them (where the loss has vanished, against a hundredth of its start). The loss of the
 very step that failed and was healed is not compared.
 **bad printed**: how often the script itself printed nan or inf, as it is and healed. **step before**, **after**: the
@@ -67,7 +72,8 @@ median time of a step before the first fix (without the first three) and after t
 there. On this CPU float16 is slower than float32: a fix that moves much into float32 makes steps shorter here, and would
 not on a GPU. **within 2 %**: a fix was applied, the run came to its end, and is at most 2 % apart, above or below. **as
 well**: the same, but not above float32 by more than 2 % or the noise (the rule of `ampguard compare`): the steps before
-the fix ran in the low precision, and a loop that doubles small differences does not come back to float32's course.
+the fix ran in the low precision, and a loop that doubles small differences does not come back to float32's course. **in
+its spread**: healed, at its end, and within what **by float16's rounding** says.
 """
 
 
@@ -130,6 +136,7 @@ def row(outcome: Outcome) -> str:
         "-" if o.apart is None else f"{o.apart:+.2%}",
         f"{o.noise:.1%}",
         "-" if o.furthest_repeat is None else f"{o.furthest_repeat:.2%}",
+        "{:+.2%} to {:+.2%}".format(*o.coarse_spread) if o.coarse_repeats else "-",
         "-" if o.off_from_there is None else f"{o.off_from_there:+.2%}",
         "{} / {}".format(*o.bad_printed),
         milliseconds(o.seconds_before),
@@ -137,6 +144,7 @@ def row(outcome: Outcome) -> str:
         "-" if o.slower is None else f"{o.slower:.2f}",
         "yes" if o.is_carried else "NO",
         "yes" if o.trains_as_well else "NO",
+        "yes" if o.is_within_spread else "NO",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -155,6 +163,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"{sum(o.is_lost_before for o in missed)}",
         f"- carried to the end, within {GOAL:.0%} of float32's run or of one of its two repeats from weights that differ "
         f"in their last bit: {share(sum(o.is_as_float32_repeats for o in outcomes), len(outcomes))}",
+        f"- carried to the end, within {GOAL:.0%} of float32's run, or no further from it than it ends from itself where its "
+        f"first weights differ by one rounding to float16: {share(sum(o.is_within_spread for o in outcomes), len(outcomes))}",
         f"- came to their end: {share(sum(o.came_to_its_end for o in outcomes), len(outcomes))}; as they are: "
         f"{share(sum(o.plain_status == 0 for o in outcomes), len(outcomes))}",
         f"- failing step explained: {share(sum(o.explained for o in outcomes), len(outcomes))}",

@@ -59,6 +59,21 @@ def test_a_case_is_taken_if_a_precision_broke_it_and_another_cures_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("apart", "coarse", "within"),
+    [
+        (0.019, (), True),
+        (0.04, (), False),
+        (0.04, (0.05, -0.01), True),
+        (-0.04, (0.05, -0.01), False),  # only above did float32 end so far from itself
+        (0.06, (0.05, -0.01), False),
+    ],
+)
+def test_within_the_spread_of_float32(apart: float, coarse: tuple[float, ...], within: bool) -> None:
+    outcome = msgspec.structs.replace(CARRIED, apart=apart, repeats=(), coarse_repeats=coarse)
+    assert outcome.is_within_spread is within
+
+
+@pytest.mark.parametrize(
     ("changed", "carried", "as_well"),
     [
         ({}, True, True),

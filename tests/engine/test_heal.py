@@ -229,14 +229,38 @@ def skipped_in_three_steps(model: Scaled, precision: str, session: Session) -> l
     return skipped
 
 
-def test_weights_in_float16_are_not_healed_by_another_autocast(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("precision", ["O2", "O3"])
+def test_weights_in_float16_are_healed_by_casts_of_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], precision: str
 ) -> None:
+    """Another autocast would not help."""
     torch.manual_seed(0)
     session = Session(RunOptions(out=tmp_path / "run"))
-    assert skipped_in_three_steps(Scaled(), "O3", session) == [False, True, False]
-    assert "cannot be healed from outside (its fixes: use-bf16, disable-amp)" in capfd.readouterr().err
+    model = Scaled()
+    assert skipped_in_three_steps(model, precision, session) == [False, False, False]
+    said = capfd.readouterr().err
+    assert "healed, float16 weights run as float32 casts from now on" in said
+    assert "bfloat16 from now on" not in said
+    assert model.inner.weight.dtype == torch.float16
+
+
+class HalfOnly(Scaled):
+    """Its own code asks for float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner.weight.dtype != torch.float16 and not in_replay():
+            raise TypeError("float16 only")
+        return super().forward(x)
+
+
+def test_casts_that_the_model_does_not_bear_are_taken_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    session = Session(RunOptions(out=tmp_path / "run"))
+    model = HalfOnly()
+    assert skipped_in_three_steps(model, "O3", session) == [False, True, False]
+    assert "not healed after all" in capfd.readouterr().err
     assert session.report.run["healed"] == []
+    assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {torch.float16}
 
 
 def test_a_fix_that_the_model_does_not_bear_is_taken_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,33 @@ def test_batch_norm_that_the_failing_step_has_poisoned(guard: Guard) -> None:
     assert run.first.cause in ("nonfinite-input", "indeterminate", "domain-error")
 
 
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_batch_norm_of_a_model_that_was_evaluated_first(unfrozen: bool, guard: Guard) -> None:
+    """A sanity check, a count of operations: the first call changes no statistics, those of the training do."""
+
+    def body() -> Any:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(6, 4))
+        model.train()
+        if unfrozen:  # the statistics begin to move in the middle of the training
+            model[1].eval()
+            model(torch.randn(6, 4)).sum().backward()
+            model[1].train()
+        for _ in range(3):
+            loss = (model(torch.randn(6, 4)).mean() * 0).log()
+            loss.backward()
+        return bits(list(model.buffers()))
+
+    plain = body()
+    run = guard(body)
+    assert run.faults == 0
+    assert run.report.status == "incidents"
+    assert run.result == plain
+
+
 def test_what_the_script_prints_is_printed_once(guard: Guard, capsys: pytest.CaptureFixture[str]) -> None:
     class Talks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ampguard.compat import version_of
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FIRST_CALL_COPY = 1 << 16
-"""Elements up to which a buffer is copied before it is known whether calls change it."""
+"""Elements up to which a buffer is copied before it is known whether calls in this mode change it."""
 
 RESCAN_CALLS = 256
 
@@ -31,6 +31,8 @@ RANGED = 1 << 22
 class _Watched:
     places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)
     changing: set[tuple[int, str]] = field(default_factory=set)
+    modes: set[bool] = field(default_factory=set)
+    """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
     calls: int = 0
 
 
@@ -63,7 +65,8 @@ class BufferWatch:
                 for name in compat.buffers_of(owner)
             ]
             self._keep_lowest(watched)
-        first = watched.calls == 0
+        first = module.training not in watched.modes
+        watched.modes.add(module.training)
         watched.calls += 1
         saved = []
         for owner, name, _ in watched.places:
@@ -92,7 +95,7 @@ class BufferWatch:
         changed: list[tuple[SavedBuffer, Tensor]] = []
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
-            if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched, watched.calls == 1)):
+            if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
                 buffer.copy = None  # unchanged: the live one serves, and holds no memory
                 continue
             watched.changing.add((id(buffer.owner), buffer.name))
@@ -111,8 +114,8 @@ class BufferWatch:
         return poisoned
 
 
-def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched, first: bool) -> bool:
+def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched) -> bool:
     """BatchNorm's kernels write their running statistics without counting a version: compare values once, then know."""
     if version_of(now) != buffer.version or (id(buffer.owner), buffer.name) in watched.changing:
         return True
-    return first and buffer.copy is not None and not torch.equal(now.detach(), buffer.copy)
+    return buffer.copy is not None and not torch.equal(now.detach(), buffer.copy)

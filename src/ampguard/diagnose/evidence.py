@@ -7,6 +7,7 @@ on those operands, and the same operator in the whole step computed in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.slicing import Chain, Given, Link
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
+from ampguard.replay.operators import facts_of
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp
@@ -168,7 +170,7 @@ class Evidence:
                 output = self.call.func(*args, **kwargs)
         except RuntimeError:
             return None
-        result = result_of(output, self.link.result)
+        result = result_of(output, self.link.result, written(self.call.func, args))
         return result if isinstance(result, Tensor) else None
 
     @cached_property
@@ -327,7 +329,12 @@ class Evidence:
         return facts
 
 
-def result_of(output: Any, position: int) -> Any:
-    """One of an operator's results; None for what it wrote without returning it (BatchNorm's running statistics)."""
-    results = output if isinstance(output, (tuple, list)) else (output,)
+def result_of(output: Any, position: int, hidden: Sequence[Tensor] = ()) -> Any:
+    """One of an operator's results, behind which stands what it wrote without returning it, where that is at hand."""
+    results = (*(output if isinstance(output, (tuple, list)) else (output,)), *hidden)
     return results[position] if position < len(results) else None
+
+
+def written(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """What an operator that has run wrote to its operands without its schema saying so: BatchNorm's running statistics."""
+    return [args[i] for i in facts_of(func).hidden_writes if i < len(args) and isinstance(args[i], Tensor)]

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import numerics
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_of
+from ampguard.capture.record import (
+    BackwardCall,
+    BadResult,
+    Event,
+    GlueOp,
+    Ref,
+    RootCall,
+    SavedBuffer,
+    StepRecord,
+    held_in,
+    refs_of,
+)
 from ampguard.numerics import is_finite
 
 
@@ -78,10 +89,15 @@ def _poisoning_call(record: StepRecord, buffer: Tensor) -> set[int]:
         for event in record.events
         if isinstance(event, RootCall)
         for saved in event.buffers
-        if saved.owner.get(saved.name) is buffer
+        if saved.owner.get(saved.name) is buffer or _stood_there_finite(saved, buffer)
     ]
     began_finite = [index for index, saved in calls if saved.copy is not None and is_finite(saved.copy)]
     return set(began_finite[-1:] or [index for index, _ in calls])
+
+
+def _stood_there_finite(saved: SavedBuffer, buffer: Tensor) -> bool:
+    """Whether `buffer` stood in this place when the call began, finite as yet; another may stand there by now."""
+    return saved.tensor is buffer and saved.copy is not None and is_finite(saved.copy)
 
 
 def forward_code_of_functions() -> frozenset[CodeType]:

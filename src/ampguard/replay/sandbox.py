@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.record import RngStates, RootCall, SavedAttribute, torch_rng_states
-from ampguard.replay.keeping import StateKeeper
+from ampguard.replay.keeping import MAX_ELEMENTS, StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
 
@@ -90,6 +90,8 @@ class ModuleSandbox:
         self._undo: list[Callable[[], None]] = []
         self.stand_ins: dict[int, tuple[dict[str, Tensor | None], str]] = {}
         self._keeper = StateKeeper()
+        self._clones: dict[int, Tensor] = {}
+        self._cloned = 0
 
     def enter(self) -> None:
         for module in self._module.modules():
@@ -98,10 +100,13 @@ class ModuleSandbox:
             self._keep_module(module)
         for saved in self._root.buffers:
             now = saved.owner.get(saved.name)
-            if saved.copy is not None or now is not saved.tensor:
-                self._swap(saved.owner, saved.name, (saved.copy if saved.copy is not None else saved.tensor).clone())
+            before = saved.copy if saved.copy is not None else saved.tensor
+            if before is not now or self._fits(before):  # no call is known to change it, and this one yet may
+                self._swap(saved.owner, saved.name, self._clone_of(before))
                 if now is not None:
                     self.stand_ins[id(now)] = (saved.owner, saved.name)
+                # The call may have run on another tensor in the buffer's place, which stood there for its time only.
+                self.stand_ins.setdefault(id(saved.tensor), (saved.owner, saved.name))
         for attribute in self._root.attributes:
             self._bind(attribute)
 
@@ -124,6 +129,18 @@ class ModuleSandbox:
     def swap_buffer(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another buffer until `leave()`."""
         self._swap(compat.buffers_of(owner), name, value)
+
+    def _fits(self, buffer: Tensor) -> bool:
+        """Whether there is room left for the clone of a buffer that calls leave alone, as far as is known."""
+        self._cloned += buffer.numel() if id(buffer) not in self._clones else 0
+        return self._cloned <= MAX_ELEMENTS
+
+    def _clone_of(self, buffer: Tensor) -> Tensor:
+        """One clone for a buffer that hangs in several places."""
+        known = self._clones.get(id(buffer))
+        if known is None:
+            known = self._clones[id(buffer)] = buffer.clone()
+        return known
 
     def _bind(self, saved: SavedAttribute) -> None:
         """Let a name stand for what it stood for before the call."""

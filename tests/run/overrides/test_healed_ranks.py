@@ -60,7 +60,8 @@ def test_one_rank_of_several_does_not_change_its_precision(
 
     monkeypatch.setattr(compat, "several_ranks", lambda: not is_alone)
     plan, ledger = Plan(None), Ledger()
-    healer = Healer(plan, SimpleNamespace(roots=[]), None, None, ledger)  # type: ignore[arg-type]  # no modules, no lines
+    nothing = SimpleNamespace(roots=[])
+    healer = Healer(plan, nothing, None, None, ledger, lambda: None)  # type: ignore[arg-type]  # no modules, no lines
     fix = Fix("use-bf16", None, "use bfloat16", verified=True, outcome="the replayed step is finite; the loss is 1.0")
     failure = Incident(
         3, 0, "train", "forward", "error", "fp16-overflow", None, None, None, None, "It failed.", {}, (fix,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,36 @@ def test_a_module_is_healed(overridden: Callable[..., Any], capsys: pytest.Captu
     assert run["steps_held_off"] == 0  # the call was made again, and the step with it
     assert [(i.cause, i.step) for i in session.report.incidents] == [("fp16-overflow", 0)]
     assert "fp16-overflow in step 0: healed, attention in float32 from now on" in capsys.readouterr().err
+
+
+def test_the_next_model_of_the_same_names_is_healed_too(overridden: Callable[..., Any]) -> None:
+    """Folds, a search over settings, cells of a notebook."""
+    exact = train_attention()
+    with overridden("fp16", on_nonfinite="heal") as session:
+        healed = [train_attention(), train_attention()]
+    assert healed == pytest.approx([exact, exact], rel=0.02)
+    run = session.report.run
+    assert [(h["step"], h["target"]) for h in run["healed"]] == [(0, "attention"), (40, "attention")]
+    assert run["steps_held_off"] == 0
+
+
+def test_a_teacher_of_the_same_names_is_healed_with_its_student(overridden: Callable[..., Any]) -> None:
+    torch.manual_seed(4)
+    student, x = Net(), torch.randn(16, 6, 8)
+    teacher = copy.deepcopy(student).eval()
+    optimizer = torch.optim.SGD(student.parameters(), 1e-2)
+    with overridden("fp16", on_nonfinite="heal") as session:
+        for _ in range(3):
+            with torch.no_grad():
+                wanted = teacher(0.001 * x)  # known before anything fails
+            loss = nn.functional.mse_loss(student(x), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert torch.isfinite(teacher(x)).all()
+    assert len(session.report.run["healed"]) == 1
+    assert session.report.run["steps_held_off"] == 0
 
 
 @pytest.mark.parametrize("on_nonfinite", ["heal", "observe"])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.engine.casting import is_castable
 from ampguard.engine.force_fp32.modules import is_forced
+from ampguard.numerics import is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,13 @@ def _take_over(buffer: Tensor, stand_in: Tensor, version: int, values: Tensor | 
         buffer.copy_(torch.where(stand_in != values, stand_in.to(buffer.dtype), buffer))
 
 
+def _is_lost_in(buffer: Tensor, stand_in: Tensor, version: int, values: Tensor | None) -> bool:
+    """Whether a float16 buffer could not take over what was written to its wider stand-in."""
+    if buffer.dtype.itemsize >= stand_in.dtype.itemsize or is_finite(buffer) or not is_finite(stand_in):
+        return False
+    return compat.version_of(stand_in) != version or (values is not None and not torch.equal(stand_in, values))
+
+
 @dataclass(frozen=True, slots=True)
 class _Entered:
     """What one `enter` has replaced: places with what stands there now, and the lists of recurrent modules' weights."""
@@ -114,6 +122,8 @@ class StandIns:
                 place.entries[place.name] = place.tensor
                 if not isinstance(place.tensor, nn.Parameter):
                     _take_over(place.tensor, stand_in, *before)
+                    if _is_lost_in(place.tensor, stand_in, *before):
+                        place.entries[place.name] = stand_in
             elif isinstance(now, Tensor) and now.dtype == stand_in.dtype:  # `self.buffer = new`
                 place.entries[place.name] = now.to(place.tensor.dtype)
         for module, flat in entered.flat:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampguard.compat import unwrapped
+from ampguard.compat import hooks_of, unwrapped
 from ampguard.engine.casting import cast_floats, is_castable
 from ampguard.engine.precision.stand_ins import StandIns, places_in
 
@@ -29,6 +29,20 @@ class CastOutputs:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast_floats(output, torch.float32)
+
+
+@contextlib.contextmanager
+def inputs_cast_to(root: nn.Module, dtype: torch.dtype) -> Iterator[bool]:
+    """Inside, models that an engine has cast get inputs of this type. Gives whether the root holds any such model."""
+    hooks = [hook for module in root.modules() for hook in hooks_of(module) if isinstance(hook, CastInputs)]
+    before = [hook.dtype for hook in hooks]
+    for hook in hooks:
+        hook.dtype = dtype
+    try:
+        yield bool(hooks)
+    finally:
+        for hook, own in zip(hooks, before, strict=True):
+            hook.dtype = own
 
 
 class LowWeights:

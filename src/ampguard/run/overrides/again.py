@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.engine.casting import tensors_in
 from ampguard.numerics import is_finite
+from ampguard.run.overrides.gradients import all_finite
 from ampguard.run.overrides.ledger import Ledger, say
 
 
@@ -40,13 +41,14 @@ class Again:
     def __init__(
         self,
         ledger: Ledger,
-        investigate: Callable[[Tensor], None],
+        investigate: Callable[[Tensor | None], None],
         stays_out: Callable[[], bool],
         take_back: Callable[[Exception], bool],
         is_borne: Callable[[], None],
     ) -> None:
-        """`stays_out`: whether no call may be made again now.
+        """`investigate`: have a bad output explained; None: what a call wrote to its buffers.
 
+        `stays_out`: whether no call may be made again now.
         `take_back`: a call has raised that; undo the fix that was applied since the last call that did not, if any was.
         `is_borne`: a call has returned with all fixes.
         """
@@ -105,7 +107,7 @@ class Again:
             self._ledger.made_again.add(self._ledger.healed[-1]["step"])
 
     def _look(self, output: Any, moment: Moment) -> bool:
-        """Have an output that will spoil the loss investigated now. Returns whether it was healed."""
+        """Have an output that will spoil the loss, or bad statistics, investigated now. Returns whether it was healed."""
         is_evaluation = not torch.is_grad_enabled()
         for tensor in tensors_in(output):
             if not tensor.is_floating_point() or not (tensor.requires_grad or is_evaluation):
@@ -113,6 +115,9 @@ class Again:
             if compat.has_values(tensor) and is_bad(tensor):
                 self._investigate(tensor)
                 break
+        else:
+            if has_spoiled(moment.buffers):
+                self._investigate(None)
         return self._is_healed_since(moment)
 
     @torch.no_grad()
@@ -123,6 +128,15 @@ class Again:
         random.setstate(moment.python)
         for buffer, value in moment.buffers:
             buffer.copy_(value)
+
+
+def has_spoiled(buffers: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether a buffer is not finite that was when it was copied. Waits for the device."""
+    floats = [pair for pair in buffers if pair[0].is_floating_point() and compat.has_values(pair[0])]
+    with compat.unseen():
+        if all_finite(buffer for buffer, _ in floats):
+            return False
+        return any(is_finite(value) and not is_finite(buffer) for buffer, value in floats)
 
 
 def is_bad(output: Tensor) -> bool:

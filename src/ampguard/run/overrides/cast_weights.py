@@ -29,7 +29,7 @@ from ampguard.replay.variants import Variant
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.places import is_not_made_yet, why_weights_stay
 from ampguard.run.overrides.plan import Plan
-from ampguard.run.overrides.regions import own_low_dtype
+from ampguard.run.overrides.regions import any_low_dtype, own_low_dtype
 from ampguard.run.overrides.stored_low import StoredLow
 
 
@@ -94,9 +94,8 @@ class CastWeights:
 
     def enter(self, root: nn.Module, replay: Variant | None) -> Callable[[], None] | None:
         """Put casts of the root's weights in their places, made for this call."""
-        if self._plan.weights_dtype == torch.float32 or root in self._given_up or self._stays(root):
-            return None
-        if own_low_dtype(root) is not None:
+        own, dtype = self.types_of(root)
+        if own == dtype or root in self._given_up or self._stays(root):
             return None
         if self._plan.keeps_masters:
             self._put_norms_in_float32(root)
@@ -105,22 +104,31 @@ class CastWeights:
         forced = replay.force_fp32 if replay is not None else frozenset()
         places = []
         for place in places_in(root, forced):
-            if place.tensor.dtype == torch.float32 and not place.in_float32:
+            if place.tensor.dtype == own and not (place.in_float32 and dtype != torch.float32):
                 places.append(place)
             elif replay is None:
                 self._cast.pop(id(place.tensor), None)  # put in float32 since
         if not any(isinstance(place.tensor, nn.Parameter) or place.tensor.requires_grad for place in places):
             return None
-        if replay is None:
+        if replay is None and dtype != torch.float32:
             self._cast.update((id(place.tensor), place.tensor) for place in places)
-        casts = casts_of(root, places, self._plan.weights_dtype)
+        casts = casts_of(root, places, dtype)
         if torch.is_grad_enabled():
             self._last.setdefault(root, []).append(casts)
         casts.enter()
-        self._ledger.done(
-            f"models run on {numerics.dtype_name(self._plan.weights_dtype)} casts of the script's weights"
-        )
+        self._ledger.done(f"models run on {numerics.dtype_name(dtype)} casts of the script's weights")
         return casts.leave
+
+    def types_of(self, root: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+        """The type of the weights that are cast for a call of the root, and what they become; twice the same: none are."""
+        if self._plan.lifts_own_weights:
+            return any_low_dtype(root) or torch.float32, torch.float32
+        own = own_low_dtype(root)
+        return (own, own) if own is not None else (torch.float32, self._plan.weights_dtype)
+
+    def forget_call(self, root: nn.Module) -> None:
+        """A call has failed, and nothing of it will be differentiated."""
+        self._last.pop(root, None)
 
     def mix(self, root: nn.Module) -> None:
         """The root's own code brings float32 tensors to low-precision weights: its calls run under autocast too."""

@@ -39,27 +39,29 @@ class Forced:
             found |= matched
         outermost = {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
         if outermost:
-            self.force(outermost, cast_back=True)
+            self.force(list(outermost.items()), cast_back=True)
 
-    def force(self, modules: dict[str, nn.Module], cast_back: bool) -> bool:
+    def force(self, modules: Sequence[tuple[str, nn.Module]], cast_back: bool) -> bool:
         """Make modules run in float32 from now on. Returns whether all could be changed."""
         is_done = True
-        for name, module in modules.items():
+        for name, module in modules:
             try:
                 self._changed.append(ForcedModules({name: module}, cast_back, without_floats=self._plan.low_dtype))
             except PatternError as error:
                 self._ledger.failed(str(error).splitlines()[0])
                 is_done = False
             else:
-                self.names.append(name)
+                if name not in self.names:
+                    self.names.append(name)
         return is_done
 
-    def release(self, modules: dict[str, nn.Module]) -> None:
+    def release(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Take back what `force` did to these modules."""
-        for forced in [f for f in self._changed if any(m in f.modules for m in modules.values())]:
+        for forced in [f for f in self._changed if any(m in f.modules for _, m in modules)]:
             forced.undo()
             self._changed.remove(forced)
-        self.names = [name for name in self.names if name not in modules]
+        released = {name for name, _ in modules}
+        self.names = [name for name in self.names if name not in released]
 
     def end(self) -> None:
         """The run is over: give modules their classes back, and say which patterns named nothing."""

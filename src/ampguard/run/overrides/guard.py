@@ -46,11 +46,15 @@ class Guard:
         if multiplied is not None:
             log.add_results(multiplied, scaled, writes=False)
 
-    def output_is_bad(self, output: torch.Tensor) -> None:
-        """A model in training returned what will spoil the loss: investigate now, not when that is differentiated."""
+    def output_is_bad(self, output: torch.Tensor | None) -> None:
+        """A model returned what will spoil the loss: investigate now, not when that is differentiated.
+
+        None: its results are well, but it has spoiled its running statistics.
+        """
         recorder = self._recorder
         if recorder.active:
-            recorder.barrier.call(recorder.judge.read, output, float("nan"))
+            if output is not None:
+                recorder.barrier.call(recorder.judge.read, output, float("nan"))
             recorder.barrier.call(recorder.judge.settle_all)
 
     def keep_taping(self) -> None:
@@ -98,7 +102,9 @@ def overrides_under(
     if on_nonfinite == "heal":
         casebook.least_seconds = LEAST_SECONDS_OF_HEALING
     patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
-    return RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
+    running = RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
+    casebook.came_back = running.heal_again
+    return running
 
 
 def _first_of(casebook: Casebook) -> Callable[[], str | None]:

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from ampguard import compat
+from ampguard.engine.force_fp32.modules import is_forced
 from ampguard.incident import Fix, Incident, Location
 from ampguard.run.overrides.forced import Forced
 from ampguard.run.overrides.healed_ranks import Healed, HealedRanks
 from ampguard.run.overrides.ledger import Ledger, say
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.plan import Plan
-from ampguard.run.overrides.regions import own_low_dtype
+from ampguard.run.overrides.regions import any_low_dtype
 from ampguard.run.overrides.roots import RootCalls
 
 SMALLEST_FIRST = ("force-fp32", "use-bf16", "disable-amp")
@@ -28,16 +29,32 @@ AS_IN_FLOAT32 = 0.02
 PRECISION_OF = {"use-bf16": "bf16", "disable-amp": "fp32"}
 
 
+Places = tuple[list[tuple[str, nn.Module]], list[tuple[str, int]]]
+"""Modules by name, and lines."""
+
+
 class Healer:
     """Applies verified precision fixes, each once."""
 
-    def __init__(self, plan: Plan, roots: RootCalls, forced: Forced, lines: LinesInFloat32, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        roots: RootCalls,
+        forced: Forced,
+        lines: LinesInFloat32,
+        ledger: Ledger,
+        lift: Callable[[], None],
+    ) -> None:
+        """`lift`: have models whose weights the script made low run on float32 casts of them from now on."""
+        self._lift = lift
         self._plan = plan
         self._roots = roots
         self._forced = forced
         self._lines = lines
         self._ledger = ledger
         self._applied: set[tuple[str, str | None]] = set()
+        self._taken_back: set[tuple[str, str | None]] = set()
+        """Of these, what a model's own code did not bear."""
         self._larger: tuple[Incident, list[Fix]] | None = None
         """The incident that was healed last, and its verified fixes beyond the one applied."""
         self._on_trial: tuple[Fix, Callable[[], None]] | None = None
@@ -49,10 +66,9 @@ class Healer:
         """Apply the smallest verified fix of the incident, and say what was done, or that nothing can be."""
         if incident.severity != "error" or incident.phase == "protocol":  # no step is lost by it
             return
-        verified = [fix for fix in incident.fixes if fix.verified and (fix.action, fix.target) not in self._applied]
-        actions = ("force-fp32",) if compat.several_ranks() else SMALLEST_FIRST
-        if self._apply_first(incident, in_order([fix for fix in verified if fix.action in actions])):
+        if self.heal_again(incident):
             return
+        verified = self._verified(incident)
         larger = next((PRECISION_OF[fix.action] for fix in verified if fix.action in PRECISION_OF), None)
         if larger is not None and compat.several_ranks():
             say(
@@ -62,6 +78,15 @@ class Healer:
             return
         others = ", ".join(dict.fromkeys(fix.action for fix in incident.fixes)) or "none"
         say(f"{incident.cause} in step {incident.step}: cannot be healed from outside (its fixes: {others})")
+
+    def heal_again(self, incident: Incident) -> bool:
+        """Apply the smallest verified fix that is not in force everywhere. Returns whether there was one."""
+        actions = ("force-fp32",) if compat.several_ranks() else SMALLEST_FIRST
+        usable = [fix for fix in self._verified(incident) if fix.action in actions]
+        return incident.severity == "error" and self._apply_first(incident, in_order(usable))
+
+    def _verified(self, incident: Incident) -> list[Fix]:
+        return [fix for fix in incident.fixes if fix.verified and not self._is_applied(fix, incident.location)]
 
     def heal_more(self, step: int) -> bool:
         """The fix applied in this step is not enough for its gradients: apply the next larger verified one."""
@@ -73,7 +98,9 @@ class Healer:
         """Apply what another rank has found and applied; whether that could be done."""
         key = (healed.action, healed.target)
         fix = Fix(healed.action, healed.target, "")
-        if key in self._applied or healed.action != "force-fp32" or not self._apply(fix, healed.location):
+        if healed.action != "force-fp32" or self._is_applied(fix, healed.location):
+            return False
+        if not self._apply(fix, healed.location):
             return False
         self._applied.add(key)
         self._note(healed, f"healed as on rank {rank}", fix)
@@ -88,6 +115,7 @@ class Healer:
         if self._on_trial is None:
             return False
         (fix, undo), self._on_trial = self._on_trial, None
+        self._taken_back.add((fix.action, fix.target))
         undo()
         healed = self._ledger.healed.pop()
         say(
@@ -109,24 +137,11 @@ class Healer:
 
     def _apply(self, fix: Fix, location: Location | None) -> bool:
         if fix.action in PRECISION_OF:
-            if self._plan.weights_dtype == torch.float32 and any(own_low_dtype(root) for root in self._roots.roots):
-                return False  # autocast is not what made them low
-            self._on_trial = fix, functools.partial(setattr, self._plan, "mode", self._plan.mode)
-            self._plan.change(PRECISION_OF[fix.action])
-            return True
-        modules: dict[str, nn.Module] = {}
-        lines: list[tuple[str, int]] = []
-        named = self._roots.named()
-        for target in (fix.target if fix.target is not None else "").split(", "):
-            file, _, number = target.rpartition(":")
-            if not target:
-                modules |= {type(m).__name__: m for m in running_line(self._roots.unnamed(), location)}
-            elif target in named:
-                modules[target] = named[target]
-            elif file and number.isdigit():
-                lines.append((file, int(number)))
-            else:
-                return False
+            return self._change_precision(fix)
+        places = self._places_of(fix, location)
+        if places is None:
+            return False
+        modules, lines = places
         # The replay that verified it left the results in float32 where autocast casts them as it wants: cast back they
         # might overflow again. Low-precision weights need inputs of their own type.
         has_low_weights = self._plan.weights_dtype != torch.float32
@@ -136,6 +151,41 @@ class Healer:
             self._on_trial = fix, functools.partial(self._forced.release, modules)
         if lines:
             self._lines.add(lines)
+        return True
+
+    def _places_of(self, fix: Fix, location: Location | None) -> Places | None:
+        """The modules, by name, and the lines outside them that a fix is about; None where one of them is not known."""
+        modules: list[tuple[str, nn.Module]] = []
+        lines: list[tuple[str, int]] = []
+        named = self._roots.named()
+        for target in (fix.target if fix.target is not None else "").split(", "):
+            file, _, number = target.rpartition(":")
+            if not target:
+                modules += [(type(m).__name__, m) for m in running_line(self._roots.unnamed(), location)]
+            elif target in named:
+                modules += [(target, module) for module in named[target]]
+            elif file and number.isdigit():
+                lines.append((file, int(number)))
+            else:
+                return None
+        return modules, lines
+
+    def _is_applied(self, fix: Fix, location: Location | None) -> bool:
+        """Whether a fix is in force: what has the same name in another model may not be so yet."""
+        key = (fix.action, fix.target)
+        if fix.action in PRECISION_OF or key not in self._applied or key in self._taken_back:
+            return key in self._applied
+        places = self._places_of(fix, location)
+        return places is None or all(is_forced(module) for _, module in places[0])
+
+    def _change_precision(self, fix: Fix) -> bool:
+        """Another autocast for all that comes; where the script itself made the weights low, float32 ones too."""
+        is_own = self._plan.weights_dtype == torch.float32 and any(any_low_dtype(root) for root in self._roots.roots)
+        if is_own and PRECISION_OF[fix.action] != "fp32":
+            return False  # autocast is not what made them low
+        self._on_trial = fix, self._plan.change(PRECISION_OF[fix.action])
+        if is_own:
+            self._lift()
         return True
 
     def _tell(self, incident: Incident, fix: Fix) -> None:
@@ -148,7 +198,12 @@ class Healer:
         self._ledger.healed.append(
             {"step": healed.step, "cause": healed.cause, "action": fix.action, "target": fix.target}
         )
-        say(f"{healed.cause} in step {healed.step}: {how}, {_where(fix)} from now on")
+        where = (
+            "float16 weights run as float32 casts"
+            if fix.action == "disable-amp" and self._plan.lifts_own_weights
+            else _where(fix)
+        )
+        say(f"{healed.cause} in step {healed.step}: {how}, {where} from now on")
 
 
 def _where(fix: Fix) -> str:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.engine.casting import cast_floats
+from ampguard.engine.casting import cast_floats, is_castable, map_tensors
+from ampguard.engine.precision.weights import inputs_cast_to
+from ampguard.numerics import is_finite
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.cast_weights import CastWeights
@@ -61,11 +63,14 @@ class LowCalls:
             self._recorder.tells_forward = tells_forward or self._recorder.tells_forward
 
     def _call(self, run: Callable[[Any, Any], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        own, dtype = self._weights.types_of(module)
         leave = self._barrier.call(self._weights.enter, module, None)
         if leave is None:
             return run(args, kwargs)
+        if dtype == torch.float32:
+            return self._lifted(run, module, args, kwargs, own, leave)
         self._barrier.call(self._tell_precision, module, args, kwargs)
-        dtype, is_mixed = self._plan.weights_dtype, module in self._mixed
+        is_mixed = module in self._mixed
         random_numbers = torch.get_rng_state() if module not in self._has_run else None
         try:
             with _quiet_compiler(module), self._region(module, args, kwargs, dtype) if is_mixed else _no_region():
@@ -86,6 +91,26 @@ class LowCalls:
             return run(args, kwargs)
         self._mixed.add(module)
         return self._call(run, module, args, kwargs)
+
+    def _lifted(
+        self,
+        run: Callable[[Any, Any], Any],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        own: torch.dtype,
+        leave: Callable[[], None],
+    ) -> Any:
+        """The call on float32 casts of weights that the script made low; its results are the script's type, where they fit."""
+        try:
+            with _quiet_compiler(module), inputs_cast_to(module, torch.float32) as are_cast:
+                output = run(cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32))
+        except BaseException:
+            self._weights.forget_call(module)
+            raise
+        finally:
+            leave()
+        return output if are_cast else map_tensors(lambda t: _as_it_fits(t, own), output)
 
     def _region(
         self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype
@@ -120,9 +145,13 @@ class LowCalls:
 
         Not through the barrier, which would hide the casts from the mode of the replay.
         """
+        _, dtype = self._weights.types_of(module)
         leave = self._weights.enter(module, replay)
         try:
-            return run(args, kwargs)
+            if leave is None or dtype != torch.float32:
+                return run(args, kwargs)
+            with inputs_cast_to(module, dtype):  # the step may be from before the fix
+                return run(cast_floats(args, dtype), cast_floats(kwargs, dtype))
         finally:
             if leave is not None:
                 leave()
@@ -131,6 +160,14 @@ class LowCalls:
 def running_replay() -> Variant | None:
     """How the guard runs the step again, where it does so now."""
     return next((mode.variant for mode in reversed(compat.dispatch_modes()) if isinstance(mode, ReplayMode)), None)
+
+
+def _as_it_fits(result: Tensor, own: torch.dtype) -> Tensor:
+    """A result in the type that the script's code is written for; in float32 where that cannot hold it."""
+    if not is_castable(result) or result.dtype == own:
+        return result
+    low = result.to(own)
+    return low if is_finite(low) or not is_finite(result) else result
 
 
 def _no_region() -> contextlib.AbstractContextManager[None]:

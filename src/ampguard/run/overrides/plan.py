@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ampguard.engine.precision import mode_named
@@ -13,10 +15,18 @@ class Plan:
 
     def __init__(self, name: str | None) -> None:
         self.mode: type[Precision] | None = mode_named(name) if name is not None else None
+        self.lifts_own_weights = False
+        """Whether models whose weights the script itself made low run on float32 casts of them."""
 
-    def change(self, name: str) -> None:
-        """From now on another precision."""
+    def change(self, name: str) -> Callable[[], None]:
+        """From now on another precision. Returns what takes it back."""
+        before = self.mode, self.lifts_own_weights
         self.mode = mode_named(name)
+
+        def take_back() -> None:
+            self.mode, self.lifts_own_weights = before
+
+        return take_back
 
     @property
     def is_set(self) -> bool:

@@ -78,7 +78,7 @@ class Regions:
         device, wanted = device_of(module, args, kwargs), self._plan.dtype
         if device is None or not torch.amp.is_autocast_available(device):
             return None
-        own = own_low_dtype(module)
+        own = own_low_dtype(module) if not self._plan.lifts_own_weights else None
         if own is not None and own != wanted:  # in another type its weights and its activations would not go together
             return (self.make(device, own), False) if device in self.of_script else None
         if torch.is_autocast_enabled(device):
@@ -87,6 +87,11 @@ class Regions:
         if wanted is None or device in self.of_script:
             return None
         return self.make(device, wanted), True
+
+
+def any_low_dtype(module: nn.Module) -> torch.dtype | None:
+    """The type of the first parameter in a low precision."""
+    return next((p.dtype for p in module.parameters() if is_low_precision(p.dtype)), None)
 
 
 def own_low_dtype(module: nn.Module) -> torch.dtype | None:

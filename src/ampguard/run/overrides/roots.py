@@ -57,12 +57,13 @@ class RootCalls:
     def roots(self) -> list[nn.Module]:
         return list(self._known)
 
-    def named(self) -> dict[str, nn.Module]:
-        """Every module known, by the name that the user's code gives it."""
-        names: dict[str, nn.Module] = {}
+    def named(self) -> dict[str, list[nn.Module]]:
+        """Every module known, by the name that the user's code gives it: two models (a teacher, a fold) may share one."""
+        names: dict[str, list[nn.Module]] = {}
         for root, prefix in list(self._known.items()):
             for name, module in parts_by_name(root, prefix).items():
-                names.setdefault(name, module)
+                if not any(module is known for known in names.setdefault(name, [])):
+                    names[name].append(module)
         return names
 
     def unnamed(self) -> list[nn.Module]:

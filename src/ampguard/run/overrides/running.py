@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,16 +72,14 @@ class RunningOverrides:
             self._roots.evaluations = self._evaluations
         self._scalers = Scalers(plan, self.ledger)
         self._lightning = LightningPlugins(plan, self._regions, self.ledger)
-        self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger)
+        self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger, self._lift_weights)
         holds_off = patience if on_nonfinite in ("skip", "heal") else None
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
         self._weights: CastWeights | None = None
         if plan.weights_dtype != torch.float32:
-            self._weights = CastWeights(plan, self.ledger)
-            self._roots.low_calls = LowCalls(self._weights, plan, self._regions, listener.recorder, self._barrier)
-            self._updates.weights = self._weights
+            self._updates.weights = self._cast_weights()
         if on_nonfinite == "heal":
             self.begin_healing()
 
@@ -102,6 +101,18 @@ class RunningOverrides:
             self._reads = Reads(recorder.judge, self._barrier, again.read)
             if self._is_installed:
                 self._reads.install(self._patches)
+
+    def _cast_weights(self) -> CastWeights:
+        """Let models run on casts of their weights."""
+        weights = self._weights = CastWeights(self._plan, self.ledger)
+        recorder = self._listener.recorder
+        self._roots.low_calls = LowCalls(weights, self._plan, self._regions, recorder, self._barrier)
+        return weights
+
+    def _lift_weights(self) -> None:
+        self._plan.lifts_own_weights = True
+        if self._weights is None:
+            self._cast_weights().install(self._patches)
 
     def install(self) -> None:
         for part in (self._regions, self._roots, self._scalers, self._lightning, self._updates):
@@ -128,10 +139,17 @@ class RunningOverrides:
 
     def heal(self, incident: Incident) -> None:
         """An incident was explained."""
+        self._heal(self._healer.heal, incident)
+
+    def heal_again(self, incident: Incident) -> None:
+        """It has come back: in another model, or because its fix was not enough."""
+        self._heal(self._healer.heal_again, incident)
+
+    def _heal(self, apply: Callable[[Incident], object], incident: Incident) -> None:
         if self._on_nonfinite == "heal":
             before = len(self.ledger.healed)
             self._barrier.call(self._share_fixes)
-            self._barrier.call(self._healer.heal, incident)
+            self._barrier.call(apply, incident)
             if len(self.ledger.healed) > before:
                 self._healed_until = self._listener.events()
 
