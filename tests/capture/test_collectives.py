@@ -93,3 +93,29 @@ def test_without_a_group_pytorchs_own_error_comes(tmp_path: Any) -> None:
             dist.all_gather([torch.ones(2)], torch.ones(2))
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_compiled_functions_keep_their_one_graph(tmp_path: Any) -> None:
+    """Dynamo follows us to its own function, and puts the collective into the graph."""
+
+    def graphs() -> tuple[int, int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = nn.Linear(4, 4)
+
+        @torch.compile(backend="aot_eager")
+        def loss(x: Tensor) -> Tensor:
+            z = model(x)
+            total = z.detach().exp().sum(0)
+            dist.all_reduce(total)
+            return (z.exp() / total).square().sum()
+
+        for _ in range(3):
+            loss(torch.randn(3, 4)).backward()
+        counters = torch._dynamo.utils.counters
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    expected = graphs()
+    with ampguard.watch(out=tmp_path / "run"):
+        assert graphs() == expected
+    assert expected == (1, 0)

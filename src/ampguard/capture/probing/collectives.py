@@ -44,6 +44,8 @@ class CollectiveProbe:
 
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # Dynamo follows this, and knows its own function behind it
+                return original(*args, **kwargs)
             frame = sys._getframe(1)
             if compat.is_compiling() or not is_the_scripts(frame):
                 return original(*args, **kwargs)
