@@ -175,3 +175,27 @@ def test_overflow_in_the_first_accumulation_window_is_the_scale_settling(guard: 
     assert run.faults == 0
     assert set(run.causes) == {"loss-scale-overflow"}
     assert run.report.status == "clean"
+
+
+@pytest.mark.parametrize("window", [12, 30])
+def test_accumulation_window_that_grows_lets_the_scale_settle(window: int, guard: Guard) -> None:
+    """One micro-batch a step at first, then many; the run ends within a window, or goes on after it."""
+
+    def script() -> None:
+        loop = Loop(False)
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**21)
+        for step in range(window):
+            loop.backward(step + 100)
+            if step == 0 or step == 27:
+                loop.step()
+                loop.opt.zero_grad()
+
+    run = guard(script)
+    assert run.faults == 0
+    assert set(run.causes) == {"loss-scale-overflow"}
+    assert run.report.status == "clean"
+
+
+def test_training_with_a_scaler_that_is_stuck_is_told_at_the_end(guard: Guard) -> None:
+    run = guard(lambda: never_cleared_again(Loop(True), BAD + 25))
+    assert run.causes == ["singular-gradient", "missing-zero-grad"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +113,24 @@ def test_a_large_head_of_a_library_model_is_a_warning(guard: Guard) -> None:
     (incident,) = run.report.incidents
     assert (incident.cause, incident.severity) == ("unused-parameters", "warning")
     assert incident.evidence["share"] > 0.05
+
+
+def test_pooler_of_a_library_that_another_environment_holds_is_a_note(
+    guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environments build on one another: a cluster's own modules, a folder on PYTHONPATH."""
+    package = tmp_path / "shared" / "lib" / "site-packages"
+    package.mkdir(parents=True)
+    (package / "library_of_models.py").write_text(
+        "from torch import nn\n\nclass Encoder(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.body, self.pooler = nn.Linear(8, 400), nn.Linear(8, 1)\n\n"
+        "    def forward(self, x):\n        return self.body(x)\n"
+    )
+    monkeypatch.syspath_prepend(str(package))
+    model = importlib.import_module("library_of_models").Encoder()
+    run = guard(trained(model, lambda: model(torch.randn(6, 8)).pow(2).mean()))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", "info")
 
 
 def freezing(model: nn.Sequential, frozen: list[Tensor], steps: int, with_scaler: bool = False) -> None:

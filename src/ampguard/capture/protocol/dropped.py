@@ -25,6 +25,11 @@ FIRST_LOOKS = 8
 STUCK_LOOKS = 3
 """Iterations in a row that were given up for the same bad gradients, after which the run is stuck."""
 
+SETTLING_LOOKS = 20
+"""The same where a scaler would skip a step: till then, an accumulation window that has grown may yet come to its end."""
+LIVE_LOOKS = 100
+"""From here on it is told while the run goes on, without waiting for that end."""
+
 
 class DroppedGradients:
     """Counts backward passes between steps."""
@@ -48,6 +53,8 @@ class DroppedGradients:
         self.waiting = 0
         self._has_stepped = True
         if self._left:
+            for watch in self._left:
+                self._moves.listener.on_suspicion(("stuck", watch), None, 0)
             self._left.clear()
 
     def look(self) -> None:
@@ -87,11 +94,19 @@ class DroppedGradients:
             self._left[watch] = (gradient, step, 1)
             return
         self._left[watch] = (gradient, since, looks + 1)
-        if looks + 1 == STUCK_LOOKS:
-            last = self._moves.machine.last_backward
-            where = last.where if last is not None else None
-            facts = {"steps": looks + 1, "is_stuck": True, "since_step": since}
-            self._moves.tell([Breach("missing-zero-grad", watch, None, where, where, None, facts)], since)
+        scaler = self._recorder.scaler
+        may_settle = scaler is not None and scaler.is_enabled()
+        if looks + 1 == (LIVE_LOOKS if may_settle else STUCK_LOOKS):
+            self._moves.listener.on_suspicion(("stuck", watch), None, 0)
+            self._moves.tell([self._stuck(watch, looks + 1, since)], since)
+        elif may_settle and looks + 1 == SETTLING_LOOKS:
+            self._moves.listener.on_suspicion(("stuck", watch), self._stuck(watch, looks + 1, since), since)
+
+    def _stuck(self, watch: OptimizerWatch, looks: int, since: int) -> Breach:
+        last = self._moves.machine.last_backward
+        where = last.where if last is not None else None
+        facts = {"steps": looks, "is_stuck": True, "since_step": since}
+        return Breach("missing-zero-grad", watch, None, where, where, None, facts)
 
     def _ends_with_backward(self) -> bool:
         """Whether no module was called since the last backward pass."""

@@ -15,8 +15,27 @@ from ampguard.capture.record import Line
 
 _paths = {sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _LIBRARY_ROOTS = tuple(path + os.sep for path in {*_paths, *site.getsitepackages()} if path)
+_LIBRARY_FOLDERS = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+"""Packages are installed elsewhere too: an environment that builds on another one, a folder on PYTHONPATH, `pip --user`."""
 _is_script: dict[int, tuple[bool, CodeType]] = {}
 """By identity, as in `frames`."""
+
+FRAMEWORKS = {
+    "accelerate": "accelerate",
+    "composer": "composer",
+    "fastai": "fastai",
+    "ignite": "ignite",
+    "lightning": "lightning",
+    "lightning_fabric": "fabric",
+    "mmengine": "mmengine",
+    "monai": "monai",
+    "pytorch_lightning": "lightning",
+    "speechbrain": "speechbrain",
+}
+"""Packages whose code drives a scaler, and what their frameworks are called; "trainer" (transformers) is above Accelerate."""
+
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Wherever they lie: in the user's own folder (`pip install --user`), a system's, another environment's."""
 
 MAX_LINES = 4096
 _lines: dict[tuple[int, int], Line] = {}
@@ -33,26 +52,29 @@ def is_script_code(code: CodeType) -> bool:
 
 def is_library_file(path: str) -> bool:
     """Whether the file belongs to Python or to an installed package."""
-    return path.startswith(_LIBRARY_ROOTS)
+    return path.startswith(_LIBRARY_ROOTS) or any(folder in path for folder in _LIBRARY_FOLDERS)
 
 
 def framework_in(frame: FrameType | None) -> str | None:
-    """The framework whose code has made the call: "lightning", "fabric", "accelerate", "trainer" (transformers); else None."""
+    """The framework whose code has made the call, one of `FRAMEWORKS`; None for a script's, or a library's without words."""
     while frame is not None and not is_user_code(frame.f_code):
         frame = frame.f_back
     if frame is None or is_script_code(frame.f_code):
         return None
-    parts = frame.f_code.co_filename.replace("\\", "/").split("/")
-    if "accelerate" in parts:
-        return "trainer" if _is_below_trainer(frame) else "accelerate"
-    if "lightning_fabric" in parts or ("lightning" in parts and "fabric" in parts):
-        return "fabric"
-    return "lightning" if "lightning" in parts or "pytorch_lightning" in parts else None
+    found = FRAMEWORKS.get(_package(frame))
+    if found == "accelerate" and _is_below_trainer(frame):
+        return "trainer"
+    return "fabric" if found == "lightning" and ".fabric." in f"{frame.f_globals.get('__name__')}." else found
+
+
+def _package(frame: FrameType | None) -> str:
+    """The top-level package that a frame's code belongs to."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] if frame is not None else ""
 
 
 def _is_below_trainer(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.replace("\\", "/").endswith("transformers/trainer.py"):
+        if frame.f_globals.get("__name__") == "transformers.trainer":
             return True
         frame = frame.f_back
     return False
