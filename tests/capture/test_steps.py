@@ -35,8 +35,24 @@ def counter(created: list[torch.optim.Optimizer]) -> StepCounter:
         ("abb" * 4, 4),
         ("abc" * 4, 4),
         ("abacab", 1),
+        (("aabb" + "ab" * 3) * 5, 20),
+        (("ab" * 3 + "aabb") * 5, 20),
+        (("ab" * 3 + "aab") * 5, 20),
+        (("ab" * 15 + "abb") * 3, 48),
     ],
-    ids=["one", "gan", "n_critic 2", "n_critic 5", "generator twice", "three", "unfinished"],
+    ids=[
+        "one",
+        "gan",
+        "n_critic 2",
+        "n_critic 5",
+        "generator twice",
+        "three",
+        "unfinished",
+        "lazy penalties first",
+        "lazy penalties last",
+        "lazy penalty of one",
+        "lazy penalty of the last",
+    ],
 )
 def test_iteration_ends_when_the_last_optimizer_has_stepped(pattern: str, iterations: int) -> None:
     letters = sorted(set(pattern))
@@ -69,6 +85,7 @@ def test_count_never_falls_when_an_optimizer_joins_late() -> None:
         ("a" * 20 + "b" * 20, 40),
         ("a" * 20 + "b" * 20 + "a" * 20, 60),
         ("ab" * 10 + "a" * 10, 20),
+        ("ab" * 10 + "b" * 10, 20),
         ("a" * 30 + "ab" * 10, 40),
         ("ab" * 10 + "aab" * 10, 20),
         ("abc" * 5 + "ab" * 5, 10),

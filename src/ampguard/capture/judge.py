@@ -19,8 +19,10 @@ from ampguard import compat
 from ampguard.capture import lineage, undifferentiated
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
 from ampguard.capture.log import EventLog
+from ampguard.capture.own_scale import OwnScale, factor_of
 from ampguard.capture.pace import Pace
 from ampguard.capture.plain_leaves import PlainLeaves
+from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, since, tensors_in
 from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.capture.steps import StepCounter
@@ -42,6 +44,14 @@ class Judge:
         self.thread: Callable[[], int] = threading.get_ident
         """Whose step the log holds."""
         self.losses: list[float | Tensor] = []
+        """Of the running iteration, without a scale of the script's own."""
+        self.skipped: list[list[float | Tensor]] = []
+        """Those of iterations before it whose update the script itself has skipped."""
+        self.own_scale = OwnScale()
+        self.last_scale = 1.0
+        """The script's own scale that the last loss carried."""
+        self._differentiated_at = 0
+        """Optimizer steps that had been attempted when the last loss was differentiated."""
         self._log = log
         self._steps = steps
         self._report = report
@@ -76,7 +86,10 @@ class Judge:
         value = loss.item()
         if type(value) is not float or value - value != 0.0:
             return False
-        self.losses.append(value)
+        factor = factor_of(loss)
+        self.last_scale = 1.0 if factor == 1.0 else self._own_scale(factor)
+        self.losses.append(value / self.last_scale)
+        self._differentiated_at = self._steps.attempts
         self._healthy.append(weakref.ref(loss))
         self.last_good_step = self._steps.count
         return True
@@ -96,7 +109,8 @@ class Judge:
         self._read_outputs(wait=False)
         self._drop_teachers()
         flag = FiniteFlag(losses)
-        bad = BadResult("loss", "train", self._steps.count, self._log.snapshot(), tuple(targets))
+        scale = self.last_scale if self.last_scale != 1.0 else None
+        bad = BadResult("loss", "train", self._steps.count, self._log.snapshot(), tuple(targets), loss_scale=scale)
         if flag.is_known:
             self._judge(flag, bad)
         else:
@@ -106,12 +120,30 @@ class Judge:
     def _note(self, losses: Sequence[Tensor]) -> None:
         for loss in losses:
             if loss.numel() == 1 and not loss.is_complex() and compat.has_values(loss) and not is_capturing():
-                self.losses.append(float(loss.item()) if loss.is_cpu else loss.detach())
+                factor = factor_of(loss)
+                scale = self.last_scale = 1.0 if factor == 1.0 else self._own_scale(factor)
+                value = float(loss.item()) if loss.is_cpu else loss.detach()
+                self.losses.append(value if scale == 1.0 else value / scale)
+                self._differentiated_at = self._steps.attempts
+
+    def _own_scale(self, factor: float) -> float:
+        """The scale of its own by which the script has multiplied a loss; lowered without a step, it has skipped one."""
+        is_unused = bool(self.losses) and self._differentiated_at == self._steps.attempts
+        if is_unused and self.own_scale.was_lowered(factor) and not self._steps.counts_backwards:
+            self.skipped.append(self.take_losses())
+            self._steps.skipped_by_script()
+            self._log.iteration_start = self._log.closed_until
+        return self.own_scale.note(factor, len(self.losses))
 
     def take_losses(self) -> list[float | Tensor]:
         """The losses of the iteration that ends; those of a device as tensors."""
         losses, self.losses = self.losses, []
         return losses
+
+    def take_skipped(self) -> list[list[float | Tensor]]:
+        """The losses of the iterations that the script has skipped since the last one ended."""
+        skipped, self.skipped = self.skipped, []
+        return skipped
 
     def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
         if flag.is_set():
@@ -192,6 +224,8 @@ class Judge:
         parameters = [p for p in parameters if p.grad is not None]
         if self._bad_loss_step == self._steps.count or self._spoilt.are_all_that_is_bad(parameters):
             return
+        if loss_scale is None and self.last_scale != 1.0:
+            loss_scale = self.last_scale
         self.suspects = [bad for bad in self.suspects if bad.kind == "buffer"]
         self._report(
             BadResult(
@@ -229,7 +263,7 @@ class Judge:
     def spoil_gradients(self) -> None:
         """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
         if self._bad_loss_step == self._steps.count:
-            self._spoilt.note([p for p in self.parameters_of_modules() if p.grad is not None])
+            self._spoilt.note([p for p in self.parameters_of_modules() if p.is_leaf and p.grad is not None])
 
     def parameters_of_modules(self) -> list[Tensor]:
         """Of the modules that were called in this step; weights that hang in none, where there is no optimizer either.
@@ -300,8 +334,9 @@ class Judge:
         self._innocent.add(module)
 
     def refused(self, index: int, error: BaseException) -> None:
-        """An event raised. PyTorch refuses constants that do not fit a half: that is a diagnosis, others are not."""
-        if is_conversion_refusal(error):
+        """An event raised. Of a constant that does not fit a half, or of a module's bad numbers: that is a diagnosis."""
+        is_module = isinstance(self._log.record.event(index), RootCall)
+        if is_conversion_refusal(error) or (is_module and refused_values(error)):
             mode: Mode = "train" if torch.is_grad_enabled() else "eval"
             record = self._log.slice()
             self._report(BadResult("raised", mode, self._steps.count, record, (Ref(index, 0),), error=error))
@@ -404,8 +439,3 @@ class Judge:
         names: tuple[str, ...] = (),
     ) -> BadResult:
         return BadResult(kind, mode, self._steps.count, self._log.slice(), targets, names=names)
-
-
-def is_conversion_refusal(error: BaseException) -> bool:
-    """PyTorch's refusal to put a constant into a type that cannot hold it (`masked_fill(half, -1e9)`)."""
-    return isinstance(error, RuntimeError) and "without overflow" in str(error)

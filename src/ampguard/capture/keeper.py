@@ -143,7 +143,8 @@ class StretchKeeper:
         self._step = step + 1
         self._losses_seen = 0
         self._has_updated = False
-        begin, self._begin = self._begin, self._recorder.log.next_index
+        log = self._recorder.log
+        begin, self._begin = max(self._begin, log.iteration_start), log.next_index
         updates, self._updates = self._updates, []
         quiet, self._is_quiet = self._is_quiet, True
         stretch = self.stretch
@@ -167,13 +168,19 @@ class StretchKeeper:
     def with_running_step(self) -> Stretch | None:
         """What is kept, and the step that has just failed as its last one."""
         stretch = self.stretch
-        if stretch is None or stretch.refusal is not None or stretch.is_closed or not stretch.segments:
+        if stretch is None or stretch.refusal is not None or not stretch.segments:
             return stretch
-        step = self._kept(self._step, self._begin, self._updates)
-        find_target(step, self._recorder)
+        recorder = self._recorder
+        begin = max(self._begin, recorder.log.iteration_start)
+        step = self._kept(max(self._step, recorder.steps.count), begin, self._updates)
+        find_target(step, recorder)
+        if stretch.is_closed:
+            stretch.failing = step
+            return stretch
         whole = Stretch(stretch.reason, stretch.raised_at, stretch.highest, stretch.rate)
         whole.segments = deque(Segment(s.snapshot, list(s.steps)) for s in stretch.segments)
         whole.segments[-1].steps.append(step)
+        whole.failing = step
         return whole
 
     # --- keeping ------------------------------------------------------------------------------------------------------
@@ -265,6 +272,7 @@ class StretchKeeper:
         gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
         is_dense = all(g.layout == torch.strided for g in gradients)
         norm = norm_of(gradients) if is_dense else None
+        own = self._recorder.judge.last_scale
         still_scaled = compat.held_scale(optimizer) if by_scaler else None
         if norm is not None and still_scaled is not None:
             norm = norm / still_scaled
@@ -276,7 +284,7 @@ class StretchKeeper:
             self._recorder.log.next_index,
             number,
             options,
-            self._scale_now(),
+            self._scale_now() or (own if own != 1.0 else None),
             float(norm) if norm is not None else None,
         )
 

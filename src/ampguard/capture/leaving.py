@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.numerics import is_finite
 
@@ -31,7 +32,7 @@ def left_at(turn: int) -> Iterator[None]:
     """What is differentiated for the `turn`-th time raises `LeftError`; what was before leaves no gradients."""
     turns = 0
     before_scaling: dict[int, tuple[Tensor, Tensor]] = {}
-    multiply, differentiate = torch.amp.GradScaler.scale, torch.autograd.grad
+    multiply, differentiate = compat.GRAD_SCALER.scale, torch.autograd.grad
 
     def leave(tensors: Any) -> None:
         nonlocal turns
@@ -54,7 +55,7 @@ def left_at(turn: int) -> Iterator[None]:
         (torch.autograd, "backward", lambda tensors, *args, **kwargs: leave(tensors)),
         (torch.autograd, "grad", grad),
     ]
-    with replaced([*calls, (torch.amp.GradScaler, "scale", scale)]):
+    with replaced([*calls, (compat.GRAD_SCALER, "scale", scale)]):
         yield
 
 
@@ -62,7 +63,7 @@ def left_at(turn: int) -> Iterator[None]:
 def nothing_updated() -> Iterator[None]:
     """Optimizers, scalers and schedulers stay as they are: an earlier turn's update has been made."""
     kinds = [(kind, "step") for kind in subclasses_of(Optimizer) if "step" in vars(kind)]
-    kinds += [(torch.amp.GradScaler, name) for name in ("step", "update", "unscale_")]
+    kinds += [(compat.GRAD_SCALER, name) for name in ("step", "update", "unscale_")]
     kinds += [(kind, "step") for kind in subclasses_of(torch.optim.lr_scheduler.LRScheduler) if "step" in vars(kind)]
     with replaced([(kind, name, lambda *args, **kwargs: None) for kind, name in kinds]):
         yield

@@ -48,6 +48,10 @@ class Producers:
             op.outputs.append(ref)
             op.floating.append(view.is_floating_point())
 
+    def rename(self, tensor: Tensor, ref: Ref) -> None:
+        """What an event made goes on under another class: a new object, which shares the memory and its version."""
+        self.known[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
+
     def note_write(self, written: Tensor, op: GlueOp) -> None:
         """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
 

@@ -26,6 +26,7 @@ from ampguard.capture.drivers import Drivers
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import is_user_code, user_line
 from ampguard.capture.functions import AppliedFunctions
+from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
 from ampguard.capture.lineage import wants_gradient
@@ -33,6 +34,7 @@ from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.ranks.collectives import Collectives
 from ampguard.capture.record import (
     BackwardCall,
@@ -165,8 +167,8 @@ class FlightRecorder:
         if len(args) == 1 and type(args[0]) is Tensor:
             args = (log.named_argument(args[0]),)
         else:
-            args = map_tensors(args, log.named_argument)
-        kwargs = map_tensors(kwargs, log.named_argument) if kwargs else {}
+            args = with_objects(map_tensors(args, log.named_argument), log.named_argument)
+        kwargs = with_objects(map_tensors(kwargs, log.named_argument), log.named_argument) if kwargs else {}
         modes = current_modes()
         rng, buffers, prefix, attributes = self.context.before_call(module, frame)
         region = self.regions if torch.is_autocast_cache_enabled() else -1
@@ -230,6 +232,13 @@ class FlightRecorder:
         root = self.enter_root(module, args, kwargs)
         if root is not None:
             self.leave_root(root, output)
+
+    def look_at_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """It has raised: keep it after all if its numbers were why."""
+        if self.thread == threading.get_ident() and (is_conversion_refusal(error) or refused_values(error)):
+            root = self.enter_root(module, args, kwargs)
+            if root is not None:
+                self.root_raised(root, error)
 
     def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         """Keep a custom function that is applied outside every module."""

@@ -5,7 +5,8 @@ and a step that the scaler skips counts. An accumulation window is one iteration
 
 Which optimizers are in use shows only as they step. What is counted while one of them is away may turn out to have
 been a part of one longer iteration (a critic that steps five times), or of a phase of its own (training, then fine
-tuning with another optimizer): what was counted is then put right, as long as it is recent.
+tuning with another optimizer): what was counted is then put right, as long as it is recent. Where the one that ended an
+iteration steps once more before the one that began it, that still belongs to it (a penalty in every fourth iteration).
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ class StepCounter:
         self._taken_back = 0
         """What was taken off the count when an optimizer joined, until another has stepped since."""
         self._joined: weakref.ref[Optimizer] | None = None
-        self._attempts = 0
+        self.attempts = 0
+        """Optimizers' steps, all of them."""
         self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._by_backward = 0
         self._only: weakref.ref[Optimizer] | None = None
+        self._first: weakref.ref[Optimizer] | None = None
+        """The one that has stepped first in the running iteration, or in the last one between two."""
+        self._ended_by: weakref.ref[Optimizer] | None = None
+        self._has_more = False
+        """Whether that one has stepped once more since."""
 
     @property
     def counts_backwards(self) -> bool:
@@ -60,35 +67,51 @@ class StepCounter:
         self._by_backward += 1
         return True
 
+    def skipped_by_script(self) -> None:
+        """The script has thrown an iteration's gradients away without asking an optimizer."""
+        self.count += 1
+
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""
         self._end_short_way()
         self._created.add(optimizer)
         self._in_use.add(optimizer)
-        self._born[optimizer] = self._attempts
+        self._born[optimizer] = self.attempts
 
     def attempted(self, optimizer: Optimizer) -> bool:
         """An optimizer's step was attempted. True where that ends an iteration."""
         if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
             self.count += 1
-            self._attempts += 1
+            self.attempts += 1
             return True
         if self._by_backward:  # an optimizer from before the guard: its steps were counted by their backward passes
             self.count -= self._by_backward
             self._by_backward = 0
         self._end_short_way()
-        self._attempts += 1
+        self.attempts += 1
         if self._joined is not None and self._joined() is not optimizer:
             self._joined, self._taken_back = None, 0
         if optimizer not in self._in_use or optimizer not in self._ever:
             self._join(optimizer)
-        self._last[optimizer] = self._attempts
+        self._last[optimizer] = self.attempts
+        if not self._stepped:
+            if self._is_one_more(optimizer):
+                self._has_more = True
+                return False
+            self._first = weakref.ref(optimizer)
         if self._waited_for(optimizer):
             return False
         self._end()
+        self._ended_by = weakref.ref(optimizer)
         if len(self._in_use) == 1 and (not self._is_provisional or self._provisional > LONGEST_TURN):
             self._only = weakref.ref(optimizer)
         return True
+
+    def _is_one_more(self, optimizer: Optimizer) -> bool:
+        """Whether this one has ended the last iteration, and another one begins them."""
+        if self._has_more or self._ended_by is None or self._first is None or len(self._in_use) < 2:
+            return False
+        return self._ended_by() is optimizer and self._first() is not optimizer
 
     def _waited_for(self, optimizer: Optimizer) -> list[Optimizer]:
         """Those that are yet to step in the iteration in which this one steps now."""
@@ -108,7 +131,7 @@ class StepCounter:
         """These are no longer waited for: each repeat was the end of an iteration."""
         for optimizer in waiting:
             self._in_use.discard(optimizer)
-        self.count += self._repeats + self._taken_back
+        self.count += self._repeats + self._taken_back + self._has_more
         self._provisional = self._repeats
         self._taken_back = 0
         self._before.clear()
@@ -152,11 +175,12 @@ class StepCounter:
         self._before.update(self._stepped)
         self._stepped.clear()
         self._repeats = 0
+        self._has_more = False
 
     def _end_short_way(self) -> None:
         only = self._only() if self._only is not None else None
         if only is not None:
-            self._last[only] = self._attempts
+            self._last[only] = self.attempts
             self._before.clear()
             self._before.add(only)
         self._only = None

@@ -30,7 +30,7 @@ class Update:
     """One optimizer's step: before which event it came, and what it was made of.
 
     `options` are those of each parameter group at that time. `scale`: the loss scale that the gradients had been divided
-    by, None without a scaler. `grad_norm`: of the gradients that were used.
+    by (a scaler's, or one of the script's own), None without any. `grad_norm`: of the gradients that were used.
     """
 
     before: int
@@ -50,8 +50,8 @@ class KeptStep:
     losses: list[float | Tensor]
     scale: float | None = None
     target: Ref | None = None
-    is_scaled: bool = False
-    """Whether the target was multiplied by the loss scale."""
+    target_scale: float | None = None
+    """By which loss scale the target was multiplied."""
 
     @property
     def loss(self) -> float | None:
@@ -92,6 +92,8 @@ class Stretch:
     segments: deque[Segment] = field(default_factory=deque)
     refusal: str | None = None
     """Why nothing (more) is kept."""
+    failing: KeptStep | None = None
+    """The step that has failed; the last of the steps, unless these are closed."""
     is_closed: bool = False
     """The steps show how the loss rises: later ones, and the one that fails, are not kept."""
 
@@ -121,14 +123,15 @@ def has_risen(steps: list[KeptStep]) -> bool:
 
 def find_target(step: KeptStep, recorder: FlightRecorder) -> None:
     """The loss of a step that failed before it was differentiated: the last single number that is not finite."""
-    if any(isinstance(event, BackwardCall) and not event.create_graph for event in step.record.events):
-        return
     for event in reversed(step.record.events):
+        if isinstance(event, BackwardCall) and not event.create_graph:
+            return
         for position, ref in enumerate(event.outputs):
             tensor = ref()
             if tensor is not None and tensor.numel() == 1 and tensor.is_floating_point() and not is_finite(tensor):
                 step.target = Ref(event.index, position)
-                step.is_scaled = id(tensor) in recorder.loss_of_scaled
+                is_scaled = id(tensor) in recorder.loss_of_scaled
+                step.target_scale = step.scale if is_scaled else recorder.judge.last_scale
                 return
 
 

@@ -188,6 +188,13 @@ class GlueTape(compat.DispatchMode):
             compat.push_function_mode(self.calls)
         return scaled
 
+    def renamed(self, before: Tensor, after: Tensor) -> None:
+        """A result goes on under another class of tensors: fastai's, MONAI's, `tv_tensors`."""
+        if not self.is_passing:
+            ref = self.log.lookup(before)
+            if ref is not None:
+                self.log.producers.rename(after, ref)
+
     # --- one call at a time -------------------------------------------------------------------------------------------
 
     @property

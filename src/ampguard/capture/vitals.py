@@ -6,6 +6,7 @@ costs more (see `weights`) is sampled under an allowance.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -86,7 +87,8 @@ class Vitals:
         if self.looks and not is_capturing():
             scale = self._scale_now() if by_scaler else None
             still_scaled = compat.held_scale(optimizer) if by_scaler else None
-            self.weights.before_update(optimizer, self._step, scale, still_scaled)
+            step = max(self._step, self._recorder.steps.count)  # the script may have skipped some by itself
+            self.weights.before_update(optimizer, step, scale, still_scaled)
 
     def after_update(self, optimizer: Optimizer, skipped: Tensor | bool) -> None:
         """An optimizer's step was attempted. `skipped` as a tensor: not zero where the optimizer skipped it itself."""
@@ -103,12 +105,16 @@ class Vitals:
     def iteration_ended(self, step: int, seconds_of_ours: float = 0.0) -> None:
         """Iteration number `step` is over. Ordinary ones are handed on some at a time: it costs less."""
         now = time.perf_counter()
-        losses, norms, skips = self._recorder.judge.take_losses(), self._norms, self._skips
+        judge = self._recorder.judge
+        losses, norms, skips = judge.take_losses(), self._norms, self._skips
         ratio: Tensor | None = None
         if self.looks:
             norms = norms or list(self.weights.grad_norms())
             ratio = self.weights.update_ratio()
         scale = self._scale_now()
+        if scale is None and judge.own_scale.present is not None:
+            scale = judge.own_scale.present
+            self._skipped_by_script(step)
         seconds = max(0.0, now - self._started - seconds_of_ours)
         self._norms, self._skips = [], []
         self._started = now
@@ -130,6 +136,17 @@ class Vitals:
         self.flush()
         self._later.ask(numbers, lambda values: self._on_step(_vitals_of(step, seconds, counts, values)))
 
+    def _skipped_by_script(self, step: int) -> None:
+        """Iterations before number `step` may have ended without an optimizer's step."""
+        skipped = self._recorder.judge.take_skipped()
+        if skipped:
+            self.flush()
+        for number, losses in enumerate(skipped, step - len(skipped)):
+            self._later.ask(losses, functools.partial(self._tell_skipped, number))
+
+    def _tell_skipped(self, step: int, losses: list[float | None]) -> None:
+        self._on_step(StepVitals(step, _total(losses), skipped=True))
+
     def _wait(self, vitals: StepVitals) -> None:
         """Hand these on with others, unless there is something to tell."""
         self._pending.append(vitals)
@@ -149,6 +166,7 @@ class Vitals:
 
     def close(self) -> None:
         """The run ends: what is still under way is waited for."""
+        self._skipped_by_script(self._recorder.steps.count)
         self.flush()
         self._later.poll(wait=True)
 

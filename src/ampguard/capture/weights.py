@@ -22,7 +22,7 @@ from ampguard.capture.allowance import Allowance
 from ampguard.capture.later import NumbersLater
 from ampguard.numerics import is_low_precision
 
-FIRST_STEPS = frozenset({1, 2, 4, 8, 16})
+FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16})
 """Looked at in every run: gradients that are flushed to zero are suspected at powers of 2, and a short run has no others."""
 SHARE = 0.002
 """Of the training's time."""

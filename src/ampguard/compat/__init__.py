@@ -48,6 +48,7 @@ from ampguard.compat.modes import (
     outside_vmap,
     pop_function_mode,
     push_function_mode,
+    top_dispatch_mode,
     tracing_state,
     unseen,
     without_transforms,
@@ -119,6 +120,7 @@ from ampguard.compat.tensors import (
     versions_of,
 )
 from ampguard.compat.updates import (
+    GRAD_SCALER,
     BorrowedScaler,
     can_borrow_scaler,
     clipping_limit,
@@ -131,6 +133,7 @@ from ampguard.compat.updates import (
     is_first_move,
     is_of_pytorch,
     is_told_to_skip,
+    let_step_unseen,
     loss_scale,
     optimizer_step_hooks,
     scaler_is_watched,
@@ -141,6 +144,7 @@ from ampguard.compat.updates import (
 )
 
 __all__ = [
+    "GRAD_SCALER",
     "HAS_CUDA",
     "BorrowedScaler",
     "DispatchMode",
@@ -215,6 +219,7 @@ __all__ = [
     "is_tracing",
     "is_wrapper",
     "keeping_version",
+    "let_step_unseen",
     "loader_iterators",
     "local_part",
     "loss_scale",
@@ -247,6 +252,7 @@ __all__ = [
     "storage_key",
     "stored_rows",
     "stored_values",
+    "top_dispatch_mode",
     "total_norm_function",
     "tracing_state",
     "tree_leaves",

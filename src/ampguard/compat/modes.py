@@ -161,6 +161,9 @@ class DispatchMode(TorchDispatchMode):
         else:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    def renamed(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """`after` is what `before` is, under another class of tensors (`as_subclass`): no operator was run for it."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -238,3 +241,9 @@ def batch_dim(tensor: torch.Tensor) -> int | None:
     if is_batched is None or unwrap is None or dimension is None or not is_batched(tensor):
         return None
     return None if is_batched(unwrap(tensor)) else int(dimension(tensor))
+
+
+def top_dispatch_mode() -> Any:
+    """The innermost dispatch mode of this thread; None where there is none."""
+    depth = dispatch_depth()
+    return _top_mode(depth - 1) if depth and _top_mode is not None else None

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+GRAD_SCALER = torch.amp.GradScaler
+"""PyTorch's class. A script may put something else in its place (a function that makes one for another device)."""
+
 
 def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`register_optimizer_step_pre_hook` and `..._post_hook`, global to all optimizers."""
@@ -54,7 +57,7 @@ def is_told_to_skip(optimizer: torch.optim.Optimizer) -> bool:
     return flag is not None and flag.is_cpu and bool(flag.item())
 
 
-def found_inf(scaler: object, optimizer: torch.optim.Optimizer) -> bool | None:
+def found_inf(scaler: object, optimizer: object) -> bool | None:
     """Whether the scaler found Inf in an optimizer's gradients since its last update; None where it has not looked."""
     states = getattr(scaler, "_per_optimizer_states", None)
     state = states.get(id(optimizer)) if states is not None else None
@@ -86,12 +89,12 @@ def hook_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def scaler_is_watched() -> bool:
     """Whether somebody has wrapped `GradScaler.step`: the guard, or another tool."""
-    return hasattr(torch.amp.GradScaler.step, "__wrapped__")
+    return hasattr(GRAD_SCALER.step, "__wrapped__")
 
 
 def can_borrow_scaler() -> bool:
     """Whether GradScaler still asks the two methods that `BorrowedScaler` answers."""
-    return all(hasattr(torch.amp.GradScaler, name) for name in ("_unscale_grads_", "_maybe_opt_step"))
+    return all(hasattr(GRAD_SCALER, name) for name in ("_unscale_grads_", "_maybe_opt_step"))
 
 
 class BorrowedScaler(torch.amp.GradScaler):
@@ -171,3 +174,13 @@ def forget_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is not None:
         states.pop(id(optimizer), None)
+
+
+def let_step_unseen(scaler: torch.amp.GradScaler, optimizer: object) -> bool:
+    """Whether the scaler, in the step that has just returned, called that of an optimizer which is none of PyTorch's.
+
+    No hook runs around such a step (fastai's callback and optimizers), so it looks like a skipped one.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    return not scaler.is_enabled() or found_inf(scaler, optimizer) is False

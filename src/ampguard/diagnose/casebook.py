@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from ampguard import compat
@@ -76,6 +77,8 @@ class Casebook:
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
+        self.came_back: Callable[[Incident], None] = lambda incident: None
+        """Told of a failure that is counted to an earlier one, as that with the step of this."""
 
     def add(self, incident: Incident, poisons: bool = False) -> Case:
         """Take in an incident that needed no replay: a broken protocol, a course over many steps.
@@ -107,7 +110,7 @@ class Casebook:
     def trained(self) -> list[torch.Tensor]:
         """What the optimizers that have stepped hold and move: frozen parameters are left out."""
         held = [(o, p) for o in self._recorder.stepped_since(0) for group in o.param_groups for p in group["params"]]
-        return [p for optimizer, p in held if p.requires_grad or p in optimizer.state]
+        return [p for optimizer, p in held if p.requires_grad or p in getattr(optimizer, "state", ())]
 
     def retell(self, case: Case, incident: Incident) -> None:
         """The same failure, better understood: the case goes on under another cause."""
@@ -303,6 +306,8 @@ class Casebook:
                 self._skipped.note(bad, case)
                 case.came_back(bad.step, 0 if is_same else 1)
                 self._poison.note(bad, case.told_as)
+                if case.part_of is None and self._told_later is None:
+                    self.came_back(msgspec.structs.replace(case.incident, step=bad.step))
                 return True
         return False
 

@@ -12,6 +12,7 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
 from ampguard.diagnose import words
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
@@ -19,8 +20,10 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
 from ampguard.diagnose.minimal import smallest_float32_region
+from ampguard.diagnose.proposals import spelled
 from ampguard.diagnose.rows import is_masks_doing
-from ampguard.diagnose.slicing import Chain, at_the_data, chain_from
+from ampguard.diagnose.slicing import COPIES, Chain, at_the_data, chain_from
+from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
@@ -31,6 +34,9 @@ from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, t
 
 LEAST_SECONDS, LEAST_SECONDS_OF_HEALING = 2.5, 25.0
 """What an investigation of the quickest step may take: for a card, and where its fixes are waited for."""
+
+SEARCHING = COPIES | {"add", "sub"}
+"""What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
 
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
@@ -78,11 +84,22 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     chain = chain_of(outcome)
     if chain is None:
         raise ReplayError("no operator of the replay made the bad value")
+    if _was_computed_unseen(outcome, chain):
+        chain.intended = False
     models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
     from_data = at_the_data(chain, models[0].index if models else None)
     if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
         chain = from_data
     return None if is_on_purpose(bad, chain) else evidence_of(bad, chain, outcome, replayer)
+
+
+def _was_computed_unseen(outcome: Outcome, chain: Chain) -> bool:
+    """Whether the chain ends at a tensor that was computed from weights by operators of which there is no record.
+
+    Nobody meant it to be infinite. Of a loop of small operators outside modules only so many are kept.
+    """
+    stand_in = outcome.stand_ins.get(chain.given.tensor.storage) if chain.given is not None else None
+    return stand_in is not None and stand_in[1].grad_fn is not None
 
 
 def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> Evidence:
@@ -191,7 +208,7 @@ def _why_unknown(bad: BadResult, reason: str) -> str:
 def chain_of(outcome: Outcome) -> Chain | None:
     """The chain behind the first bad target; that of the refused operator where PyTorch raised."""
     trace = outcome.trace
-    if outcome.error is not None:
+    if is_conversion_refusal(outcome.error):
         refused = next((op for op in reversed(trace.ops) if op.refused), None)
         return chain_at(refused) if refused is not None else None
     fallback: Chain | None = None
@@ -227,8 +244,12 @@ def chain_at(op: TracedOp) -> Chain:
 
 
 def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
-    """An infinity that the code wrote and returned in evaluation, unchanged: masked logits, a sentinel."""
-    return bad.kind == "output" and chain.intended and chain.conversion() is None
+    """An infinity that the code wrote, and returned or read in evaluation, unchanged: masked logits, a sentinel, the score
+    of a path that does not exist."""
+    if not chain.intended or chain.conversion() is not None:
+        return False
+    is_score = bad.kind == "loss" and bad.mode == "eval" and chain.given is None
+    return bad.kind == "output" or (is_score and all(link.op.short_name in SEARCHING for link in chain.links[:-1]))
 
 
 def unexplained(evidence: Evidence) -> Finding:
@@ -237,19 +258,22 @@ def unexplained(evidence: Evidence) -> Finding:
     if isinstance(evidence, GradientEvidence) and evidence.given is not None and not evidence.intended:
         return Finding(
             "unexplained",
-            f"In the backward pass {name} read a {evidence.kind} that none of its operators made: a hook put it there, or a "
-            f"custom function.",
+            f"In the backward pass {name} read a {spelled(evidence.kind)} that none of its operators made: a hook put it there, "
+            f"or a custom function.",
             weight=0,
         )
     if isinstance(evidence, GradientEvidence):
         return Finding(
-            "unexplained", f"In the backward pass {name} gives {evidence.kind}; no rule knows more about it.", weight=0
+            "unexplained",
+            f"In the backward pass {name} gives {spelled(evidence.kind)}; no rule knows more about it.",
+            weight=0,
         )
     if evidence.given is not None and not evidence.intended:
         return Finding(
             "unexplained",
-            f"{name} read a {evidence.kind} that was made where operators cannot be followed: inside a module that did not "
-            f"return it, in compiled code or in another library.",
+            f"{name} read a {spelled(evidence.kind)} that was made where operators cannot be followed: inside a module that "
+            f"did not return it, in compiled code, in another library, or after more operators outside modules than are kept "
+            f"of one step.",
             weight=0,
         )
     code = "domain-error" if evidence.kind == "nan" else "overflow"
@@ -259,7 +283,7 @@ def unexplained(evidence: Evidence) -> Finding:
         operands = "an infinity that the code meant to have"
     return Finding(
         code,
-        f"{name} gives {evidence.kind} from {operands}; no rule knows more about it.",
+        f"{name} gives {spelled(evidence.kind)} from {operands}; no rule knows more about it.",
         weight=0,
         evidence={"rule": None},
     )
@@ -312,9 +336,13 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     if proposal.trial is None or replayer is None or budget.is_spent:
         return Fix(proposal.action, proposal.target, proposal.how, None)
     try:
-        outcome = replayer.run(proposal.trial(evidence), traced=False)
+        variant = proposal.trial(evidence)
+        outcome = replayer.run(variant, traced=False)
     except Exception as error:
         return Fix(proposal.action, proposal.target, proposal.how, None, f"the replay with it raised: {error}"[:300])
+    why_not = stays_for_a_number(evidence, variant) if outcome.is_bad else None
+    if why_not is not None:
+        return Fix(proposal.action, proposal.target, proposal.how, None, why_not)
     changed = changed_loss(evidence, outcome)
     if changed is not None:
         return Fix(proposal.action, proposal.target, proposal.how, False, changed)

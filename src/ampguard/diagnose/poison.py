@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases import Case
@@ -56,7 +57,7 @@ class Poison:
         """Whether a bad result only reads weights that an earlier update has spoiled; it is counted to that case then."""
         case = self.case
         updates = case.updates if case is not None else self.unknown_since
-        if updates is None or bad.kind == "raised":
+        if updates is None or is_conversion_refusal(bad.error):
             return False
         failed = case.incident.step if case is not None else self.unknown_step
         is_later = failed is not None and bad.step > failed  # (a script may update its weights by itself)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ampguard import compat, numerics
 from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.raised import is_same_error, refused_values
 from ampguard.capture.record import (
     BackwardCall,
     BadResult,
@@ -105,6 +106,11 @@ class Replayer:
         """The lowest value that a buffer had while it was kept in float32; None where it never was."""
         return self._recorder.context.buffers.lowest_before(name, buffer.shape)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether a DataLoader has given the step its batch."""
+        return self._recorder.last_batch is not None
+
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
         stack: list[tuple[str, Any]] = [("batch", self._recorder.last_batch)]
@@ -156,8 +162,8 @@ class Replayer:
                 mode.event = event
                 try:
                     outputs = self._run_event(event, values, variant, gradients)
-                except RuntimeError as refusal:
-                    if self.bad.kind == "raised" and "without overflow" in str(refusal):
+                except Exception as refusal:
+                    if self.bad.kind == "raised" and is_same_error(refusal, self.bad.error):
                         error = refusal
                         break
                     raise
@@ -249,6 +255,8 @@ class Replayer:
                     targets.append((name, values.made[target]))
             else:
                 targets.append((name, values.stand_ins.get(id(target.tensor), target.tensor)))
+        if error is not None:
+            targets = [("", tensor) for tensor in refused_values(error)]
         bad = error is not None or any(not numerics.is_finite(t) for _, t in targets)
         loss = gradients.loss
         if self.bad.kind in ("loss", "output") and targets and targets[0][1].numel() == 1:

@@ -51,6 +51,7 @@ def run_root(
                 mode.stand_ins[compat.storage_key(now)] = (now, saved.tensor)
         args = values.for_module(root.args, grad=root.modes.grad)
         kwargs = values.for_module(root.kwargs, grad=root.modes.grad)
+        args, kwargs = sandbox.given(args), sandbox.given(kwargs)
         if variant.convert is not None:
             args, kwargs = (map_tensors(tree, lambda t: low_to(t, variant.convert)) for tree in (args, kwargs))
         if training != root.training:

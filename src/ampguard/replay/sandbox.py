@@ -7,6 +7,7 @@ are swapped in for the replay. Any other state that a forward pass may change is
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import random
 import sys
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.given_objects import GivenObject
 from ampguard.capture.record import RngStates, RootCall, SavedAttribute, torch_rng_states
 from ampguard.replay.keeping import MAX_ELEMENTS, StateKeeper
 
@@ -129,6 +131,18 @@ class ModuleSandbox:
     def swap_buffer(self, owner: nn.Module, name: str, value: Tensor) -> None:
         """Let `owner` use another buffer until `leave()`."""
         self._swap(compat.buffers_of(owner), name, value)
+
+    def given(self, tree: Any) -> Any:
+        """A call's arguments, with the script's own objects in them holding what they held before the call."""
+        if isinstance(tree, GivenObject):
+            self._keeper.keep(tree.thing)
+            for (place, name, _), value in zip(tree.places.found, tree.values, strict=True):
+                self._undo.append(functools.partial(_put_back, place, dict(place)))
+                place[name] = value
+            return tree.thing
+        if type(tree) is dict:
+            return {key: self.given(value) for key, value in tree.items()}
+        return type(tree)(self.given(value) for value in tree) if type(tree) in (list, tuple) else tree
 
     def _fits(self, buffer: Tensor) -> bool:
         """Whether there is room left for the clone of a buffer that calls leave alone, as far as is known."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +101,17 @@ class StretchReplay:
         """The last step alone, on the weights that the stretch began with."""
         with neutral_thread():
             course = Course()
-            self._step(self.stretch.steps[-1], _Copies(self.stretch), AS_IT_RAN, course)
+            failing = self.stretch.failing or self.stretch.steps[-1]
+            self._step(failing, _Copies(self.stretch), AS_IT_RAN, course)
+            return course
+
+    def earlier_step_now(self) -> Course:
+        """The last step before the one that failed, alone, on the weights of now."""
+        with neutral_thread():
+            course, copies = Course(), _Copies(self.stretch)
+            copies.take_present()
+            earlier = [step for step in self.stretch.steps if step is not self.stretch.failing]
+            self._step(earlier[-1], copies, AS_IT_RAN, course)
             return course
 
     def _run(self, change: Change) -> Course:
@@ -147,6 +158,12 @@ class _Copies:
         self.handed_on = later
         """Results that a later step uses."""
 
+    def take_present(self) -> None:
+        """Give the copies the values that the script's own weights have now."""
+        with torch.no_grad():
+            for original in self.originals:
+                self.parameters[id(original)].copy_(original)
+
     def apart(self) -> float | None:
         """How far the copied weights are from the script's, relative to those."""
         return distance([(self.parameters[id(original)], original) for original in self.originals])
@@ -177,10 +194,11 @@ class _StepReplay(Replayer):
         self.skipped = 0
         self.updated = 0
         calls = [e for e in step.record.events if isinstance(e, BackwardCall) and not e.create_graph]
-        targets = (step.target,) if step.target is not None else tuple(Ref(call.index, 0) for call in calls)
-        kind: Any = "loss" if step.target is not None else "gradient"
+        targets = [Ref(call.index, 0) for call in calls] + ([step.target] if step.target is not None else [])
+        kind: Any = "gradient" if calls else "loss"
         super().__init__(
-            BadResult(kind, "train", step.number, step.record, targets, parameters=tuple(copies.originals)), recorder
+            BadResult(kind, "train", step.number, step.record, tuple(targets), parameters=tuple(copies.originals)),
+            recorder,
         )
 
     def check(self) -> None:
@@ -196,7 +214,7 @@ class _StepReplay(Replayer):
 
     def carry_out(self) -> tuple[float | None, bool]:
         """Run the step and its updates. Returns the loss (unscaled), and whether its gradients are finite."""
-        outcome = self.run(Variant(), traced=False)
+        self.run(Variant(), traced=False)
         for update in self._pending:
             self._apply(update)
         values = self._values
@@ -204,16 +222,13 @@ class _StepReplay(Replayer):
             handed_on = {ref: made.detach() for ref, made in values.made.items() if ref in self._copies.handed_on}
             self._copies.made.update(handed_on)
         if self._step.target is not None:
-            if not outcome.targets:
+            if values is None or self._step.target not in values.made:
                 raise ReplayError("the loss of the step that failed was not made by recorded operators")
-            self._losses = [float(outcome.targets[0][1].detach())]
-            is_scaled = self._step.is_scaled
-        else:
-            is_scaled = self._step.scale is not None
-            if self._sums:  # no update used them
-                self._is_finite = self._is_finite and all(numerics.is_finite(g) for g in self._sums.values())
-        scale = self._step.scale if is_scaled else None
-        return (sum(self._losses) / (scale or 1.0) if self._losses else None), self._is_finite
+            failed = float(values.made[self._step.target].detach())
+            self._losses.append(failed / (self._step.target_scale or 1.0))
+        if self._sums:  # no update used them
+            self._is_finite = self._is_finite and all(numerics.is_finite(g) for g in self._sums.values())
+        return (sum(self._losses) if self._losses else None), self._is_finite
 
     # --- what a replay of one step alone does not need ------------------------------------------------------------------
 
@@ -231,15 +246,25 @@ class _StepReplay(Replayer):
             if isinstance(event, RootCall):
                 self._take_buffers(event)
             return outputs
+        scales = self._own_scales(values.for_backward(event.args)[0])
         mine = Gradients(self._copies.originals)
         outputs = super()._run_event(event, values, variant, mine)
         if not event.create_graph:
             losses = values.for_backward(event.args)[0]
-            self._losses += [float(loss.detach()) for loss in losses if loss.numel() == 1]
+            found = [
+                float(loss.detach()) / scale for loss, scale in zip(losses, scales, strict=True) if loss.numel() == 1
+            ]
+            self._losses += found
         for (_, gradient), owner in zip(mine.results(), mine.owners(), strict=True):
             before = self._sums.get(id(owner))
             self._sums[id(owner)] = gradient if before is None else before + gradient
         return outputs
+
+    def _own_scales(self, losses: Sequence[Tensor]) -> list[float]:
+        """By which scale each loss is multiplied: a scaler's; the graph tells of one of the script's own, before it is used."""
+        if self._step.scale is not None:
+            return [self._step.scale] * len(losses)
+        return [self._recorder.judge.own_scale.of_replayed(loss) for loss in losses]
 
     def _swap_state(self, sandbox: ModuleSandbox, module: nn.Module, variant: Variant, values: Values) -> None:
         """Give the module the copied parameters, and the buffers as the last step left them."""

@@ -96,6 +96,10 @@ class ReplayMode(compat.DispatchMode):
         if self.writer is not None:
             self.writer.stands_for(tensor, made)
 
+    def renamed(self, before: Tensor, after: Tensor) -> None:
+        """A result of an operator goes on under another class of tensors."""
+        self.stands_for(after, before)
+
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

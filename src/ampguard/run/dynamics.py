@@ -5,7 +5,6 @@ It has a fault barrier of its own: if something here goes wrong it is said once 
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import weakref
@@ -19,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.hand_updates import HandUpdates
 from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
-from ampguard.capture.patches import Patches
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Event, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
@@ -43,6 +40,7 @@ from ampguard.replay.activations import ActivationSampling, Peaks
 from ampguard.replay.names import parameter_name
 from ampguard.replay.stretch import StretchReplay
 from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow
+from ampguard.run.dynamics_probes import DynamicsProbes
 
 ATTENTIVE_SHARE = 0.03
 """Of the training's time, while some activation grows towards its limit."""
@@ -151,6 +149,7 @@ class LearningDynamics:
         if self.history is not None:
             self.history.step(StepRow._make(vitals))
         if self.trajectory.skips_in_a_row >= 4:
+            self._merge_gradients_of_told_lines()
             self._ask("step", vitals.step)
 
     def _on_look(self, sample: WeightSample) -> None:
@@ -234,6 +233,17 @@ class LearningDynamics:
             return behind
         return self._casebook.add(incident, poisons=incident.cause == "optimizer-underflow")
 
+    def _merge_gradients_of_told_lines(self) -> None:
+        """Gradients that overflow at the line at which the forward pass fails in other steps of the fall: one failure."""
+        falling = [
+            case for case in self._casebook.cases if self._is_of_fall(case) and case.incident.severity == "error"
+        ]
+        forward = {_line_of(c.incident): c for c in falling if c.incident.phase in ("forward", "loss")}
+        for case in falling:
+            story = forward.get(_line_of(case.incident))
+            if story is not None and case.incident.phase == "backward" and case.incident.location is not None:
+                self._casebook.merge(case, story)
+
     def _is_of_fall(self, case: Case) -> bool:
         """Whether it was first seen while the loss scale was falling as it is now."""
         since = self.trajectory.falling_since
@@ -243,6 +253,8 @@ class LearningDynamics:
         self._vitals.flush()
         situation = self._situation(incident.step)
         situation.failure = incident
+        running = [x for x in self._recorder.judge.losses if type(x) is float and math.isfinite(x)]
+        situation.running = [(incident.step, math.fsum(running))] if running else []
         stretch = self.keeper.with_running_step() if self._replays_left else None
         self._replays_left -= stretch is not None
         situation.stretch = StretchReplay(stretch, self._recorder) if stretch is not None else None
@@ -274,7 +286,15 @@ class LearningDynamics:
         began = incident.evidence.get("began_at_step")
         if incident.cause != "divergence" or began is None:
             return None
-        return next((case for case in known if case.incident.step >= began), None)
+        same = next((case for case in known if case.incident.step >= began), None)
+        return same or self._thrown_away_by(began, incident)
+
+    def _thrown_away_by(self, began: int, divergence: Incident) -> Case | None:
+        """The failure whose own update has thrown the weights away: when it was told, they were as they should be."""
+        updated = {v.step for v in self.trajectory.recent if v.skipped is False and began <= v.step < divergence.step}
+        cases = [c for c in self._casebook.cases if c.part_of is None and c.incident.severity == "error"]
+        own = [c for c in cases if c.incident.step in updated and c.incident.cause in OF_LARGE_NUMBERS]
+        return next((c for c in own if c.incident.mode == "train"), None)
 
     def _goes_on(self, divergence: Case) -> bool:
         """Whether no loss since it was told has been as low as those before it began: the weights are still as large."""
@@ -333,108 +353,8 @@ class _OneCall:
         return self._sampling.watch(event)
 
 
-class DynamicsProbes:
-    """Where the vital signs are read: the backward call, the scaler, the gradient norm, the optimizers' steps."""
-
-    def __init__(
-        self,
-        vitals: Vitals,
-        keeper: StretchKeeper,
-        barrier: FaultBarrier,
-        recorder: FlightRecorder,
-        stepping: Callable[[Optimizer], None],
-    ) -> None:
-        self._vitals = vitals
-        self._keeper = keeper
-        self._barrier = barrier
-        self._recorder = recorder
-        self._stepping = stepping
-        self._patches = Patches()
-        self._handles: list[Any] = []
-        self._scaling: list[bool] = []
-        self._last: weakref.ref[Optimizer] | None = None
-
-    def install(self) -> None:
-        self._patches.replace(torch.amp.GradScaler, "unscale_", self._watch_unscale)
-        self._patches.replace(torch.amp.GradScaler, "step", self._watch_scaler_step)
-        norm = compat.total_norm_function()
-        if norm is not None:
-            self._patches.replace(*norm, self._watch_norm)
-        add_before, add_after = compat.optimizer_step_hooks()
-        self._handles += [add_before(self._before), add_after(self._after)]
-
-    def undo(self) -> None:
-        self._patches.undo()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    @property
-    def _is_on(self) -> bool:
-        return self._recorder.active and not self._barrier.tripped
-
-    def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def unscale_(scaler: Any, optimizer: Optimizer) -> Any:
-            result = original(scaler, optimizer)
-            self._vitals.unscaled()
-            return result
-
-        return unscale_
-
-    def _watch_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        scaling = self._scaling
-
-        @functools.wraps(original)
-        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._recorder.active or self._barrier.tripped:
-                return original(scaler, optimizer, *args, **kwargs)
-            scaling.append(True)
-            try:
-                result = original(scaler, optimizer, *args, **kwargs)
-                if scaling[-1]:  # the optimizer's own hooks did not run
-                    self._barrier.call(self._vitals.after_update, optimizer, True)
-            finally:
-                scaling.pop()
-            return result
-
-        return step
-
-    def _watch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            norm = original(tensors, norm_type, *args, **kwargs)
-            if self._is_on and norm_type == 2.0 and not torch.compiler.is_compiling():
-                self._barrier.call(self._vitals.norm_seen, norm)
-            return norm
-
-        return get_total_norm
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._recorder.active or self._barrier.tripped:
-            return
-        is_known = self._last is not None and self._last() is optimizer
-        if self._vitals.looks or not is_known:
-            self._barrier.call(self._before_update, optimizer)
-        self._barrier.call(self._keeper.before_update, optimizer, bool(self._scaling))
-
-    def _before_update(self, optimizer: Optimizer) -> None:
-        if self._last is None or self._last() is not optimizer:
-            self._stepping(optimizer)
-            self._last = weakref.ref(optimizer)
-        self._vitals.before_update(optimizer, bool(self._scaling))
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._recorder.active or self._barrier.tripped:
-            return
-        flag: Tensor | None = None
-        if self._scaling:
-            self._scaling[-1] = False
-            flag = compat.held_found_inf(optimizer)
-        if flag is None and not self._vitals.weights.is_open:
-            self._vitals.stepped()
-        else:
-            self._barrier.call(self._vitals.after_update, optimizer, False if flag is None else flag)
+def _line_of(incident: Incident) -> tuple[str, int] | None:
+    return (incident.location.file, incident.location.line) if incident.location is not None else None
 
 
 def is_foretold(forecast: Incident, incident: Incident) -> bool:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampguard import compat
@@ -25,6 +26,7 @@ class FunctionProbe:
     def install(self) -> None:
         self._watch_dispatch()
         self._watch_custom_functions()
+        self._watch_classes()
 
     def _watch_dispatch(self) -> None:
         """PyTorch's way to a function mode takes three times as long as most functions that it is asked for."""
@@ -70,6 +72,29 @@ class FunctionProbe:
             self._patches.replace(torch.autograd.Function, "apply", watch)
             for module, name in known:
                 self._patches.replace(module, name, lambda bound: bound.__self__.apply)
+
+    def _watch_classes(self) -> None:
+        """`as_subclass` makes a new object of a result, behind the back of every mode.
+
+        Tensors with a class of their own (fastai's images, MONAI's `MetaTensor`) pass it after each operator.
+        """
+        tape = self._recorder.tape
+        guarded = self._recorder.barrier.call
+
+        def watch(original: Any) -> Any:
+            @functools.wraps(original)
+            def as_subclass(tensor: Tensor, cls: Any) -> Any:
+                renamed = original(tensor, cls)
+                mode = compat.top_dispatch_mode()
+                if mode is None and tape.is_of_calls and compat.function_modes_on():
+                    mode = tape
+                if isinstance(mode, compat.DispatchMode) and renamed is not tensor:
+                    guarded(mode.renamed, tensor, renamed)
+                return renamed
+
+            return as_subclass
+
+        self._patches.replace(torch.Tensor, "as_subclass", watch)
 
 
 def is_pytorchs_own(function: type) -> bool:

@@ -69,6 +69,10 @@ class ModuleProbe:
                 recorder.paused = True
                 try:
                     output = original(module, *args, **kwargs)
+                except Exception as error:
+                    recorder.paused = False
+                    guarded(recorder.look_at_error, module, args, kwargs, error)
+                    raise
                 finally:
                     recorder.paused = False
                 guarded(recorder.look_at, module, args, kwargs, output)

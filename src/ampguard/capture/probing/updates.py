@@ -69,16 +69,18 @@ class UpdateProbe:
                     result = original(scaler, optimizer, *args, **kwargs)
                 finally:
                     scaling.pop()
-                if recorder.attempts == before:  # skipped: the optimizer's own hooks did not run
-                    guarded(self._held_off, scaler, optimizer)
-                    guarded(recorder.after_update, optimizer, True)
+                if recorder.attempts == before:  # the optimizer's own hooks did not run: skipped, if it has any
+                    is_skipped = not guarded(compat.let_step_unseen, scaler, optimizer)
+                    if is_skipped:
+                        guarded(self._held_off, scaler, optimizer)
+                    guarded(recorder.after_update, optimizer, is_skipped)
                 return result
 
             return step
 
-        self._patches.replace(torch.amp.GradScaler, "scale", watch_scale)
-        self._patches.replace(torch.amp.GradScaler, "update", self._bookkeeping(is_last=False))
-        self._patches.replace(torch.amp.GradScaler, "step", watch_step)
+        self._patches.replace(compat.GRAD_SCALER, "scale", watch_scale)
+        self._patches.replace(compat.GRAD_SCALER, "update", self._bookkeeping(is_last=False))
+        self._patches.replace(compat.GRAD_SCALER, "step", watch_step)
 
     def _look_for_underflow(self, scaler: Any, optimizer: Optimizer) -> None:
         if not self._recorder.counting:

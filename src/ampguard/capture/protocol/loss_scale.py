@@ -158,14 +158,14 @@ def constant_factors(loss: Tensor) -> list[float]:
     with compat.unseen():
         node = loss.grad_fn
         for _ in range(MAX_NODES):
-            if node is None or type(node).__name__ not in _SCALING:
+            if node is None or type(node).__name__ not in SCALING:
                 break
             found += [float(factor) for factor in _factors(node) if factor.numel() == 1 and factor.is_cpu]
             node = next((inner for inner, _ in node.next_functions if inner is not None), None)
     return found
 
 
-_SCALING = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
+SCALING = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
 
 
 def _is_linear(node: Any) -> bool:

@@ -52,11 +52,13 @@ def update_of(optimizer: Optimizer, gradient: float) -> float:
     weights = watchable(optimizer)
     each = min(gradient / math.sqrt(max(1, sum(p.numel() for p in weights))), LARGEST_GRADIENT)
     total = 0.0
+    made = 0
     for parameter in sorted(weights, key=lambda p: -p.numel())[:PARAMETERS]:
         count = min(ELEMENTS, parameter.numel())
         elements = torch.linspace(0, parameter.numel() - 1, count, device=parameter.device).long()
         update = update_alone(optimizer, parameter, elements, gradient_of=each)
+        made += update is not None
         if update is not None and update.is_finite:
             moved = (update.after.double() - update.before.double()).square().sum()
             total += float(moved) * parameter.numel() / count
-    return math.sqrt(total) if math.isfinite(total) else math.inf
+    return math.sqrt(total) if made and math.isfinite(total) else math.inf

@@ -41,6 +41,8 @@ class Situation:
     """A parameter's dotted name, None where it hangs in no module that was called."""
     by_hand: HandUpdate | None = None
     """The last update that was looked at, where the script makes them by itself."""
+    running: list[tuple[int, float]] = field(default_factory=list)
+    """The running iteration, and the sum of the finite losses that it has differentiated so far; empty without any."""
     stretch: StretchReplay | None = None
     """The steps up to the failure, where they were kept."""
 

@@ -40,21 +40,28 @@ def is_near_zero(norm: float, parameters: Iterable[Tensor]) -> bool:
     return norm < NEAR_ZERO * ordinary_norm(parameters)
 
 
-def last_before_it_moved(looks: Sequence[WeightSample]) -> WeightSample | None:
-    """The last look at weights that its own update had not thrown far away; else the first, as it was before that update.
+def last_before_it_moved(looks: Sequence[WeightSample]) -> list[WeightSample]:
+    """Of each optimizer, the last look at weights that its own update had not thrown far away.
 
-    A look is taken after an update: where that one was already far too large, what it shows is no measure of health.
+    Where there is none, the first as it was before that update: a look is taken after an update, and where that one was
+    already far too large, what it shows is no measure of health.
     """
-    found: WeightSample | None = None
+    found: dict[int, WeightSample] = {}
+    settled: set[int] = set()
     for look in reversed([s for s in looks if s.weight_norm and is_number(s.weight_norm)]):
-        before = _before_its_update(look)
+        optimizer = look.optimizer()
+        if optimizer is None or id(optimizer) in settled:
+            continue
+        before = before_its_update(look)
         if before is None:
-            return found or look
-        found = before
-    return found
+            settled.add(id(optimizer))
+            found.setdefault(id(optimizer), look)
+        else:
+            found[id(optimizer)] = before
+    return list(found.values())
 
 
-def _before_its_update(look: WeightSample) -> WeightSample | None:
+def before_its_update(look: WeightSample) -> WeightSample | None:
     """Where the update was far too large: the look as if it had been taken before (at right angles, say). None elsewhere."""
     ratio, optimizer = look.update_ratio, look.optimizer()
     if not look.weight_norm or not is_number(ratio) or optimizer is None:

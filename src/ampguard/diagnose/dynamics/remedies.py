@@ -21,6 +21,8 @@ from ampguard.replay.stretch import Change, Course, StretchReplay
 SAME_LOSS = 1e-3
 """Relative difference up to which a replayed loss is the one that was seen, and replayed weights are the same."""
 LEFT_RANGE = 2.0
+ORDINARY = 10.0
+"""Times the loss that was seen last: up to it, a batch is like the others."""
 MANY_SKIPPED = 0.5
 RATE_FACTORS = (0.1, 0.01)
 NORMS_OF_BEFORE = 64
@@ -50,6 +52,10 @@ class Remedies:
     is_weights_doing: bool = False
     fails_before: bool = False
     """Whether the failing step is not even finite on the weights that the stretch began with."""
+    bears_others: bool = False
+    """Whether the weights of now give an ordinary loss on an earlier batch."""
+    rate_was_raised: bool = False
+    """Whether the learning rate was raised just before the stretch."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     bound: float = math.inf
     """Beyond it a |loss| has left its range."""
@@ -57,6 +63,11 @@ class Remedies:
     reason: str = ""
     """What raised the alarm."""
     noticed_at: int = 0
+
+    def without_trial(self, why: str) -> Remedies:
+        """What is known, where no remedy can be tried."""
+        self.lower_rate = self.clip = Verdict(None, f"not tried: {why}")
+        return self
 
 
 def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bool) -> Remedies:
@@ -69,36 +80,59 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
         return untried(stretch.refusal)
     if len(stretch.steps) < 2:
         return untried("the updates that led to it came before anything looked unusual")
-    bound = max(LEFT_RANGE * stretch.highest, abs(stretch.steps[0].loss or 0.0))
+    remedies = untried("")
+    remedies.bound = max(LEFT_RANGE * stretch.highest, abs(stretch.steps[0].loss or 0.0))
+    remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
+    remedies.rate_was_raised = was_raised(replay)
     try:
-        before = replay.failing_step_before() if not stretch.is_closed else None
-        is_weights_doing = before is not None and is_healthy(before, bound)
-        if not is_weights_doing and not even_if_data:
-            ends_early = "the steps that were kept end before the one that failed"
-            return untried(ends_early if stretch.is_closed else "the step fails on the weights of before as well")
+        ask_weights_of_before(replay, trajectory, remedies)
+        if not remedies.is_weights_doing and not even_if_data:
+            return remedies.without_trial("the step fails on the weights of before as well")
         ran = replay.as_it_ran()
         why = why_not_reproduced(replay, ran)
         if why is None:
             replay.learn_clipping()
     except Exception as error:
-        return untried(f"the steps before it could not be run again: {in_words(error)}")
+        return remedies.without_trial(f"the steps before it could not be run again: {in_words(error)}")
     if why is not None:
-        return untried(why)
-    trial = Trial(replay, ran, bound)
-    remedies = Remedies(trial.of(rate_changes(replay)), trial.of(clip_changes(trajectory, stretch.steps[0].number)))
-    within = [step for step, loss in ran.losses if abs(loss) <= bound]
+        return remedies.without_trial(why)
+    trial = Trial(replay, ran, remedies.bound)
+    remedies.lower_rate = trial.of(rate_changes(replay))
+    remedies.clip = trial.of(clip_changes(trajectory, stretch.steps[0].number))
+    within = [step for step, loss in ran.losses if abs(loss) <= remedies.bound]
     remedies.began_at = within[-1] if within else None
-    remedies.losses, remedies.bound, remedies.updates = ran.losses, bound, ran.updates
-    remedies.moved, remedies.is_weights_doing = stretch.moved(), is_weights_doing
-    remedies.fails_before = before is not None and before.failed_at is not None
+    remedies.losses, remedies.updates, remedies.moved = ran.losses, ran.updates, stretch.moved()
     remedies.norm_before = wide_norm([then for _, then in stretch.snapshot.pairs()])
-    remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
     return remedies
+
+
+def ask_weights_of_before(replay: StretchReplay, trajectory: Trajectory, remedies: Remedies) -> None:
+    """Is it the weights or the batch? The failing step on the weights of before, an earlier one on those of now."""
+    try:
+        before = replay.failing_step_before()
+    except Exception:
+        if replay.stretch.is_closed:
+            return  # the steps that were kept may be run again without it
+        raise
+    first = abs(replay.stretch.steps[0].loss or 0.0)
+    remedies.is_weights_doing = is_healthy(before, max(remedies.bound, LEFT_RANGE * first))
+    remedies.fails_before = before.failed_at is not None
+    remedies.bears_others = remedies.fails_before and bears_others(replay, trajectory)
 
 
 def is_healthy(course: Course, bound: float) -> bool:
     """Whether all steps are finite and no loss is out of its range."""
     return course.failed_at is None and course.highest <= bound
+
+
+def bears_others(replay: StretchReplay, trajectory: Trajectory) -> bool:
+    """Whether an earlier batch, on the weights of now, has a loss of the size that was seen last."""
+    losses = trajectory.loss_series()
+    try:
+        course = replay.earlier_step_now()
+    except Exception:  # it cannot be run again: nothing is known
+        return False
+    return bool(losses) and course.failed_at is None and course.highest <= ORDINARY * abs(losses[-1][1])
 
 
 def untried(why: str) -> Remedies:
@@ -130,12 +164,21 @@ def why_not_reproduced(replay: StretchReplay, ran: Course) -> str | None:
 
 def rate_changes(replay: StretchReplay) -> list[Change]:
     """The rate from before it was raised, where it was; else a tenth, then a hundredth."""
-    before = replay.stretch.rate
-    rates = [o["lr"] for step in replay.stretch.steps for u in step.updates for o in u.options if "lr" in o]
-    if not rates:
+    if not rates_of(replay):
         return []
-    was_raised = 0 < before < max(float(rate) for rate in rates) / 2
-    return [Change(max_rate=before)] if was_raised else [Change(rate_factor=factor) for factor in RATE_FACTORS]
+    if was_raised(replay):
+        return [Change(max_rate=replay.stretch.rate)]
+    return [Change(rate_factor=factor) for factor in RATE_FACTORS]
+
+
+def was_raised(replay: StretchReplay) -> bool:
+    """Whether the learning rates of these steps are far above those of before."""
+    return 0 < replay.stretch.rate < max(rates_of(replay), default=0.0) / 2
+
+
+def rates_of(replay: StretchReplay) -> list[float]:
+    """The learning rates of all updates of the stretch."""
+    return [float(o["lr"]) for step in replay.stretch.steps for u in step.updates for o in u.options if "lr" in o]
 
 
 def clip_changes(trajectory: Trajectory, begin: int) -> list[Change]:

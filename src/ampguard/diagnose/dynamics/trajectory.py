@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeGuard
 
 from ampguard.capture.vitals import StepVitals
@@ -59,7 +60,8 @@ class Trajectory:
         self.losses = Thinned()
         self.norms = Thinned()
         self.peaks: dict[Place, Peak] = {}
-        self.first_look: WeightSample | None = None
+        self.first_looks: dict[int, WeightSample] = {}
+        """Of each optimizer, by its identity."""
         self.looks: deque[WeightSample] = deque(maxlen=KEPT_LOOKS)
         self.layers: dict[int, LayerSample] = {}
         """The newest look at each parameter, by the parameter's identity."""
@@ -83,7 +85,12 @@ class Trajectory:
 
     def look(self, sample: WeightSample) -> None:
         """A look at the weights was taken."""
-        self.first_look = self.first_look or sample
+        optimizer = sample.optimizer()
+        if optimizer is not None and sample.weight_norm:
+            known = self.first_looks.get(id(optimizer))
+            if known is None or known.optimizer() is not optimizer:
+                alive = {key: look for key, look in self.first_looks.items() if look.optimizer() is not None}
+                self.first_looks = {**alive, id(optimizer): sample}
         self.looks.append(sample)
         if len(self.layers) > MAX_PLACES:
             self.layers.clear()
@@ -121,6 +128,11 @@ class Trajectory:
         series = self.loss_series()
         before = [loss for step, loss in series if step < rose]
         return not before or any(step > failed and loss <= max(before) for step, loss in series)
+
+    def usual_ratio(self) -> float | None:
+        """Median of the sampled update-to-weight ratios; None where there is none."""
+        ratios = [look.update_ratio for look in self.looks if is_number(look.update_ratio)]
+        return median(ratios) if ratios else None
 
     def recent_norms(self) -> list[tuple[int, float]]:
         return [(v.step, v.grad_norm) for v in self.recent if is_number(v.grad_norm)]

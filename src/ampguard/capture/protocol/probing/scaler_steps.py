@@ -7,8 +7,6 @@ import sys
 from threading import get_ident
 from typing import Any
 
-import torch
-
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
@@ -24,8 +22,8 @@ class ScalerStepProbe:
 
     def install(self) -> None:
         replace = self._witness.patches.replace
-        replace(torch.amp.GradScaler, "unscale_", self._watch_unscale)
-        replace(torch.amp.GradScaler, "step", self._watch_step)
+        replace(compat.GRAD_SCALER, "unscale_", self._watch_unscale)
+        replace(compat.GRAD_SCALER, "step", self._watch_step)
         rescaled = self._witness.moves.rescaled
         note = self._witness.noting(after=lambda frame, scaler, own: rescaled(scaler, own, frame), of_gradients=True)
         replace(compat.BorrowedScaler, "rescale_as", note)
@@ -90,6 +88,8 @@ class ScalerStepProbe:
                         raise
                     finally:
                         moves.stepping = None
+                        if not watch.stepped:
+                            watch.stepped = bool(guarded(compat.let_step_unseen, self_, optimizer))
                         self._stepped_as_usual(of, watch)
             guarded(self._before_step, self_, optimizer, sys._getframe(1))
             try:
@@ -117,6 +117,9 @@ class ScalerStepProbe:
     def _after_step(self, scaler: Any, optimizer: Any) -> None:
         witness = self._witness
         witness.dropped.stepped()
+        stepping = witness.moves.stepping
+        if stepping is not None and not stepping[1].stepped:
+            stepping[1].stepped = compat.let_step_unseen(scaler, optimizer)
         of, watch = witness.moves.after_scaler_step(scaler, optimizer)
         witness.stepped(watch)
         if of.is_enabled:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import framework_in
@@ -21,7 +22,7 @@ class ScalingProbe:
         self._witness = witness
 
     def install(self) -> None:
-        witness, kind = self._witness, torch.amp.GradScaler
+        witness, kind = self._witness, compat.GRAD_SCALER
         moves, habits, replace, noting = witness.moves, witness.habits, witness.patches.replace, witness.noting
 
         def read(frame: Frame, scaler: Any) -> None:

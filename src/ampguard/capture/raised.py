@@ -1,0 +1,64 @@
+"""Errors that a model raises because of its numbers: it checked them itself, or PyTorch did.
+
+`torch.distributions` refuses parameters that are NaN, samplers refuse such probabilities, a model may assert that its
+result is finite. The message names a shape at best; where the number became bad, a replay of the call tells.
+"""
+
+from __future__ import annotations
+
+import os
+from types import FrameType, TracebackType
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.flags import is_capturing
+from ampguard.capture.frames import locals_of
+from ampguard.numerics import is_finite
+
+_OUR_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def is_conversion_refusal(error: BaseException | None) -> bool:
+    """PyTorch's refusal to put a constant into a type that cannot hold it (`masked_fill(half, -1e9)`)."""
+    return isinstance(error, RuntimeError) and "without overflow" in str(error)
+
+
+def refused_values(error: BaseException) -> list[Tensor]:
+    """The tensors with a NaN or +Inf that the raising function had at hand; none where it had only good ones.
+
+    Asked is the innermost frame that holds floating tensors at all. A -Inf alone is a mask, and no reason to raise.
+    """
+    if not isinstance(error, Exception) or is_capturing():
+        return []
+    for frame in reversed(_frames(error.__traceback__)):
+        floating = [v for v in locals_of(frame).values() if isinstance(v, Tensor) and v.is_floating_point()]
+        if floating:
+            return [tensor for tensor in floating if _is_refused(tensor)]
+    return []
+
+
+def is_same_error(error: BaseException, before: BaseException | None) -> bool:
+    """Whether a replay ended as the call did that it replays."""
+    if is_conversion_refusal(before):
+        return is_conversion_refusal(error)
+    return before is not None and type(error) is type(before) and bool(refused_values(error))
+
+
+def _frames(entry: TracebackType | None) -> list[FrameType]:
+    """From the caller to the function that raised, without our own."""
+    found: list[FrameType] = []
+    while entry is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith(_OUR_ROOT):
+            found.append(entry.tb_frame)
+        entry = entry.tb_next
+    return found
+
+
+def _is_refused(tensor: Tensor) -> bool:
+    if not compat.has_values(tensor) or is_finite(tensor):
+        return False
+    with torch.no_grad():
+        values = tensor.detach()
+        return bool((values.isnan() | (values == torch.inf)).any())

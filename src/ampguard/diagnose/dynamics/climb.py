@@ -1,0 +1,63 @@
+"""How a loss climbs: from its best, steeply or gently, up to the step that failed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ampguard.diagnose.dynamics.fits import kendall, smoothed
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+
+RISEN = 10.0
+RISEN_STEEPLY = 1e3
+MIN_RISES = 3
+MIN_RISES_GENTLY = 6
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """How the loss left its best: `began` is the last step at which it was still there."""
+
+    began: int
+    best: float
+    last: float
+    points: list[tuple[int, float]]
+
+    @property
+    def factor(self) -> float:
+        return self.last / self.best if self.best > 0 else math.inf
+
+
+def rise_of(trajectory: Trajectory) -> Rise | None:
+    """The climb of the loss that goes on to the present step, or None where there is no clear one."""
+    series = [(step, abs(loss)) for step, loss in trajectory.loss_series()]
+    if len(series) <= MIN_RISES:
+        return None
+    smooth = smoothed(series)
+    lowest = min(value for _, value in smooth)
+    until_lowest = sorted(smooth[: [value for _, value in smooth].index(lowest) + 1], key=lambda point: point[1])
+    near = max(2 * lowest, until_lowest[len(until_lowest) // 4][1])
+    start = max(i for i, (_, value) in enumerate(smooth) if value <= near)
+    climb = series[start:]
+    best, last = max(lowest, near / 2), climb[-1][1]
+    values = [value for _, value in climb]
+    rises = len(climb) - 1
+    steeply = rises >= MIN_RISES and last >= RISEN_STEEPLY * best and values == sorted(values)
+    gently = rises >= MIN_RISES_GENTLY and last >= RISEN * best and kendall(values) >= 2.3
+    beyond_start = last > 2 * smooth[0][1]
+    return Rise(climb[0][0], best, last, climb) if beyond_start and (steeply or gently) else None
+
+
+def fall_from(losses: list[tuple[int, float]], began: int) -> Rise:
+    """The loss from the step on at which it began."""
+    points = [(step, abs(loss)) for step, loss in losses if step >= began] or [(began, abs(losses[-1][1]))]
+    best = points[0][1]
+    return Rise(began, best, points[-1][1], points)
+
+
+def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most eight of the points, the first and the last among them."""
+    if len(points) <= SHOWN:
+        return points
+    return [points[round(i * (len(points) - 1) / (SHOWN - 1))] for i in range(SHOWN)]

@@ -1,0 +1,104 @@
+"""A failure told as the end of a divergence: the course that led to it in words, and the fixes as they were tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ampguard.diagnose.dynamics.climb import Rise, thin
+from ampguard.diagnose.dynamics.finding import Situation
+from ampguard.diagnose.dynamics.remedies import Remedies, untried
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.words import number
+from ampguard.incident import Fix, Incident
+
+
+def told(
+    incident: Incident,
+    situation: Situation,
+    rise: Rise,
+    grown: float | None,
+    remedies: Remedies | None,
+    since_look: bool = True,
+) -> Incident:
+    """The failure as the end of a divergence. `grown`: of the weights; against their ordinary size without a look."""
+    trajectory = situation.trajectory
+    facts: dict[str, Any] = {
+        "began_at_step": rise.began,
+        "best_loss": rise.best,
+        "last_finite_loss": rise.last,
+        "losses": [[step, value] for step, value in thin(rise.points)],
+        "ended_as": incident.cause,
+    }
+    text = f"The training diverged from step {rise.began} on: {course_in_words(incident, rise)}"
+    if grown is not None and not since_look:
+        facts["weights_beyond_ordinary"] = grown
+        text += f", the weights are {number(grown)} times as large as weights of their shapes ordinarily begin"
+    elif grown is not None:
+        facts["weights_grew_by"] = grown
+        text += f", the norm of the weights grew by a factor of {number(grown)}"
+    norms = [point for point in trajectory.recent_norms() if point[0] >= rise.began]
+    if len(norms) > 1 and norms[-1][1] > norms[0][1]:
+        facts["gradient_norms"] = [[step, value] for step, value in thin(norms)]
+        text += f", that of the gradients from {number(norms[0][1])} to {number(norms[-1][1])}"
+    if remedies is not None and remedies.is_weights_doing:
+        facts["alarm"] = remedies.reason
+        text += f". It was noticed in step {remedies.noticed_at}: {remedies.reason}{moved_in_words(remedies, trajectory, facts)}"
+    text += f". It ended in step {incident.step}: {incident.explanation}"
+    return msgspec.structs.replace(
+        incident,
+        cause="divergence",
+        explanation=text,
+        evidence={**incident.evidence, **facts},
+        fixes=fixes(situation, remedies),
+    )
+
+
+def moved_in_words(remedies: Remedies, trajectory: Trajectory, facts: dict[str, Any]) -> str:
+    """How far the weights moved since, and what that did; the numbers go into `facts`."""
+    if remedies.moved is None:
+        return ". On the weights of that step the failing one is finite"
+    facts["weights_moved_by"] = remedies.moved
+    usual = trajectory.usual_ratio()
+    before = ""
+    if usual:
+        facts["usual_update_ratio"] = usual
+        before = f" (one update usually moves them by {number(usual)} of it)"
+    return (
+        f". Since then the weights have moved by {number(remedies.moved)} times their norm{before}; on those of "
+        f"that step the failing one is finite"
+    )
+
+
+def course_in_words(incident: Incident, rise: Rise) -> str:
+    if len(rise.points) > 1:
+        return f"the loss went from {number(rise.best)} to {number(rise.last)} in {incident.step - rise.began} steps"
+    if incident.step == rise.began:
+        return f"the loss was {number(rise.last)} and left the numbers after an update of the same iteration"
+    return f"the loss was {number(rise.last)} and left the numbers after {incident.step - rise.began} update(s)"
+
+
+def fixes(situation: Situation, remedies: Remedies | None) -> tuple[Fix, ...]:
+    """A lower learning rate and clipping, each as it was tried; what works first."""
+    rate = next((g["lr"] for o in situation.optimizers for g in o.param_groups if "lr" in g), None)
+    now = f" (it is {float(rate):g})" if rate is not None else ""
+    if remedies is None:
+        remedies = untried("the steps before the failure were not kept")
+    lower, clip = remedies.lower_rate, remedies.clip
+    if lower.change is not None and lower.change.max_rate is not None:
+        how = f"keep the learning rate{now} at {lower.change.max_rate:g}, which it was before, or warm it up"
+    elif lower.change is not None:
+        how = f"lower the learning rate{now} by a factor of {1 / lower.change.rate_factor:g}, or warm it up"
+    else:
+        how = f"lower the learning rate{now} by a factor of 3 to 10, or warm it up"
+    limit = clip.change.max_norm if clip.change is not None else None
+    clipping = (
+        "before the optimizer's step (after scaler.unscale_(optimizer) where there is a scaler): "
+        f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit or 1.0:g})"
+    )
+    tried = [
+        Fix("lower-learning-rate", None, how, lower.verified, lower.outcome),
+        Fix("clip-gradients", None, clipping, clip.verified, clip.outcome),
+    ]
+    return tuple(sorted(tried, key=lambda fix: {True: 0, None: 1, False: 2}[fix.verified]))
