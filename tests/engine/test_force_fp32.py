@@ -198,3 +198,31 @@ def test_it_compiles_away() -> None:
     compiled = torch.compile(model, backend="eager")
     with torch.autocast("cpu", dtype=torch.float16):
         torch.testing.assert_close(compiled(inputs()), model(inputs()), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_that_are_low_themselves(dtype: torch.dtype, compiled: bool) -> None:
+    """`model.half()` and checkpoints in bfloat16: the region runs on casts of them, and what follows sees its type."""
+    torch.manual_seed(0)
+    exact = Net()
+    model = copy.deepcopy(exact).to(dtype)
+    with ampguard.force_fp32(model, "blocks.*.attn"):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        found = run(inputs().to(dtype))
+        found.float().mean().backward()
+    wanted = exact(inputs())
+    wanted.mean().backward()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
+    mine, other = model.blocks[0]["attn"].qkv.weight, exact.blocks[0]["attn"].qkv.weight
+    assert mine.dtype == mine.grad.dtype == dtype
+    torch.testing.assert_close(mine.grad.float(), other.grad, rtol=0.1, atol=1e-2)
+
+
+def test_low_weights_without_floating_inputs() -> None:
+    """What an embedding returns goes to weights of its own type."""
+    net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).to(torch.bfloat16)
+    with ampguard.force_fp32(net, "0"):
+        assert net(torch.arange(5)).dtype == torch.bfloat16

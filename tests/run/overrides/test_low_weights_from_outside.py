@@ -591,3 +591,17 @@ def test_sparse_gradients_stay_sparse(overridden: Callable[..., Any], precision:
     assert session.report.run["steps_held_off"] == 0
     for mine, theirs in zip(weights(net), weights(control), strict=True):
         assert torch.allclose(mine, theirs, atol=0.03)
+
+
+@pytest.mark.parametrize(("own", "eps"), [(torch.bfloat16, 1e-8), (torch.float16, 1e-4), (torch.float32, 1e-4)])
+def test_eps_is_raised_where_weights_are_float16(overridden: Callable[..., Any], own: torch.dtype, eps: float) -> None:
+    """Weights that the script has made bfloat16 stay so under O3, and so does all that is computed with them."""
+    net = model().to(own)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    with overridden("O3") as session:
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x.to(own)).float(), y).backward()
+            optimizer.step()
+    assert optimizer.param_groups[0]["eps"] == eps
+    assert any("eps of AdamW" in line for line in session.report.run["did"]) is (eps == 1e-4)

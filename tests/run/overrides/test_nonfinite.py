@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,51 @@ def test_an_optimizer_from_before_the_guard(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
     assert session.report.run["steps_held_off"] == 1
     assert torch.optim.SGD.step is step
+
+
+class Sgd:
+    """An optimizer that is none of PyTorch's, as fastai's are; a scaler is given it, or the loop steps it."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters, self.steps = list(parameters), 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": self.parameters, "lr": 0.1}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for parameter in self.parameters:
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+def test_steps_of_an_optimizer_from_elsewhere_are_seen(overridden: Callable[..., Any]) -> None:
+    """No hook runs around them: they looked like steps that the scaler has skipped, and a healthy run was ended."""
+    net = nn.Linear(4, 2)
+    optimizer, scaler = Sgd(net.parameters()), torch.amp.GradScaler("cpu", init_scale=16.0)
+    with overridden(on_nonfinite="skip") as session:
+        for _ in range(40):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = net(torch.randn(8, 4)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert session.ended_by is None
+    assert optimizer.steps == 40
+    assert session.report.run["steps_held_off"] == 0
+
+
+def test_what_cannot_be_held_off_is_said(overridden: Callable[..., Any]) -> None:
+    net = nn.Linear(4, 2)
+    optimizer = Sgd(net.parameters())
+    with overridden(on_nonfinite="skip") as session:
+        for step in range(4):
+            (net(torch.randn(8, 4)).square().mean() / (0.0 if step == 2 else 1.0)).backward()
+            optimizer.step()
+    (said,) = session.report.run["could_not"]
+    assert said == "bad steps are not held off: what updates the weights is no torch.optim.Optimizer"
 
 
 # --- heal -------------------------------------------------------------------------------------------------------------

@@ -129,3 +129,17 @@ def test_an_embedding_in_float32_gives_what_follows_its_type(overridden: Callabl
         optimizer.step()
     assert session.report.run["in_float32"] == ["0"]
     assert session.report.run["could_not"] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_modules_of_a_model_that_the_script_has_made_low(overridden: Callable[..., Any], dtype: torch.dtype) -> None:
+    """A checkpoint in bfloat16, `model.half()`: the region's weights are cast with its inputs."""
+    with overridden(None, ("0", "1.weight_is_no_module")) as session:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        before = net[0].weight.clone()
+        net(torch.ones(2, 8, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+    assert session.report.run["in_float32"] == ["0"]
+    assert {p.dtype for p in net.parameters()} == {dtype}
+    assert not torch.equal(before, net[0].weight)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ampguard.engine.force_fp32.low_weights import low_weights_of, on_float32_casts
 from ampguard.engine.force_fp32.region import call_in_fp32
 from ampguard.engine.patterns import matching_modules
 from ampguard.errors import PatternError
@@ -41,20 +43,22 @@ class ForcedModules:
 
         `without_floats`: the type of results of modules whose inputs hold no floats, where that is to be a low one.
         """
-        self._modules = {name: m for name, m in modules.items() if not is_forced(m)}
+        changed = {name: m for name, m in modules.items() if not is_forced(m)}
+        self._modules = [weakref.ref(m) for m in changed.values()]
+        """A model that nobody trains any more is not kept for this."""
         self.names = tuple(modules)
-        for name, module in self._modules.items():
+        for name, module in changed.items():
             _change_class(name, module, _Way(cast_back, copies_too, without_floats))
 
     @property
     def modules(self) -> list[nn.Module]:
-        return list(self._modules.values())
+        return [module for ref in self._modules if (module := ref()) is not None]
 
     def undo(self) -> None:
-        for module in self._modules.values():
+        for module in self.modules:
             if is_forced(module):
                 module.__class__ = type(module).__mro__[1]
-        self._modules = {}
+        self._modules = []
 
     def __enter__(self) -> ForcedModules:
         return self
@@ -100,7 +104,12 @@ def _forced_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
 def _make_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call_in_fp32(functools.partial(original.forward, self), args, kwargs, way.cast_back, way.without_floats)
+        run = functools.partial(original.forward, self)
+        low = low_weights_of(self)
+        if low is None:
+            return call_in_fp32(run, args, kwargs, way.cast_back, way.without_floats)
+        with on_float32_casts(self):
+            return call_in_fp32(run, args, kwargs, way.cast_back, way.without_floats or low)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
         made = super(type(self), self).__reduce_ex__(protocol)

@@ -13,7 +13,8 @@ from ampguard.numerics import is_finite
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
+    """What it updates; nothing is known of one that is none of PyTorch's."""
+    for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
 
 
@@ -39,5 +40,7 @@ def bad_gradients(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     """`3 of 12 gradients (first: blocks.0.weight)`; `names` by the parameters' identities."""
     held = [p for p in parameters_of(optimizer) if p.grad is not None]
     bad = [p for p in held if p.grad is not None and not is_finite(p.grad)]
+    if not held:
+        return "gradients"
     first = names.get(id(bad[0])) if bad else None
     return f"{len(bad)} of {len(held)} gradients" + (f" (first: {first})" if first else "")

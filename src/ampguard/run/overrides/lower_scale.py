@@ -87,9 +87,7 @@ def _can_fall(owner: object | None) -> bool:
     """Whether a scale is one that can be told to: the script's own scaler, or the gained one. An engine keeps its own."""
     if isinstance(owner, Lowerable):
         return True
-    return (
-        isinstance(owner, torch.amp.GradScaler) and not isinstance(owner, compat.BorrowedScaler) and owner.is_enabled()
-    )
+    return isinstance(owner, compat.GRAD_SCALER) and not isinstance(owner, compat.BorrowedScaler) and owner.is_enabled()
 
 
 def _fewest_halvings(losses: Sequence[Tensor], parameters: Sequence[Tensor], most: int) -> int | None:

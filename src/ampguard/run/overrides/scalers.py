@@ -37,7 +37,7 @@ class Scalers:
         """The scale with which a scaler begins its next iteration."""
 
     def install(self, patches: Patches) -> None:
-        kind = torch.amp.GradScaler
+        kind = compat.GRAD_SCALER
         patches.replace(kind, "__init__", self._watch_init)
         patches.replace(kind, "scale", self._watch_scale)
         patches.replace(kind, "step", self._watch_step)
@@ -84,6 +84,8 @@ class Scalers:
                 result = original(scaler, optimizer, *args, **kwargs)
             finally:
                 self.stepping -= 1
+            # An optimizer that is none of PyTorch's steps unseen.
+            self.has_stepped = self.has_stepped or compat.let_step_unseen(scaler, optimizer)
             if self.on_skipped is not None:
                 self.on_skipped(optimizer, scaler.get_scale(), not self.has_stepped)
             return result

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ampguard.engine.precision.o3 import raise_eps, too_small
 from ampguard.engine.step.rounding import stochastic_round_
+from ampguard.run.overrides.gradients import parameters_of
 from ampguard.run.overrides.ledger import Ledger
 
 
@@ -35,7 +36,8 @@ class StoredLow:
             if id(weight) not in self._rounded:
                 weight.copy_(weight.to(dtype))
                 self._rounded[id(weight)] = weight
-        for before, after in raise_eps(optimizer) if dtype == torch.float16 else ():
+        is_stored_so = bool(weights) or any(p.dtype == dtype for p in parameters_of(optimizer))
+        for before, after in raise_eps(optimizer) if dtype == torch.float16 and is_stored_so else ():
             self._ledger.done(
                 f"eps of {type(optimizer).__name__} raised from {before:g}, {too_small(before)}, to {after:g}"
             )

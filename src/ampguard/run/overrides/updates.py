@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.hand_updates import HandMade
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
@@ -149,6 +150,8 @@ class Updates:
             self._stepped_since_backward = self._bad_loss = False
         if self._patience is not None and not self._bad_loss:
             self._bad_loss = not all(is_finite(loss) for loss in losses if compat.has_values(loss))
+            if self._bad_loss and all(isinstance(optimizer, HandMade) for optimizer in self._optimizers):
+                self._ledger.failed("bad steps are not held off: what updates the weights is no torch.optim.Optimizer")
 
     def _watch_clear(self, original: Callable[..., None]) -> Callable[..., None]:
         """A loop that throws the gradients of a bad loss away has dealt with it."""
