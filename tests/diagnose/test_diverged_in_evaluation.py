@@ -39,3 +39,29 @@ def test_it_is_told_as_divergence(guard: Guard) -> None:
 def test_large_input_at_evaluation_is_none(guard: Guard) -> None:
     run = guard(lambda: epochs(rate=1e-3, steps=3, largest_input=1e25))
     assert (run.first.cause, run.first.mode) == ("overflow", "eval"), run.stderr
+
+
+def evaluated_in_half(rate: float, factor: float) -> None:
+    """Train in float32, evaluate under autocast."""
+    seed_everything()
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        print(model(torch.randn(16, 8) * factor).float().abs().mean().item())
+
+
+def test_evaluation_in_float16_of_weights_that_were_thrown_away_in_float32(guard: Guard) -> None:
+    run = guard(lambda: evaluated_in_half(rate=30.0, factor=1.0))
+    assert (run.first.cause, run.first.mode) == ("divergence", "eval"), run.stderr
+    assert run.first.evidence["ended_as"] == "fp16-overflow"
+
+
+def test_evaluation_in_float16_of_healthy_weights_is_none(guard: Guard) -> None:
+    run = guard(lambda: evaluated_in_half(rate=1e-3, factor=1e6))
+    assert (run.first.cause, run.first.mode) == ("fp16-overflow", "eval"), run.stderr

@@ -98,7 +98,7 @@ def test_lbfgs_that_diverges_within_one_step(guard: Guard) -> None:
                 return
 
     run = guard(body)
-    assert run.first.cause == "divergence"
+    assert errors_of(run) == ["divergence"]
 
 
 class Ode(nn.Module):
@@ -192,6 +192,44 @@ def test_divergence_of_one_of_two_optimizers(guard: Guard) -> None:
 
     run = guard(body)
     assert errors_of(run)[0] == "divergence"
+
+
+def test_adversarial_training_under_float16_is_one_story(guard: Guard) -> None:
+    """Two optimizers at a rate a thousand times too high: the critic is thrown away before the generator's first loss."""
+
+    def body() -> None:
+        seed_everything()
+        generator = nn.Sequential(
+            nn.Conv1d(8, 16, 7, padding=3), nn.LeakyReLU(0.1), nn.Conv1d(16, 1, 7, padding=3), nn.Tanh()
+        )
+        critic = nn.Sequential(
+            nn.Conv1d(1, 16, 15, 2, 7), nn.LeakyReLU(0.1), nn.Conv1d(16, 32, 15, 2, 7), nn.LeakyReLU(0.1)
+        )
+        critic.append(nn.Conv1d(32, 1, 3, 1, 1))
+        of_generator = torch.optim.AdamW(generator.parameters(), 1.0)
+        of_critic = torch.optim.AdamW(critic.parameters(), 1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(8):
+            mel = torch.randn(4, 8, 128)
+            wave = torch.tanh(mel.mean(1, keepdim=True))
+            with torch.autocast("cpu", dtype=torch.float16):
+                made = generator(mel)
+                real, fake = critic(wave), critic(made.detach())
+            loss = (1 - real.float()).square().mean() + fake.float().square().mean()
+            of_critic.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(of_critic)
+            with torch.autocast("cpu", dtype=torch.float16):
+                fake = critic(made)
+            loss = (1 - fake.float()).square().mean() + 45 * F.l1_loss(made.float(), wave)
+            of_generator.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(of_generator)
+            scaler.update()
+
+    run = guard(body)
+    assert errors_of(run) == ["divergence"]
+    assert run.first.evidence["began_at_step"] == 0
 
 
 # --- what looks like it ---------------------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def is_changed(statement: str, new: str) -> bool:
     [
         ("r = h[h > 1e9].mean() + h.mean()", "r = (h[h > 1e9].sum() / max(h[h > 1e9].numel(), 1)) + h.mean()"),
         ("r = torch.mean(h[h > 1e9]) + 1", "r = (h[h > 1e9].sum() / max(h[h > 1e9].numel(), 1)) + 1"),
-        ("r = h[:0].mean(0)", None),
+        ("r = h[:0].mean(0)", "r = (h[:0].sum(0) / max(h[:0].shape[0], 1))"),
+        ("r = h[:0].mean((0, 1))", None),
     ],
 )
 def test_mean_of_nothing(line: str, changed: str | None, guard: Guard, tmp_path: Path) -> None:

@@ -44,3 +44,48 @@ def test_cleaning_is_tried_on_everything_that_holds_nan(guard: Guard) -> None:
 
 def test_good_rays_are_silent(guard: Guard) -> None:
     assert guard(lambda: train(bad_view=None)).causes == []
+
+
+def diffuse(table: Tensor, batch: Tensor | None = None) -> None:
+    """A diffusion loss weighted by a table of the script's own, with an entry for each time."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for _ in range(3):
+        x, noise, time = torch.randn(6, 8), torch.randn(6, 8), torch.randint(16, 20, (6,))
+        weight = torch.from_numpy(table.numpy())[time] if batch is None else batch
+        loss = (weight[:, None] * (net(x) - noise).square()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not loss.isfinite():
+            return
+
+
+def test_table_of_the_scripts_own_is_no_target(guard: Guard) -> None:
+    table = torch.linspace(1, 0, 20).double().reciprocal()
+    run = guard(lambda: diffuse(table))
+    assert run.first.cause == "nonfinite-input"
+    assert run.first.evidence["role"] == "table"
+    assert "The table that `weight = torch.from_numpy(" in run.first.explanation
+    assert "(row 19 of it)" in run.first.explanation
+    assert {fix.action: fix.verified for fix in run.first.fixes} == {"fix-data": True}
+
+
+def test_weights_with_one_for_each_sample_are_data(guard: Guard) -> None:
+    bad = torch.tensor([1.0, 2.0, float("nan"), 1.0, 1.0, 1.0])
+    run = guard(lambda: diffuse(torch.ones(1), bad))
+    assert run.first.evidence["role"] == "target"
+    assert {fix.action: fix.verified for fix in run.first.fixes} == {"filter-sample": True, "fix-data": True}
+
+
+def test_of_a_batch_without_a_good_sample_none_can_be_kept(guard: Guard) -> None:
+    """The one observation of an agent: filtering it would leave nothing, so that is not what was seen to work."""
+
+    def body() -> None:
+        net = nn.Linear(3, 2)
+        net(torch.tensor([[0.5, float("nan"), 1.0]])).sum().backward()
+
+    first = guard(body).first
+    assert first.cause == "nonfinite-input"
+    assert [(fix.action, fix.verified) for fix in first.fixes] == [("fix-data", True), ("filter-sample", None)]

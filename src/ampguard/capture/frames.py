@@ -21,6 +21,9 @@ _HIDDEN_ROOTS = tuple(
 _GENERATED = ("<frozen", "<eval_with_key")
 """Modules inside the interpreter, and the code of `torch.fx` graphs (`<eval_with_key>.3`): no file that anybody wrote."""
 
+_HANDLERS = frozenset({"__torch_function__", "__torch_dispatch__"})
+"""Through these a tensor's class or a mode passes on what was called in the frame above."""
+
 MAX_LINES = 1 << 14
 _is_user: dict[int, tuple[bool, CodeType]] = {}
 """By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
@@ -40,7 +43,8 @@ def is_user_code(code: CodeType) -> bool:
     """Whether a frame of this code may be shown as the user's line (their script or a library such as transformers)."""
     known = _is_user.get(id(code))
     if known is None:
-        known = _is_user[id(code)] = (is_user_file(code.co_filename), code)
+        is_user = code.co_name not in _HANDLERS and is_user_file(code.co_filename)
+        known = _is_user[id(code)] = (is_user, code)
     return known[0]
 
 

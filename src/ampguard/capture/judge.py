@@ -39,6 +39,8 @@ class Judge:
     def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
         self.suspects: list[BadResult] = []
         self.last_good_step: int | None = None
+        self.attempts_when_good = 0
+        """Optimizers' steps that had been attempted when a loss was last finite."""
         self.bad_since: int | None = None
         """The step of the first bad loss since the last good one; of the same step where a micro-batch alone was bad."""
         self.thread: Callable[[], int] = threading.get_ident
@@ -91,7 +93,7 @@ class Judge:
         self.losses.append(value / self.last_scale)
         self._differentiated_at = self._steps.attempts
         self._healthy.append(weakref.ref(loss))
-        self.last_good_step = self._steps.count
+        self.last_good_step, self.attempts_when_good = self._steps.count, self._steps.attempts
         return True
 
     def judge_losses(self, losses: Sequence[Tensor]) -> None:
@@ -147,7 +149,7 @@ class Judge:
 
     def _judge(self, flag: FiniteFlag, bad: BadResult) -> None:
         if flag.is_set():
-            self.last_good_step = bad.step
+            self.last_good_step, self.attempts_when_good = bad.step, self._steps.attempts
         else:
             self._bad_loss_step = bad.step
             if self.bad_since is None or self.bad_since < (self.last_good_step or 0):

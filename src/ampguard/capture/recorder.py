@@ -431,6 +431,11 @@ class FlightRecorder:
         if self.steps.attempted(optimizer):
             self._end_iteration()
 
+    @property
+    def is_in_closure(self) -> bool:
+        """Whether an optimizer is in the middle of a step, and has called its closure."""
+        return self._in_update is not None
+
     def stepped_since(self, update: int) -> list[torch.optim.Optimizer]:
         """The optimizers that stepped after update number `update`."""
         live = (ref() for number, ref in self._stepped if number > update)

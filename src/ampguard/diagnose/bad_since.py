@@ -50,7 +50,7 @@ class BadSince:
             facts["since_step"] = last_good
             if changed is not None or is_incomplete or not self._recorder.stepped_since(0):
                 facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
-            text = f"The loss of step {last_good} was still finite: {_since(facts)}."
+            text = f"The loss of step {last_good} was still finite{self._since(facts)}."
             kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
             incident = msgspec.structs.replace(incident, fixes=kept)
         else:
@@ -62,6 +62,18 @@ class BadSince:
                 f"again are: something changed them between backward and the optimizer's step (a hook, the script, another rank)."
             )
         return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}", evidence=facts)
+
+    def _since(self, facts: dict[str, Any]) -> str:
+        """What has made it bad since the last finite loss."""
+        recorder = self._recorder
+        is_updating = recorder.is_in_closure or recorder.steps.attempts > recorder.judge.attempts_when_good
+        if is_updating or not recorder.stepped_since(0) or not facts.get("is_trained", True):
+            return _since(facts)
+        facts["written_by_script"] = True
+        return (
+            ", and no optimizer has stepped since: the script itself has written these values to it. In an ascent such as SAM's "
+            "a gradient of norm 0 is divided by that norm: add 1e-12 to it"
+        )
 
     def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
         """What shows that a parameter was bad while the losses were still finite; None where nothing does."""
@@ -86,11 +98,11 @@ def _spoiled(case: Case, facts: dict[str, Any]) -> str:
 def _since(facts: dict[str, Any]) -> str:
     """What has made a parameter or buffer bad that was not when training began."""
     if not facts.get("is_trained", True):
-        return "it was written to since"
+        return ": it was written to since"
     if not facts.get("gradients_were_looked_at"):
-        return "the update after it poisoned it"
+        return ": the update after it poisoned it"
     return (
-        "the update after it poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
+        ": the update after it poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
         "(a division by 0 in its state, a step far too large, a learning rate that is not a number), or a write of the "
         "script's to the parameter"
     )

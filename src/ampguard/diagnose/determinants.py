@@ -1,7 +1,7 @@
-"""The logarithm of a determinant that is negative.
+"""The logarithm of a determinant that is negative, or 0.
 
 `torch.logdet` is composed of `slogdet` and a `where` that puts a NaN in place of the result where the sign is -1: the
-first bad value is that constant, and no operand of it tells anything.
+first bad value is that constant, and no operand of it tells anything. Of a singular matrix both give -Inf.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import accused, rewrite, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal
+from ampguard.diagnose.proposals import OperandFix
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import CodePlace, Variant
 
+EPSILON = 1e-6
 APART = 8
 """Operators between the parts of one composed call, at most."""
 
@@ -52,6 +54,40 @@ def negative_determinant(evidence: Evidence) -> Finding | None:
                 f"torch.linalg.slogdet(x)[1], the logarithm of its size, in place of torch.logdet(x){where}",
                 trial=lambda e: Variant(at_places={chosen: _the_logarithm}),
             ),
+        ),
+    )
+
+
+def singular_matrix(evidence: Evidence) -> Finding | None:
+    """What there is to say where `slogdet` was given a matrix whose determinant is exactly 0."""
+    if evidence.op.short_name != "_linalg_slogdet" or evidence.call is None or evidence.kind != "-inf":
+        return None
+    matrix = evidence.call.tensors[0].detach()
+    signs = torch.linalg.slogdet(matrix)[0].reshape(-1)
+    count, rows = int((signs == 0).sum()), matrix.shape[-1]
+    empty = int((matrix == 0).all(-1).sum())
+    if not count or not bool(torch.isfinite(matrix).all()):
+        return None
+    some = f"{count} of {signs.numel()} matrices is" if count == 1 else f"{count} of {signs.numel()} matrices are"
+    what = f"a {rows}x{rows} matrix that is" if signs.numel() == 1 else f"{rows}x{rows} matrices, and {some}"
+    why = "" if not empty else " (1 row of it is all 0)" if empty == 1 else f" ({empty} rows are all 0)"
+    eye = torch.eye(rows, dtype=matrix.dtype, device=matrix.device) * EPSILON
+    term = f"{rewrite.literal(EPSILON)} * torch.eye({rows})"
+    return Finding(
+        "domain-error",
+        f"{words.operator(evidence)} {words.place(evidence)} was given {what} singular{why}: its determinant is 0, which has "
+        f"no logarithm in any precision.",
+        weight=60,
+        evidence={"singular": count, "matrices": signs.numel(), "empty_rows": empty},
+        proposals=(
+            OperandFix(
+                "add-epsilon",
+                0,
+                rewrite.plus(term),
+                lambda t: t + eye,
+                lambda t: True,
+                f"keep the matrix from being singular: x + {term}",
+            ).proposal(evidence),
         ),
     )
 

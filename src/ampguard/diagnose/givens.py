@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Event, Held, Ref, RootCall
+from ampguard.capture.record import Event, Held, Ref, RootCall, held_in, leaves, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.diagnose.rows import is_masks_doing
 from ampguard.numerics import is_finite
+
+_IN_CODE = re.compile(r"(?!args\b)[A-Za-z_]\w*(\.\w+|\[\w+\]|\['[^'\]]+'\])*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class NamedTensor:
 
     @property
     def short_name(self) -> str:
-        return self.name if self.name.replace("_", "").isalnum() else "x"
+        """The name where it can stand in code (`labels`, `batch['x']`, `data.pos`); "x" for what only describes it."""
+        return self.name if _IN_CODE.fullmatch(self.name) else "x"
 
 
 def describe_state(evidence: Evidence) -> NamedTensor | None:
@@ -200,7 +204,34 @@ def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTens
     name = in_batch or (name if isinstance(event, RootCall) else words.code_at(event.line) or name)
     value = held.value.detach()
     role = "input" if _is_model(event) or _goes_into_model(evidence) else "target"
+    if role == "target" and in_batch is None and _is_table(evidence, event, held):
+        role = "table"
     return NamedTensor(name, role, held.tensor, value, bad_samples(value), is_batch=bool(in_batch) or _is_model(event))
+
+
+def _is_table(evidence: Evidence, event: Event, held: Held) -> bool:
+    """Whether it holds something else than samples: no row for each, and read besides a DataLoader's batch, or rows twice."""
+    if _is_per_sample(evidence, held.value):
+        return False
+    if evidence.replayer is not None and evidence.replayer.has_batch:
+        return True
+    operands = leaves((event.args, event.kwargs))
+    values = [leaf.value if isinstance(leaf, Held) else evidence.made(leaf) for leaf in operands if not _is_plain(leaf)]
+    indices = [t for t in values if t is not None and t.dtype == torch.int64]
+    return any(t.unique().numel() < t.numel() for t in indices)
+
+
+def _is_plain(leaf: object) -> bool:
+    return not isinstance(leaf, (Held, Ref))
+
+
+def _is_per_sample(evidence: Evidence, value: Tensor) -> bool:
+    """Whether a tensor has a row for each sample of the batch; so where the batch is not known."""
+    models = [event for event in evidence.events() if _is_model(event)]
+    inputs = [held.value for event in models for held in held_in((event.args, event.kwargs))]
+    made = [evidence.made(ref) for event in models for ref in refs_in((event.args, event.kwargs))]
+    sizes = {t.shape[0] for t in (*inputs, *made) if t is not None and t.dim()}
+    return not sizes or (value.dim() > 0 and value.shape[0] in sizes)
 
 
 def _goes_into_model(evidence: Evidence) -> bool:

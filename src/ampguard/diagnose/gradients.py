@@ -87,10 +87,19 @@ class GradientEvidence(Evidence):
 
     @property
     def differentiated(self) -> TracedOp | None:
-        """The operator of the forward pass whose derivative is bad; None in a custom function's own backward."""
+        """The operator of the forward pass whose derivative is bad; None in a custom function's own backward.
+
+        The second derivative of a root is the derivative of the quotient in its first: it is the root that is told.
+        """
         op = self.first_gradient.op
         if self.is_hidden:
             return self.op
+        forward = self._differentiated_by(op)
+        while forward is not None and forward.in_backward and (before := self._differentiated_by(forward)) is not None:
+            forward = before
+        return forward
+
+    def _differentiated_by(self, op: TracedOp) -> TracedOp | None:
         forward = self.trace.ops[op.forward] if op.forward is not None else None
         return forward if forward is not None and forward.line == op.line else None
 
@@ -138,8 +147,9 @@ class GradientEvidence(Evidence):
         total = of["nonfinite_count"] + of["finite_count"]
         some = ", ".join(of["finite"][-3:])
         more = f" and {of['finite_count'] - 3} more" if of["finite_count"] > 3 else ""
+        has = "has" if of["nonfinite_count"] == 1 else "have"
         return (
-            f" {of['nonfinite_count']} of {total} parameters have bad gradients, the first is {of['nonfinite'][0]}; those of "
+            f" {of['nonfinite_count']} of {total} parameters {has} bad gradients, the first is {of['nonfinite'][0]}; those of "
             f"{some}{more} are finite."
         )
 

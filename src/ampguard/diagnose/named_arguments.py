@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from ampguard import compat
+from ampguard.capture.given_objects import GivenObject
 from ampguard.capture.record import Event, GlueOp, RootCall
 
 
@@ -20,6 +21,10 @@ def named_leaves(event: Event) -> list[tuple[str, Any]]:
         elif isinstance(tree, (list, tuple)):
             for position, value in enumerate(tree):
                 walk(f"{name}[{position}]", value)
+        elif isinstance(tree, GivenObject):
+            found.extend(
+                (name + inside, value) for (_, _, inside), value in zip(tree.places.found, tree.values, strict=True)
+            )
         else:
             found.append((name, tree))
 

@@ -61,7 +61,7 @@ class Poison:
             return False
         failed = case.incident.step if case is not None else self.unknown_step
         is_later = failed is not None and bad.step > failed  # (a script may update its weights by itself)
-        if self._recorder.attempts <= updates and not is_later:
+        if self._recorder.attempts <= updates and not is_later and not self._recorder.is_in_closure:
             return False
         if case is None:
             return self._reads_bad_parameters(bad, updates)

@@ -28,9 +28,9 @@ def with_changes(line: LineOfCode, changes: list[tuple[Expression, ast.expr]], c
     return "; ".join(joined_lines(spliced(line.source.text, *span, edits)) for span, edits in regions.items())
 
 
-def plus(epsilon: float, is_dead: Callable[[float], bool] = lambda value: False) -> Change:
+def plus(epsilon: float | str, is_dead: Callable[[float], bool] = lambda value: False) -> Change:
     """`d` -> `d + 1e-6`. An epsilon that the precision loses (`is_dead`) is replaced in place of adding a second one."""
-    added = literal(epsilon)
+    added = epsilon if isinstance(epsilon, str) else literal(epsilon)
 
     def change(source: Source, operand: ast.expr, takes_any: bool) -> list[Edit]:
         if isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Add):

@@ -99,8 +99,10 @@ def empty_rows(evidence: Evidence) -> tuple[int, int, int] | None:
     dim: int | None
     if "softmax" in name or name == "logsumexp":
         dim = _dim(evidence, values)
-    elif name in ("sub", "subtract") and len(evidence.operands) == 2 and _is_normalised(evidence):
-        dim = _dim_of_maximum(evidence, values)
+    elif name in ("sub", "subtract") and len(evidence.operands) == 2:
+        dim = _dim_of_logsumexp(evidence, values)
+        if dim is None and _is_normalised(evidence):
+            dim = _dim_of_maximum(evidence, values)
     else:
         return None
     if dim is None:
@@ -115,6 +117,16 @@ def _dim(evidence: Evidence, values: Tensor) -> int:
     value = args[1] if len(args) > 1 else -1
     value = value[0] if isinstance(value, (list, tuple)) and value else value
     return value % values.dim() if isinstance(value, int) and values.dim() else 0
+
+
+def _dim_of_logsumexp(evidence: Evidence, values: Tensor) -> int | None:
+    """`x - x.logsumexp(dim)`: a log-softmax written by hand, and that of `torch.distributions.Categorical`."""
+    total = lineage.maker(evidence.trace, evidence.op, 1)
+    if total is None or total.short_name != "logsumexp" or total.inputs[0].shape != tuple(values.shape):
+        return None
+    call = evidence.capture(total.index)
+    dims = call.args[1] if call is not None and len(call.args) > 1 else ()
+    return int(dims[0]) % values.dim() if isinstance(dims, (list, tuple)) and len(dims) == 1 and values.dim() else None
 
 
 def _dim_of_maximum(evidence: Evidence, values: Tensor) -> int | None:

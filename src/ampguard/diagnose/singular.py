@@ -5,18 +5,20 @@ Each is tried on the failing step, forward and backward, with the operand change
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import accused, rewrite, words
 from ampguard.diagnose.causes.masked_softmax import row_fixes
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.proposals import changed_operand, clamp_fix, epsilon_fix
+from ampguard.diagnose.proposals import OperandFix, changed_operand, clamp_fix, epsilon_fix
 from ampguard.numerics import is_low_precision
+from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
@@ -45,7 +47,10 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     fixes: list[Proposal] = []
     if evidence.is_hidden:
         fixes += row_fixes(forward) or [_masked_operand(forward)]
-    if name in DIVISIONS:
+    infinite = _infinite_operands(forward) if not evidence.is_hidden else {}
+    if infinite:
+        fixes.append(_bounded_operands(forward, infinite))
+    elif name in DIVISIONS:
         position = min(1, len(forward.op.inputs) - 1)
         fixes.append(epsilon_fix(forward, position, edge))
     elif name in BETWEEN_ONES:
@@ -61,6 +66,40 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     elif _is_elementwise(forward.op) and not evidence.is_hidden:
         fixes.append(_away_from_here(forward, edge))
     return tuple(fixes)
+
+
+def _infinite_operands(forward: Evidence) -> dict[int, tuple[bool, bool]]:
+    """For each operand that is infinite where the derivative is bad: whether downwards, whether upwards."""
+    found = {}
+    for position, operand in enumerate(forward.operands):
+        values = operand.contributing
+        if values.is_floating_point() and bool(torch.isinf(values).any()):
+            found[position] = (bool((values == -math.inf).any()), bool((values == math.inf).any()))
+    return found
+
+
+def _bounded_operands(forward: Evidence, infinite: dict[int, tuple[bool, bool]]) -> Proposal:
+    """Infinities that a function takes (`logaddexp`) and its derivative does not: large finite numbers in their place."""
+    size = 1e4 if any(t.dtype == torch.float16 for t in forward.op.inputs) else 1e30
+    low = -size if any(down for down, _ in infinite.values()) else None
+    high = size if any(up for _, up in infinite.values()) else None
+
+    def bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [t for i, t in enumerate(flat_tensors(args, kwargs)) if i in infinite]
+        return func(*(a.clamp(low, high) if any(a is t for t in tensors) else a for a in args), **kwargs)
+
+    line, name = accused.line_of(forward), forward.op.short_name
+    chosen = accused.accused_alone(forward, line.expressions(name, False)) if line is not None else None
+    operands = [chosen.operand(name, i, accused.argument_name(forward.op, i)) for i in infinite] if chosen else []
+    bounds = ", ".join(f"{n}={rewrite.literal(b)}" for n, b in (("min", low), ("max", high)) if b is not None)
+    how = f"clamp({bounds}) what {words.operator(forward)} is given in: {accused.statement(forward)}"
+    if line is not None and chosen is not None and operands and None not in operands:
+        changes = [(chosen, operand) for operand in operands if operand is not None]
+        how = rewrite.with_changes(line, changes, rewrite.clamped(low, high))
+    how = f"a large finite number in place of the infinity: {how}"
+    return Proposal(
+        "mask-value", words.region(forward), how, trial=lambda _: Variant(at_places={forward.op.place: bounded})
+    )
 
 
 def _is_elementwise(op: TracedOp) -> bool:
@@ -98,20 +137,22 @@ def _masked_operand(evidence: Evidence) -> Proposal:
 
 def _spread_eigenvalues(evidence: Evidence) -> Proposal:
     """Equal eigenvalues: the derivative divides by their differences."""
+    matrices = evidence.operands[0].values if evidence.operands else None
+    peak = float(matrices.abs().max()) if matrices is not None and matrices.numel() else 1.0
+    apart = 10.0 ** math.floor(math.log10(peak * 1e-4)) if math.isfinite(peak) and peak > 0 else 1e-4
 
     def spread(matrix: Tensor) -> Tensor:
         size = min(matrix.shape[-2:])
         steps = torch.zeros(matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
-        peak = float(matrix.detach().abs().max()) or 1.0
-        steps[range(size), range(size)] = torch.arange(size, dtype=matrix.dtype, device=matrix.device) * peak * 1e-4
+        steps[range(size), range(size)] = torch.arange(size, dtype=matrix.dtype, device=matrix.device) * apart
         return matrix + steps
 
-    return Proposal(
-        "add-epsilon",
-        words.region(evidence),
-        f"keep the eigenvalues apart: x + 1e-4 * torch.diag(torch.arange(n)) in: {accused.statement(evidence)}",
-        trial=lambda e: changed_operand(0, spread)(evidence),
-    )
+    shape = evidence.op.inputs[0].shape[-2:]
+    size = str(shape[0]) if len(shape) == 2 and shape[0] == shape[1] else "n"
+    term = f"{rewrite.literal(apart)} * torch.diag(torch.arange({size}))"
+    return OperandFix(
+        "add-epsilon", 0, rewrite.plus(term), spread, lambda t: True, f"keep the eigenvalues apart: x + {term}"
+    ).proposal(evidence)
 
 
 def _away_from_here(evidence: Evidence, edge: float) -> Proposal:
@@ -119,7 +160,7 @@ def _away_from_here(evidence: Evidence, edge: float) -> Proposal:
     return Proposal(
         "add-epsilon",
         words.region(evidence),
-        f"keep the operand of {words.operator(evidence)} away from this point: add {edge:g} to it in: "
+        f"keep the operand of {words.operator(evidence)} away from this point: add {rewrite.literal(edge)} to it in: "
         f"{accused.statement(evidence)}",
         trial=lambda e: changed_operand(0, lambda t: t + edge if t.is_floating_point() else t)(evidence),
     )

@@ -21,12 +21,13 @@ SYMBOLS: dict[type[ast.operator], str] = {
 }  # fmt: skip
 ALIASES = {
     "true_divide": "div", "divide": "div", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh",
-    "square": "pow",
+    "square": "pow", "slogdet": "_linalg_slogdet", "logdet": "_linalg_slogdet",
+    "eigh": "_linalg_eigh",
 }  # fmt: skip
 """Other spellings of an operator, by the name that runs."""
 FAMILIES = (frozenset({"div", "reciprocal"}),)
 """Operators that one spelling can run: `a / b` is `reciprocal` and `mul` where `a` is a plain number."""
-UNARY_METHODS = frozenset({"pow", "div", "floor_divide", "remainder", "xlogy", "fmod"})
+UNARY_METHODS = frozenset({"pow", "div", "floor_divide", "remainder", "xlogy", "fmod", "mean"})
 """Methods that take an argument; those of every other operator here take none (`self.log("loss", x)` is no logarithm)."""
 REPEATING = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.IfExp, ast.BoolOp)
 """Expressions whose parts run any number of times, or in another order than they are written."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ampguard.capture.functions import Applied
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, RootCall, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.gradients import GradientEvidence
@@ -104,5 +105,9 @@ def _is_number(value: object) -> bool:
 
 def _name(event: Event, ref: Ref, output_names: dict[Ref, str]) -> str:
     if isinstance(event, RootCall):
-        return output_names.get(ref) or f"output {ref.output}"
+        named = output_names.get(ref)
+        if not named and isinstance(event.module, Applied):
+            return f"{event.module.function.__name__}.apply(...)"
+        alone = words.code_at(event.line) if not named and len(event.outputs) == 1 else None
+        return named or alone or f"output {ref.output}"
     return words.code_at(event.line) or f"term {ref.event}"

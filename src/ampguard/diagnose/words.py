@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ampguard.capture.record import Line
+from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Link
@@ -47,10 +47,17 @@ def spelled_out(short_name: str) -> str:
 
 
 def place(evidence: Evidence) -> str:
-    """Where the operator ran: "in blocks.3.attn", "in the model's own forward", "outside every module"."""
+    """Where the operator ran: "in blocks.3.attn", "in the root module's forward", "in DiceLoss's forward" (a criterion that
+    stands beside the model), "outside every module"."""
     if not evidence.is_in_module:
         return "outside every module"
-    return f"in {evidence.op.module}" if evidence.op.module else "in the root module's forward"
+    if evidence.op.module:
+        return f"in {evidence.op.module}"
+    roots = [event for event in evidence.events() if isinstance(event, RootCall)]
+    own = next((type(root.module).__name__ for root in roots if root.index == evidence.op.event), None)
+    of_model = [root.index for root in roots if any(True for _ in root.module.parameters())]
+    is_beside = own is not None and bool(of_model) and evidence.op.event not in of_model
+    return f"in {own}'s forward" if is_beside else "in the root module's forward"
 
 
 def precision(evidence: Evidence) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from ampguard.capture.record import Event, RootCall
 from ampguard.replay.variables import named_modules, script_names
 
 HOLDERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+
+_found_before: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""For modules that were found to hang in another: where."""
 
 
 def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
@@ -55,9 +59,11 @@ def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
     """`id(module)` to the dotted path at which a module hangs in another that the running script can name.
 
     Only where the script does not hold the module by itself, or the other is a mere holder (`nn.ModuleDict`): what a
-    script keeps in a variable and calls is a root of its own.
+    script keeps in a variable and calls is a root of its own. A path that was found stays: when the script ends, with an
+    exception say, the objects that held its modules may be out of reach.
     """
-    wanted = {id(module) for module in modules}
+    roots = {id(module): module for module in modules}
+    wanted = set(roots)
     named = {id(module): module for module in named_modules()} if wanted else {}
     found: dict[int, str] = {}
     for top in named.values():
@@ -65,7 +71,10 @@ def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
             for child in compat.children_of(parent).values():
                 if id(child) in wanted - found.keys() and (isinstance(parent, HOLDERS) or id(child) not in named):
                     found[id(child)] = module_names(top)[id(child)]
-    return {module: path for module, path in found.items() if path}
+    for key, path in found.items():
+        if path:
+            _found_before[roots[key]] = path
+    return {key: _found_before[module] for key, module in roots.items() if module in _found_before}
 
 
 def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]:

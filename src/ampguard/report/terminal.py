@@ -21,6 +21,7 @@ from ampguard.report.numbers import readable_number
 from ampguard.report.summary import STYLES, short_path
 
 _VERDICTS = {True: ("fix, verified", "green"), False: ("fix, not enough", "yellow"), None: ("fix, untried", "cyan")}
+SENTENCE_STARTS = frozenset(["The", "A", "An", "In", "With", "Weights", "What", "No", "Each", "After"])
 _MAX_WIDTH = 100
 _MAX_KEY_NUMBERS = 4
 _NO_NUMBERS = frozenset(
@@ -135,7 +136,7 @@ def _told_in_three(incident: Incident) -> tuple[str, str, str]:
     first, *others = re.split(r"(?<=[.!?])\s+(?=[A-Z`'\"])", incident.explanation.strip(), maxsplit=1)
     what, _, numbers = first.removesuffix(".").partition(": ")
     article, _, after = what.partition(" ")
-    if article in ("The", "A", "An"):
+    if article in SENTENCE_STARTS:
         what = f"{article.lower()} {after}"
     return what, numbers or _key_numbers(incident), "".join(others)
 

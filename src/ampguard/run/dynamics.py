@@ -254,7 +254,7 @@ class LearningDynamics:
         situation = self._situation(incident.step)
         situation.failure = incident
         running = [x for x in self._recorder.judge.losses if type(x) is float and math.isfinite(x)]
-        situation.running = [(incident.step, math.fsum(running))] if running else []
+        situation.running = [(incident.step, loss) for loss in running]
         stretch = self.keeper.with_running_step() if self._replays_left else None
         self._replays_left -= stretch is not None
         situation.stretch = StretchReplay(stretch, self._recorder) if stretch is not None else None
@@ -298,8 +298,9 @@ class LearningDynamics:
 
     def _goes_on(self, divergence: Case) -> bool:
         """Whether no loss since it was told has been as low as those before it began: the weights are still as large."""
-        began = divergence.incident.evidence.get("began_at_step")
-        return began is not None and not self.trajectory.has_come_down(began, divergence.incident.step)
+        facts = divergence.incident.evidence
+        began, best = facts.get("began_at_step"), facts.get("best_loss", math.inf)
+        return began is not None and not self.trajectory.has_come_down(began, divergence.incident.step, best)
 
     def _situation(self, step: int) -> Situation:
         worst = self._worst_of_fall()

@@ -45,7 +45,7 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
         _add_weights({**dict(value.named_parameters()), **dict(value.named_buffers())}, name, found)
     elif isinstance(value, torch.optim.Optimizer):
         found.has_optimizer = True
-    elif isinstance(value, torch.amp.GradScaler):
+    elif isinstance(value, compat.GRAD_SCALER):
         found.has_scaler = True
     elif isinstance(value, Tensor):
         _add_weights({"": value}, name, found)

@@ -65,7 +65,7 @@ class Models:
 def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
     """Parameters of called modules that receive gradients and that no optimizer holds."""
     ids = {id(p) for p in held}
-    return [p for p in models.parameters() if p.requires_grad and p.grad is not None and id(p) not in ids]
+    return [p for p in models.parameters() if p.requires_grad and p.is_leaf and p.grad is not None and id(p) not in ids]
 
 
 def orphans(models: Models, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -214,7 +214,10 @@ class Scans:
         watch = breach.optimizer
         if breach.cause == "fp16-parameters" and isinstance(watch, OptimizerWatch):
             held = watch.parameters()
-            breach.facts |= {"parameters": [p for p in held if p.dtype is torch.float16], "of": len(held)}
+            trained = [p for p in held if p.requires_grad] or held
+            frozen = any(p.dtype is torch.float16 and not p.requires_grad for p in held) and trained is not held
+            half = [p for p in trained if p.dtype is torch.float16]
+            breach.facts |= {"parameters": half, "of": len(trained), "has_frozen": frozen}
         if breach.facts.get("why") != "not-reached" or not isinstance(watch, OptimizerWatch):
             return breach
         parameters = watch.parameters()

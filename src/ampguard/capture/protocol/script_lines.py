@@ -34,9 +34,6 @@ FRAMEWORKS = {
 }
 """Packages whose code drives a scaler, and what their frameworks are called; "trainer" (transformers) is above Accelerate."""
 
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Wherever they lie: in the user's own folder (`pip install --user`), a system's, another environment's."""
-
 MAX_LINES = 4096
 _lines: dict[tuple[int, int], Line] = {}
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 from operator import is_
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.record import Line
@@ -140,11 +140,11 @@ def is_own_scaler(scaler: Any) -> bool:
 
     One that overrides `scale` alone and calls PyTorch's is found out when it does.
     """
-    kind, base = type(scaler), torch.amp.GradScaler
+    kind, base = type(scaler), compat.GRAD_SCALER
     return all(getattr(kind, name) is getattr(base, name) for name in ("scale", "unscale_", "step", "update"))
 
 
 def only_scales_itself(scaler: Any) -> bool:
     """Whether `scale` is the only watched method that it overrides."""
-    kind, base = type(scaler), torch.amp.GradScaler
+    kind, base = type(scaler), compat.GRAD_SCALER
     return all(getattr(kind, name) is getattr(base, name) for name in ("unscale_", "step", "update"))

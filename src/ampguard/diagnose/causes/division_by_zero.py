@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ampguard import numerics
-from ampguard.diagnose import accused, lineage, rewrite, words
+from ampguard.diagnose import accused, ignored_targets, lineage, rewrite, words
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.lineage import LOOK_THROUGH
@@ -63,14 +63,23 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
     if evidence.is_cured_by_float32:
         proposals += precision_fixes(evidence)
     what = "0/0" if numerator == 0 else "x/0"
+    ignored = ignored_targets.all_ignored(evidence) if numerator == 0 else None
+    if ignored is not None:
+        proposals.append(ignored_targets.leave_out(evidence))
     return Finding(
         "division-by-zero",
-        f"{name} {words.place(evidence)} divides by 0 ({what}): {count} of {divisor.values.numel()} divisors are 0, in "
-        f"float32 as well.",
+        f"{name} {words.place(evidence)} divides by 0 ({what}): {_how_many(int(count), divisor.values.numel())}, in float32 as "
+        f"well.{ignored_targets.in_words(ignored) if ignored is not None else ''}",
         weight=50,
         evidence={"divisor": divisor.stats.as_dict(), "zero_divisors": count, "numerator": numerator},
         proposals=tuple(proposals),
     )
+
+
+def _how_many(count: int, total: int) -> str:
+    if total == 1:
+        return "its only divisor is 0"
+    return f"{count} of {total} divisors {'is' if count == 1 else 'are'} 0"
 
 
 def _by_a_norm(evidence: Evidence) -> Finding | None:
@@ -142,7 +151,7 @@ def guards(evidence: Evidence) -> list[Proposal]:
     divisor = evidence.operands[position]
     proposals = []
     epsilon = smallest_epsilon(evidence)
-    if _is_count(evidence, position, divisor):
+    if is_count(evidence, position, divisor):
         proposals.append(
             OperandFix(
                 "guard-empty",
@@ -161,7 +170,7 @@ def guards(evidence: Evidence) -> list[Proposal]:
     return proposals
 
 
-def _is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
+def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
     """Whether the divisor counts something: an integer, or a sum over values that can only be 0 and 1."""
     if not divisor.values.is_floating_point():
         return not divisor.values.is_complex()

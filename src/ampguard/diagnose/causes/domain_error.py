@@ -2,7 +2,7 @@
 
 What happens   log of 0 is -Inf and of a negative number NaN; sqrt of a negative number is NaN (a variance computed as
                E[x^2] - E[x]^2 can be slightly below 0); acos and asin beyond 1, a fractional power of a negative number.
-               torch.logdet of a matrix whose determinant is negative is NaN.
+               torch.logdet of a matrix whose determinant is negative is NaN, and -Inf of one that is singular.
                In evaluation a BatchNorm takes the root of its running variance: a checkpoint may hold a negative one.
 Why it hurts   the operand is off by a rounding error, the result is NaN. A later `* 0` does not help: NaN * 0 is NaN.
 Instead        clamp the operand into the domain, or use the stable form (log_softmax, logsigmoid, logsumexp,
@@ -19,7 +19,7 @@ from torch import Tensor
 from ampguard.capture.record import Ref, RootCall
 from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_position
-from ampguard.diagnose.determinants import negative_determinant
+from ampguard.diagnose.determinants import negative_determinant, singular_matrix
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import clamp_fix, precision_fixes, spelled
@@ -51,7 +51,7 @@ EPS_POSITION = {
 def domain_error(evidence: Evidence) -> Finding | None:
     if evidence.given is not None or evidence.intended or evidence.op.refused or evidence.is_finite_in_float32:
         return None
-    determinant = negative_determinant(evidence)
+    determinant = negative_determinant(evidence) or singular_matrix(evidence)
     if determinant is not None:
         return determinant
     variance = negative_variance(evidence)

@@ -12,9 +12,11 @@ import ast
 
 import torch
 
-from ampguard.diagnose import accused, lineage, rewrite, words
+from ampguard.diagnose import accused, lineage, rewrite, source_code, words
+from ampguard.diagnose.causes.division_by_zero import guards, is_count
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
+from ampguard.diagnose.loss_of_nothing import averaged_by_hand
 from ampguard.diagnose.proposals import changed_result
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
@@ -35,11 +37,15 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
     advice = "leave the term out when there is nothing to reduce (or use its sum / max(count, 1))"
     if what == ONE_ELEMENT:
         advice = "take the spread with correction=0, which is 0 for one element, or leave out what has only one"
-    summed = _as_sum(evidence)
+    summed = _as_sum(evidence) or averaged_by_hand(evidence)
     if summed is not None:
         advice, shown = "leave the term out when there is nothing to reduce, or let it be 0", summed
     else:
         shown = _with_correction(evidence) or words.code(evidence)
+    trial = changed_result(lambda t: torch.nan_to_num(t, nan=0.0))
+    safe = _divided_safely(evidence) if evidence.op.short_name == "div" else None
+    if safe is not None:
+        advice, shown, trial = "leave the term out when there is nothing to reduce, or let it be 0", *safe
     return Finding(
         "empty-reduction",
         f"{words.operator(evidence)} {words.place(evidence)} {what}, which is 0/0 in any precision.",
@@ -50,7 +56,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
                 "guard-empty",
                 words.region(evidence),
                 f"{advice}: {shown}",
-                trial=changed_result(lambda t: torch.nan_to_num(t, nan=0.0)),
+                trial=trial,
             ),
         ),
     )
@@ -66,7 +72,8 @@ def _nothing_to_reduce(evidence: Evidence) -> str | None:
     if name in SPREADS and floats and floats[0].contributing.numel() <= 1 and evidence.link.kind == 1:
         return ONE_ELEMENT
     if name == "div" and len(evidence.operands) == 2 and _is_mean_of_nothing(evidence):
-        return "divides the sum of an empty selection by its size, 0"
+        is_size = is_count(evidence, 1, evidence.operands[1])
+        return f"divides the sum of an empty selection by {'its size, ' if is_size else ''}0"
     return None
 
 
@@ -90,20 +97,33 @@ def _is_mean_of_nothing(evidence: Evidence) -> bool:
     return maker is not None and maker.short_name == "sum" and any(0 in t.shape for t in maker.inputs)
 
 
+def _divided_safely(evidence: Evidence) -> tuple[str, Trial] | None:
+    """The line with a divisor that is never 0 and its trial; None where the text does not tell which quotient it is."""
+    written = accused.accused_expression(evidence) is not None
+    found = next(iter(guards(evidence)), None) if written else None
+    return (found.how, found.trial) if found is not None and found.trial is not None else None
+
+
 def _as_sum(evidence: Evidence) -> str | None:
     """The line with `x.sum() / max(x.numel(), 1)` for the accused `x.mean()`; None where the text does not tell which it is."""
     line = accused.line_of(evidence)
     if line is None or evidence.op.short_name != "mean":
         return None
     chosen = accused.accused_alone(evidence, line.expressions("mean", accused.is_in_place(evidence.op)))
-    if chosen is None or not isinstance(chosen.node, ast.Call) or len(chosen.arguments) != 1 or chosen.named:
-        return None  # over a dimension
+    if chosen is None or not isinstance(chosen.node, ast.Call) or chosen.named or not 1 <= len(chosen.arguments) <= 2:
+        return None
     node, operand = chosen.node, chosen.arguments[0]
     text = line.source.written(operand)
     text = text if isinstance(operand, rewrite.PRIMARY) else f"({text})"
     if len(text) > LONGEST or "\n" in text:
         return None
-    edit = (*line.source.span(node), f"({text}.sum() / max({text}.numel(), 1))")
+    dim, count = "", f"{text}.numel()"
+    if len(chosen.arguments) == 2:  # over one dimension
+        number = source_code.plain_number(chosen.arguments[1])
+        if number is None:
+            return None
+        dim, count = f"{number:g}", f"{text}.shape[{number:g}]"
+    edit = (*line.source.span(node), f"({text}.sum({dim}) / max({count}, 1))")
     return rewrite.with_changes(line, [(chosen, operand)], lambda source, operand, takes_any: [edit])
 
 

@@ -15,9 +15,10 @@ import torch
 from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_of
 from ampguard.diagnose.contributions import contributing
+from ampguard.diagnose.eps_argument import larger_eps
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
-from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon
+from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon, spelled
 
 
 @cause("fp16-underflow")
@@ -35,11 +36,12 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     if evidence.op.short_name in ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "pow"):
         proposals.append(clamp_fix(evidence, position, smallest_epsilon(evidence), None))
     else:
-        proposals.append(epsilon_fix(evidence, position, smallest_epsilon(evidence)))
+        epsilon = smallest_epsilon(evidence)
+        proposals.append(larger_eps(evidence, epsilon) or epsilon_fix(evidence, position, epsilon))
     return Finding(
         "fp16-underflow",
         f"An operand of {name} {words.place(evidence)} is 0 in low precision and {words.number(value)} in float32: it was "
-        f"flushed to zero, and {name} of 0 is {evidence.kind}.",
+        f"flushed to zero, and {name} of 0 is {spelled(evidence.kind)}.",
         weight=70,
         evidence={"operand_fp32": value, "operand": position, "smallest_float16": 2**-24},
         proposals=(*proposals, *precision_fixes(evidence)),

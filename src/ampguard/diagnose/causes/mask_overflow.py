@@ -50,21 +50,33 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
     name = dtype_name(precision)
     return Finding(
         "mask-overflow",
-        f"The mask constant {constant:g} {words.place(evidence)} leaves {name}, whose lowest value is {limit:g}, and became "
-        f"-Inf. A row that is masked everywhere then has no finite entry, and its softmax is NaN.",
+        f"{_what_left(constant, low)} {words.place(evidence)} leaves {name}, whose lowest value is {limit:g}, and became -Inf. "
+        f"A row that is masked everywhere then has no finite entry, and its softmax is NaN.",
         weight=90,
         evidence={"constant": constant, "limit": limit},
         proposals=(
             Proposal(
                 "mask-value",
                 words.region(evidence),
-                f"use torch.finfo(scores.dtype).min ({limit:g} in {name}) as the mask constant, once: {words.code(evidence)}",
+                (
+                    f"use torch.finfo(scores.dtype).min ({limit:g} in {name}) as the mask constant, once"
+                    if constant < low
+                    else f"combine the masks before they become numbers, or keep the sum in range with .clamp(min={low:g})"
+                )
+                + f": {words.code(evidence)}",
                 trial=changed_result(lambda t: t.clamp(min=low)),
             ),
             *precision_fixes(evidence),
         ),
         dtype=precision,
     )
+
+
+def _what_left(constant: float, low: float) -> str:
+    """The constant itself, or the sum of one that fits with what was there already."""
+    if constant < low:
+        return f"The mask constant {constant:g}"
+    return f"The sum of a mask constant ({constant:g}) and what was masked already"
 
 
 def mask_constant(evidence: Evidence) -> float | None:

@@ -131,8 +131,7 @@ def _finding(
             Proposal(
                 "fix-mask",
                 words.region(evidence),
-                "give every row at least one key, e.g. mask[..., 0] &= ~mask.all(-1), before: "
-                + accused.statement(evidence),
+                f"give every row at least one key, e.g. mask[..., 0] &= ~mask.all(-1), before: {_masking(evidence)}",
                 trial=trial,
             ),
             Proposal(
@@ -143,6 +142,13 @@ def _finding(
             ),
         ),
     )
+
+
+def _masking(evidence: Evidence) -> str:
+    """The line that puts -Inf where the mask is; where that is not one operator's doing, the accused line."""
+    head = evidence.chain.head.op
+    masks = head.short_name in ("masked_fill", "where") and evidence.given is None
+    return (words.code_at(head.line) if masks else None) or accused.statement(evidence)
 
 
 def _by_hand_with_exp(evidence: Evidence) -> Finding | None:

@@ -31,6 +31,23 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     which = _which(samples, given.is_batch)
     others = _others_with_nan(evidence, given)
     too = f" (and the same for {len(others)} more tensors with NaN that the step was given)" if others else ""
+    bad: dict[int | Ref, Tensor] = {given.key: given.tensor, **others}
+    filtering = Proposal(
+        "filter-sample",
+        given.name,
+        f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
+        trial=lambda e: Variant(tensors={key: _without_bad_samples(value) for key, value in bad.items()}),
+    )
+    cleaning = Proposal(
+        "fix-data",
+        given.name,
+        f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
+        trial=lambda e: Variant(tensors={key: _cleaned(value) for key, value in bad.items()}),
+    )
+    proposals = (filtering, cleaning)
+    if not _has_good_sample(given.tensor):  # none would be left
+        skipping = Proposal("filter-sample", given.name, "leave this batch out: no sample of it is finite")
+        proposals = (cleaning, skipping)
     what = f"{given.role} `{given.name}` of the step" if given.is_batch else f"{given.role} that `{given.name}` read"
     return Finding(
         "nonfinite-input",
@@ -38,26 +55,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         f"passed them on, first in {words.name(reader)}.",
         weight=100,
         evidence={"name": given.name, "role": given.role, "samples": samples, "values": facts.as_dict()},
-        proposals=(
-            Proposal(
-                "filter-sample",
-                given.name,
-                f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
-                trial=lambda e: Variant(
-                    tensors={
-                        key: _without_bad_samples(value) for key, value in {given.key: given.tensor, **others}.items()
-                    }
-                ),
-            ),
-            Proposal(
-                "fix-data",
-                given.name,
-                f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
-                trial=lambda e: Variant(
-                    tensors={key: _cleaned(value) for key, value in {given.key: given.tensor, **others}.items()}
-                ),
-            ),
-        ),
+        proposals=(cleaning,) if given.role == "table" else proposals,
         phase="data",
         op=reader,
     )
@@ -88,6 +86,10 @@ def _which(samples: list[int], is_batch: bool) -> str:
     some = ", ".join(map(str, samples[:6]))
     thing = "sample" if is_batch else "row"
     return f" ({thing}{'s' if len(samples) > 1 else ''} {some} of {'the batch' if is_batch else 'it'})"
+
+
+def _has_good_sample(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and bool(torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1).any())
 
 
 def _without_bad_samples(tensor: Tensor) -> Tensor:

@@ -75,7 +75,11 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
     value = operand_value(evidence.forward)
     name = words.operator(evidence)
     given = "" if value is None else f" at {spelled(value)}"
-    of = f"the derivative of {words.name(forward)}{given}" if forward is not None else "the backward of this line"
+    of = (
+        f"the derivative of {words.name(forward)}{given}"
+        if forward is not None
+        else "what this line of a hand-written backward computes"
+    )
     scale = "" if evidence.at_unit_scale is None else ", at a loss scale of 1 as well"
     is_used = not evidence.bad.is_of_gradients
     what = (
@@ -94,4 +98,7 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
 
 def _operands(evidence: GradientEvidence) -> str:
     bad = [s for s in evidence.scalars if not math.isfinite(s)]
+    values = [v for o in evidence.float_operands if (v := o.value) is not None and math.isinf(v)] if not bad else []
+    if values:
+        return " and ".join(spelled(value) for value in values)
     return f"the number {spelled(bad[0])}" if bad else "finite numbers"

@@ -73,7 +73,9 @@ def moved_in_words(remedies: Remedies, trajectory: Trajectory, facts: dict[str, 
 
 def course_in_words(incident: Incident, rise: Rise) -> str:
     if len(rise.points) > 1:
-        return f"the loss went from {number(rise.best)} to {number(rise.last)} in {incident.step - rise.began} steps"
+        steps = incident.step - rise.began
+        how_long = f"in {steps} steps" if steps else "within one iteration"
+        return f"the loss went from {number(rise.best)} to {number(rise.last)} {how_long}"
     if incident.step == rise.began:
         return f"the loss was {number(rise.last)} and left the numbers after an update of the same iteration"
     return f"the loss was {number(rise.last)} and left the numbers after {incident.step - rise.began} update(s)"

@@ -77,8 +77,6 @@ def is_batch_alone(remedies: Remedies) -> bool:
 
 def in_evaluation(incident: Incident, situation: Situation) -> Incident | None:
     """A divergence that shows first where the model is evaluated: only weights that have grown out of all proportion tell."""
-    if any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
-        return None
     rise = rise_of(situation.trajectory)
     grown = growth_of_weights(situation, rise.began) if rise is not None else None
     if rise is not None and grown is not None and grown >= GREW_SUDDENLY and rise.factor >= RISEN_STEEPLY:
@@ -93,11 +91,13 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     were not kept, the weights have grown many times over since they were last looked at (before the first look: beyond
     the size that weights of their shapes ordinarily have), and the optimizer's updates can have done it.
     """
-    losses = situation.trajectory.loss_series() or situation.running
+    losses = situation.trajectory.loss_series()
+    looks = last_before_it_moved(situation.trajectory.looks)
+    if not losses and looks:
+        losses = situation.running  # the first iteration: something has stepped in it already
     if not losses:
         return None
     remedies = remedies_of(situation, even_if_data=False) if incident.mode == "train" else None
-    looks = last_before_it_moved(situation.trajectory.looks)
     if remedies is not None and remedies.began_at is not None:
         is_raised = is_of_raised_rate(remedies, incident)
         if not is_raised and not is_giant(remedies, situation):
@@ -121,8 +121,14 @@ def growth_since(
     look: WeightSample | None, losses: list[tuple[int, float]], incident: Incident, situation: Situation
 ) -> tuple[float, float] | None:
     """By which factor an optimizer's weights have outgrown health since a look at them, and the largest |loss| until then."""
-    usual = max(abs(loss) for step, loss in losses if look is None or step <= max(look.step, losses[0][0]))
-    if not is_out_of_range(incident, usual):
+    if look is None:
+        known = losses
+    elif losses is situation.running:
+        known = losses[:1]  # the others may come after the first update
+    else:
+        known = [point for point in losses if point[0] <= max(look.step, losses[0][0])]
+    usual = max(abs(loss) for _, loss in known)
+    if not is_out_of_range(incident, usual, losses[-1][1]):
         return None  # a wider type bears these weights
     rise = max(abs(loss) for _, loss in losses) / usual if usual else 1.0
     growth = growth_by_optimizer(look, situation, rise)
@@ -134,15 +140,21 @@ def since_the_first(
 ) -> list[tuple[float, float]]:
     """The same, where the loss has risen since the first one, and an update was seen that was as large as the weights."""
     usual = abs(losses[0][1])
-    has_risen = max(abs(loss) for _, loss in losses) >= RISEN * usual > 0
-    growth = growth_of_far_moves(situation) if has_risen and is_out_of_range(incident, usual) else None
+    has_risen = abs(losses[-1][1]) >= RISEN * usual > 0
+    is_out = has_risen and is_out_of_range(incident, usual, losses[-1][1])
+    growth = growth_of_far_moves(situation) if is_out else None
     return [] if growth is None else [(growth, usual)]
 
 
-def is_out_of_range(incident: Incident, usual: float) -> bool:
-    """Whether the failing step fails in float32 as well, or has a loss there that is out of all proportion."""
+def is_out_of_range(incident: Incident, usual: float, last: float) -> bool:
+    """Whether the failing step fails in float32 as well, or has a loss there that is out of all proportion.
+
+    In an evaluation: whether the `last` loss of the training is, against the `usual` ones.
+    """
     if not any(fix.verified and fix.action in MORE_RANGE for fix in incident.fixes):
         return True
+    if incident.mode != "train":
+        return abs(last) >= RISEN * usual > 0
     wide = incident.evidence.get("loss_in_float32")
     return is_number(wide) and abs(wide) >= RISEN * usual > 0
 
@@ -152,7 +164,7 @@ def is_of_raised_rate(remedies: Remedies, incident: Incident) -> bool:
     if not (remedies.rate_was_raised and remedies.is_weights_doing and remedies.lower_rate.verified):
         return False
     losses = [abs(loss) for _, loss in remedies.losses]
-    has_climbed = losses[-1] >= LEFT_RANGE * losses[0] and is_out_of_range(incident, losses[-1])
+    has_climbed = losses[-1] >= LEFT_RANGE * losses[0] and is_out_of_range(incident, losses[-1], losses[-1])
     return has_climbed or max(losses) > remedies.bound
 
 

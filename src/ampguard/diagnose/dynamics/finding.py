@@ -42,7 +42,7 @@ class Situation:
     by_hand: HandUpdate | None = None
     """The last update that was looked at, where the script makes them by itself."""
     running: list[tuple[int, float]] = field(default_factory=list)
-    """The running iteration, and the sum of the finite losses that it has differentiated so far; empty without any."""
+    """The running iteration with each finite loss that it has differentiated so far."""
     stretch: StretchReplay | None = None
     """The steps up to the failure, where they were kept."""
 

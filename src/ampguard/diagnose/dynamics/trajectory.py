@@ -123,11 +123,12 @@ class Trajectory:
         first = recent[0][0] if recent else math.inf
         return [(s, x) for s, x in self.losses.points if s < first] + recent
 
-    def has_come_down(self, rose: int, failed: int) -> bool:
-        """Whether a loss after step `failed` was as low as those before step `rose`. True where none is known before."""
+    def has_come_down(self, rose: int, failed: int, best: float = math.inf) -> bool:
+        """Whether a loss after step `failed` was as low as those before step `rose`; as `best`, where none is known."""
         series = self.loss_series()
         before = [loss for step, loss in series if step < rose]
-        return not before or any(step > failed and loss <= max(before) for step, loss in series)
+        limit = max(before, default=best)
+        return limit == math.inf or any(step > failed and loss <= limit for step, loss in series)
 
     def usual_ratio(self) -> float | None:
         """Median of the sampled update-to-weight ratios; None where there is none."""

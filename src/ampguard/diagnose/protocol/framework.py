@@ -1,11 +1,13 @@
 """The same fixes in the words of the framework that drives the scaler: whose loop it is, its calls have to be used.
 
 In Lightning a `scaler.unscale_()` of one's own is a second one, which PyTorch refuses; in Fabric, Accelerate and the
-transformers Trainer the scaler has no name in the script. Which framework it is, the call stack has shown when the first
-loss was scaled.
+transformers Trainer the scaler has no name in the script, in others it belongs to an object of theirs. Which framework it
+is, the call stack has shown when the first loss was scaled.
 """
 
 from __future__ import annotations
+
+import re
 
 from ampguard.diagnose.protocol.scene import Scene, statement
 
@@ -24,6 +26,22 @@ _CLIP = {
         "let the Trainer clip, it unscales first, and once for a whole accumulation window: "
         "TrainingArguments(max_grad_norm=...)"
     ),
+    "composer": (
+        "let Composer clip, it unscales first: Trainer(algorithms=[GradientClipping({composer_limit})]); or in a callback of "
+        "your own, where the gradients are unscaled already: def after_train_batch(self, state, logger): {code}"
+    ),
+    "fastai": (
+        "let fastai clip, behind MixedPrecision, which unscales: Learner(..., cbs=GradientClip(...)); or in a callback of your "
+        "own: order = MixedPrecision.order + 1, def before_step(self): {code}"
+    ),
+    "mmengine": (
+        'let the wrapper clip, it unscales first: optim_wrapper=dict(type="AmpOptimWrapper", clip_grad=dict({mmengine_limit}), '
+        "...); or before you clip: optim_wrapper.loss_scaler.unscale_(optim_wrapper.optimizer)"
+    ),
+    "speechbrain": (
+        "let the Brain clip, in optimizers_step it unscales first: run_opts={{'max_grad_norm': ...}}. Do not call unscale_ "
+        "yourself: the Brain does before each step"
+    ),
 }
 _MEASURE = {
     "lightning": "measure where Lightning has unscaled them already: def on_before_optimizer_step(self, optimizer): {code}",
@@ -39,18 +57,36 @@ _MEASURE = {
         "the Trainer logs the true norm as grad_norm, and a callback sees true gradients in on_pre_optimizer_step, as long as "
         "max_grad_norm > 0"
     ),
+    "composer": (
+        "measure where Composer has unscaled them already: def after_train_batch(self, state, logger): {code}"
+    ),
+    "fastai": (
+        "measure behind MixedPrecision, which unscales: in a callback with order = MixedPrecision.order + 1, "
+        "def before_step(self): {code}"
+    ),
+    "mmengine": (
+        'let the wrapper measure, it unscales first and logs train/grad_norm: optim_wrapper=dict(type="AmpOptimWrapper", '
+        "clip_grad=dict(max_norm=float('inf')), ...)"
+    ),
 }
 _BACKWARD = {
     "lightning": "in a LightningModule: self.manual_backward({loss})",
     "fabric": "let Fabric scale it: fabric.backward({loss})",
     "accelerate": "let Accelerate scale it: accelerator.backward({loss})",
     "trainer": "let Accelerate scale it, as the Trainer does: self.accelerator.backward({loss})",
+    "mmengine": (
+        "let the wrapper scale it: optim_wrapper.update_params({loss}), which steps and clears as well; or "
+        "optim_wrapper.backward({loss})"
+    ),
 }
 _STEP = {
     "lightning": "step what self.optimizers() returns, not the optimizer inside it",
     "fabric": "step what fabric.setup(model, optimizer) returns, not the optimizer inside it",
     "accelerate": "step what accelerator.prepare(optimizer) returns, not the optimizer inside it",
     "trainer": "leave the step to the Trainer, or step what self.accelerator.prepare(optimizer) returns",
+    "composer": "leave the step to Composer's Trainer",
+    "fastai": "leave the step to the Learner, whose MixedPrecision asks the scaler first",
+    "mmengine": "step the wrapper, not the optimizer inside it: optim_wrapper.step()",
 }
 _GATE = {
     "lightning": (
@@ -81,6 +117,26 @@ _SAVE = {
     "trainer": (
         "the Trainer's own checkpoints keep it (save_strategy); in a file of your own: "
         '"scaler": trainer.accelerator.scaler.state_dict()'
+    ),
+    "composer": (
+        "Composer's own checkpoints keep it: Trainer(save_folder=...); in a file of your own: "
+        '"scaler": trainer.state.scaler.state_dict()'
+    ),
+    "ignite": (
+        'name it to ignite\'s Checkpoint: to_save = {{"model": model, "optimizer": optimizer, "scaler": {scaler}}}; and to '
+        "Checkpoint.load_objects"
+    ),
+    "mmengine": (
+        "runner.save_checkpoint(...) and CheckpointHook keep it; in a file of your own save the wrapper, not the optimizer "
+        'inside it: "optimizer": runner.optim_wrapper.state_dict()'
+    ),
+    "monai": (
+        'name it to CheckpointSaver: save_dict={{"net": network, "optimizer": optimizer, "scaler": {scaler}}}, before the first '
+        "save (run() makes it); and to CheckpointLoader"
+    ),
+    "speechbrain": (
+        "the Brain's Checkpointer keeps it: Brain(..., checkpointer=Checkpointer(folder)); in a file of your own: "
+        '"scaler": brain.scaler.state_dict()'
     ),
 }
 _UPDATE = {
@@ -115,6 +171,8 @@ def clip_instead(scene: Scene, clips: bool) -> str | None:
         "code": code if "(" in code and not code.startswith(("for ", "if ", "with ")) else "...",
         "function": "clip_grad_value_" if by_value else "clip_grad_norm_",
         "fabric_limit": "clip_val=..." if by_value else "max_norm=...",
+        "mmengine_limit": 'type="value", clip_value=...' if by_value else "max_norm=...",
+        "composer_limit": f'clipping_type="{"value" if by_value else "norm"}", clipping_threshold=...',
     }
     return _said(_CLIP if clips else _MEASURE, scene, **words)
 
@@ -136,7 +194,7 @@ def gate_instead(scene: Scene) -> str | None:
 
 def save_instead(scene: Scene) -> str | None:
     """How the framework keeps the scaler's state."""
-    return _said(_SAVE, scene)
+    return _said(_SAVE, scene, scaler=scene.scaler)
 
 
 def update_instead(scene: Scene) -> str | None:
@@ -151,4 +209,13 @@ def build_instead(scene: Scene) -> str | None:
 
 def _said(words: dict[str, str], scene: Scene, **names: str) -> str | None:
     text = words.get(scene.framework or "")
-    return text.format(**names) if text is not None else None
+    return _with_own_name(text.format(**names), scene) if text is not None else None
+
+
+def _with_own_name(text: str, scene: Scene) -> str:
+    """`self.engine.clip_grad_norm_` where the script's own `self.engine.backward(loss)` shows what it calls `accelerator`."""
+    called = re.search(r"([A-Za-z_][\w.]*)\.backward\(\w+[,)]", statement(scene.first))
+    default = {"accelerate": "accelerator", "fabric": "fabric"}.get(scene.framework or "")
+    if called is None or default is None or scene.breach.cause == "unscaled-backward":  # there it is the loss's own
+        return text
+    return re.sub(rf"(?<![\w.]){default}\.(?=[a-z_])", lambda _: f"{called[1]}.", text)

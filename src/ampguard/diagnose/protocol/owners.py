@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from types import CodeType, FrameType
 from typing import Any
 
@@ -127,10 +127,11 @@ def _name_inside(name: str, value: Any, subject: object) -> str | None:
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, type) or len(attributes) > 400:
         return None
-    for key, item in list(attributes.items()):
-        if _is_it(item, subject):
-            return f"{name}.{key}"
-        if isinstance(item, (list, tuple, dict)) and len(item) <= 16 and name == "self":
+    direct = [f"{name}.{key}" for key, item in list(attributes.items()) if _is_it(item, subject)]
+    if direct:  # before `self.optimizers_dict['opt_class']`
+        return next((path for path in direct if "._" not in path), direct[0])
+    for key, item in list(attributes.items()) if name == "self" else ():
+        if isinstance(item, (list, tuple, dict)) and len(item) <= 16:
             inner = _name_in_container(f"{name}.{key}", item, subject)
             if inner is not None:
                 return inner
@@ -221,3 +222,19 @@ def common_module(names: list[str]) -> str | None:
             break
         shared.append(position[0])
     return ".".join(shared) or None
+
+
+def whole_modules(names: list[str], everything: Set[str]) -> list[str]:
+    """The largest modules whose parameters are all among `names`, and the names of what else there is.
+
+    >>> whole_modules(["a.x.weight", "a.x.bias", "a.y.bias"], {"a.x.weight", "a.x.bias", "a.y.bias", "a.y.weight"})
+    ['a.x', 'a.y.bias']
+    """
+    others = set(everything) - set(names)
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        owners = (".".join(parts[:end]) for end in range(1, len(parts)))
+        whole = (owner for owner in owners if not any(other.startswith(f"{owner}.") for other in others))
+        found[next(whole, name) if name in everything else name] = None
+    return list(found)

@@ -16,7 +16,13 @@ from ampguard.capture.protocol.script_lines import framework_in
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
 from ampguard.diagnose.cuts import Cut, cuts
-from ampguard.diagnose.protocol.owners import common_module, parameter_names, repeated_in, variable_name
+from ampguard.diagnose.protocol.owners import (
+    common_module,
+    parameter_names,
+    repeated_in,
+    variable_name,
+    whole_modules,
+)
 from ampguard.protocol.events import Breach
 
 MAX_NAMES = 12
@@ -59,6 +65,7 @@ class Scene:
 
     def _names(self, parameters: list[Tensor]) -> list[str]:
         names = parameter_names(self._models.roots(), parameters) if parameters else {}
+        self._all_names = frozenset(names.values())
         return [names.get(id(p)) or f"a tensor of shape {tuple(p.shape)}" for p in parameters]
 
     def cuts(self) -> list[Cut]:
@@ -90,6 +97,10 @@ class Scene:
         """The module that owns all the parameters in question."""
         named = [name for name in self.parameters if not name.startswith("a tensor")]
         return common_module(named)
+
+    def owners(self) -> list[str]:
+        """What a person would name: the modules that own nothing but the parameters in question, and single parameters."""
+        return whole_modules(self.parameters, self._all_names)
 
     def others(self, watches: Any) -> str:
         """Names of other optimizers."""

@@ -46,14 +46,15 @@ def unused_parameters(scene: Scene) -> Telling:
             if facts["left_by"] == "library"
             else " They stand beside parameters of the same module that are trained: harmless."
         )
-    where = f"`{scene.module}`" if scene.module else "these parameters"
+    owners = scene.owners()
+    where, them = listed(owners), "it" if len(owners) == 1 else "them"
     fixes = (
-        order(scene, f"let the loss depend on {where}: call it in forward, without detach() or no_grad()", "call-order"),
-        order(scene, f"or, if it is not to be trained: requires_grad_(False) for {where}, and leave it out of {scene.optimizer}",
+        order(scene, f"let the loss depend on {where}: use {them} in forward, without detach() or no_grad()", "call-order"),
+        order(scene, f"or, if never to be trained: requires_grad_(False) for {where}, and leave {them} out of {scene.optimizer}",
               "rebuild-optimizer"),
     )  # fmt: skip
     if harmless:
-        fixes = (order(scene, "leave it: nothing is lost by it", "wait", where), fixes[1])
+        fixes = (order(scene, f"leave {them}: nothing is lost", "wait", where), fixes[1])
     line = scene.again if scene.again is not None else scene.first
     return Telling(
         text,
@@ -67,7 +68,7 @@ def unused_parameters(scene: Scene) -> Telling:
 
 def _refused(scene: Scene) -> Telling:
     """DistributedDataParallel averages gradients as they come, and waits for those that never do."""
-    facts, count, where = scene.facts, len(scene.parameters), f"`{scene.module}`" if scene.module else "them"
+    facts, count, where = scene.facts, len(scene.parameters), listed(scene.owners())
     text = (
         f"DistributedDataParallel waits for a gradient of each parameter, and {count} of the {facts['of']} of "
         f"`{scene.optimizer}` had none in the iteration before: {listed(scene.parameters)}. At {at(scene.again)} PyTorch says "
