@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -160,10 +159,6 @@ class Vitals:
         for vitals in pending:
             self._on_step(vitals)
 
-    def restart_clock(self) -> None:
-        """Time that ampguard itself took does not count as the script's."""
-        self._started = time.perf_counter()
-
     def close(self) -> None:
         """The run ends: what is still under way is waited for."""
         self._skipped_by_script(self._recorder.steps.count)
@@ -205,8 +200,3 @@ def _root_of_squares(values: Sequence[float | None]) -> float | None:
 
 def _any(values: Sequence[float | None]) -> bool | None:
     return any(values) if values else None
-
-
-def is_watchable(tensors: Any) -> bool:
-    """Whether what is differentiated is one number on a real device."""
-    return isinstance(tensors, Tensor) and tensors.numel() == 1 and not torch.compiler.is_compiling()

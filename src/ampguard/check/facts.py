@@ -43,10 +43,6 @@ class Precision(msgspec.Struct, frozen=True):
     scaler: bool | None = None
     """Whether a GradScaler of this device scales, unscales and skips."""
 
-    @property
-    def is_supported(self) -> bool:
-        return all(m.grade not in ("unsupported", "wrong") for m in self.operations)
-
 
 class Device(msgspec.Struct, frozen=True):
     """One device, and what it computes in each precision."""

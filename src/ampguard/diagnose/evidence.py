@@ -44,10 +44,6 @@ class Operand:
         number = self.contributing[0]
         return float(number.abs()) if number.is_complex() else float(number)
 
-    @property
-    def is_all(self) -> bool:
-        return self.contributing.numel() == self.values.numel()
-
 
 class Evidence:
     """What is known about the operator where the failure begins. Costly facts are computed when first asked for."""

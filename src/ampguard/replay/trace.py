@@ -41,17 +41,10 @@ class BadElements:
     def is_complete(self) -> bool:
         return self.count == self.flat.numel()
 
-    def has_kind(self, kind: int) -> bool:
-        return bool((self.kinds == kind).any())
-
     def position_of(self, offset: int) -> int | None:
         """The flat position of the element at a storage offset, or None where it is finite (or was not kept)."""
         hits = (self.offsets == offset).nonzero()
         return int(self.flat[hits[0, 0]]) if hits.numel() else None
-
-    def kind_at(self, flat: int) -> int | None:
-        hits = (self.flat == flat).nonzero()
-        return int(self.kinds[hits[0, 0]]) if hits.numel() else None
 
 
 @dataclass(slots=True)
