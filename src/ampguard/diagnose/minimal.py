@@ -95,18 +95,19 @@ def _name(region: Region, names: dict[int, str]) -> str:
 
 
 def advice(ops: list[TracedOp], names: list[str] | None = None) -> str:
-    """The lines to write."""
-    parts = []
+    """The lines to write. What leaves autocast of the same device is written under it once, each with its place."""
+    bodies: dict[str, dict[str, None]] = {}
     for position, op in enumerate(ops):
         name = names[position] if names is not None else (op.module or "")
         off = f'with torch.autocast("{op.device}", enabled=False):'
         if op.root is not None:
             call = f"{attribute_path(name)}(x.float())" if name else "the model on x.float()"
-            parts.append(f"{off} {call}  # where {name or 'the model'} is called (its results stay float32)")
+            body = f"{call}  # where {name or 'the model'} is called (its results stay float32)"
         else:
             code = words.code_at(op.line) or ""
-            parts.append(f"{off} {code}  # on .float() operands")
-    return "; ".join(dict.fromkeys(parts))
+            body = f"{code}  # on .float() operands"
+        bodies.setdefault(off, {})[body] = None
+    return "; ".join(f"{off} {'; '.join(lines)}" for off, lines in bodies.items())
 
 
 def attribute_path(name: str) -> str:
