@@ -190,13 +190,14 @@ def test_steps_of_an_optimizer_from_elsewhere_are_seen(overridden: Callable[...,
 
 def test_what_cannot_be_held_off_is_said(overridden: Callable[..., Any]) -> None:
     net = nn.Linear(4, 2)
-    optimizer = Sgd(net.parameters())
+    optimizer, others = Sgd(net.parameters()), torch.optim.SGD(nn.Linear(4, 2).parameters(), 0.1)
     with overridden(on_nonfinite="skip") as session:
         for step in range(4):
             (net(torch.randn(8, 4)).square().mean() / (0.0 if step == 2 else 1.0)).backward()
             optimizer.step()
     (said,) = session.report.run["could_not"]
     assert said == "bad steps are not held off: what updates the weights is no torch.optim.Optimizer"
+    assert not others.state
 
 
 # --- heal -------------------------------------------------------------------------------------------------------------

@@ -150,8 +150,16 @@ class Updates:
             self._stepped_since_backward = self._bad_loss = False
         if self._patience is not None and not self._bad_loss:
             self._bad_loss = not all(is_finite(loss) for loss in losses if compat.has_values(loss))
-            if self._bad_loss and all(isinstance(optimizer, HandMade) for optimizer in self._optimizers):
+            if self._bad_loss and self._is_updated_elsewhere():
                 self._ledger.failed("bad steps are not held off: what updates the weights is no torch.optim.Optimizer")
+
+    def _is_updated_elsewhere(self) -> bool:
+        """Whether no optimizer of PyTorch's holds any weight of the models that were called."""
+        trained = [p for root in self._roots.roots for p in root.parameters() if p.requires_grad]
+        if not trained:
+            return all(isinstance(optimizer, HandMade) for optimizer in self._optimizers)
+        held = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
+        return not any(id(p) in held for p in trained)
 
     def _watch_clear(self, original: Callable[..., None]) -> Callable[..., None]:
         """A loop that throws the gradients of a bad loss away has dealt with it."""
