@@ -351,5 +351,5 @@ def test_weights_that_were_bad_before_any_step_used_them(
 
     incident = guard(body).first
     assert (incident.cause, incident.step) == ("nonfinite-parameter", 6)
-    assert "step 1, when they were looked at" in incident.explanation
+    assert "step 0, when they were looked at" in incident.explanation
     assert [fix.action for fix in incident.fixes if fix.verified] == ["initialise-parameter"]

@@ -41,7 +41,7 @@ def test_large_input_at_evaluation_is_none(guard: Guard) -> None:
     assert (run.first.cause, run.first.mode) == ("overflow", "eval"), run.stderr
 
 
-def evaluated_in_half(rate: float, factor: float) -> None:
+def evaluated_in_half(rate: float, factor: float) -> torch.optim.Optimizer:
     """Train in float32, evaluate under autocast."""
     seed_everything()
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -54,6 +54,7 @@ def evaluated_in_half(rate: float, factor: float) -> None:
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
         print(model(torch.randn(16, 8) * factor).float().abs().mean().item())
+    return optimizer
 
 
 def test_evaluation_in_float16_of_weights_that_were_thrown_away_in_float32(guard: Guard) -> None:

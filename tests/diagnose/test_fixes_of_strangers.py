@@ -269,3 +269,45 @@ def test_average_that_became_a_part_of_the_graph_raises_no_warning(guard: Guard)
 
     run = guard(body)
     assert run.faults == 0, run.stderr
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_sum_of_two_minima_is_cured_by_no_precision(guard: Guard) -> None:
+    """Both masks are made of their type's lowest number: in bfloat16 and float32 the sum leaves these as well."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 5)
+        low = torch.finfo(torch.float16).min
+        padding = torch.full((5, 5), low, dtype=torch.float16)
+        document = torch.zeros(5, 1, dtype=torch.float16)
+        document[2] = low
+        with torch.autocast("cpu", dtype=torch.float16):
+            weights = (net(torch.randn(5, 4)) + (padding + document)).softmax(-1)
+        weights.float().square().sum().backward()
+
+    first = guard(body).first
+    assert first.cause == "mask-overflow"
+    assert "what was masked already" in first.explanation
+    assert [(fix.action, fix.verified) for fix in first.fixes] == [("mask-value", True)]
+
+
+def rescaled(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return out / out.amax(1, keepdim=True)
+
+
+def test_hook_on_a_module_of_pytorch_is_the_scripts_line(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 2))
+        net[1].register_forward_hook(rescaled)
+        x = torch.randn(3, 4)
+        x[1] = 0.0
+        net(x).square().mean().backward()
+
+    first = guard(body).first
+    assert (first.cause, first.module) == ("division-by-zero", "1")
+    fix = first.fixes[0]
+    assert (fix.verified, fix.how) == (True, "return out / (out.amax(1, keepdim=True) + 1e-6)")

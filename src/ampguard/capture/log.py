@@ -307,7 +307,9 @@ class EventLog:
         """A tensor is about to be overwritten by what is not recorded: events that were given it keep its value."""
         if tensor.numel() > MAX_COPY or self.lookup(tensor) is not None:
             return
-        readers = [held for held in self._holders.of(tensor, self.record.events) if held.copy is None and held.is_intact]
+        readers = [
+            held for held in self._holders.of(tensor, self.record.events) if held.copy is None and held.is_intact
+        ]
         copy = tensor.detach().clone() if readers else None
         for held in readers:
             held.copy = copy

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.record import GlueOp, Held, Ref, RootCall
@@ -67,7 +67,10 @@ def line_of(evidence: Evidence) -> source_code.LineOfCode | None:
 
 
 def _ran_inside_pytorch(evidence: Evidence) -> bool:
-    """Whether the operator ran in a module of PyTorch's own (`nn.LayerNorm`), so that the line only called it."""
+    """Whether the operator ran in a module of PyTorch's own (`nn.LayerNorm`), so that the line only called it.
+
+    Not so where it is the script's hook on such a module.
+    """
     op = evidence.op
     root = next((e for e in evidence.events() if e.index == op.event and isinstance(e, RootCall)), None)
     if root is None:
@@ -75,7 +78,9 @@ def _ran_inside_pytorch(evidence: Evidence) -> bool:
     if root.line is not None and op.line is not None and root.line.code is op.line.code:
         return True
     owner = next((m for m in root.module.modules() if id(m) == op.owner), None)
-    return isinstance(owner, nn.Module) and type(owner).__module__.startswith("torch.")
+    if owner is None or not type(owner).__module__.startswith("torch."):
+        return False
+    return op.line is None or not any(getattr(h, "__code__", None) is op.line.code for h in compat.hooks_of(owner))
 
 
 def is_in_place(op: TracedOp) -> bool:

@@ -48,10 +48,11 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
     limit = -largest(precision)
     low = float(torch.finfo(precision).min)
     name = dtype_name(precision)
+    are_two_masks = _are_two_masks(evidence, low)
     return Finding(
         "mask-overflow",
-        f"{_what_left(constant, low)} {words.place(evidence)} leaves {name}, whose lowest value is {limit:g}, and became -Inf. "
-        f"A row that is masked everywhere then has no finite entry, and its softmax is NaN.",
+        f"{_what_left(constant, low, are_two_masks)} {words.place(evidence)} leaves {name}, whose lowest value is {limit:g}, "
+        f"and became -Inf. A row that is masked everywhere then has no finite entry, and its softmax is NaN.",
         weight=90,
         evidence={"constant": constant, "limit": limit},
         proposals=(
@@ -66,17 +67,24 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
                 + f": {words.code(evidence)}",
                 trial=changed_result(lambda t: t.clamp(min=low)),
             ),
-            *precision_fixes(evidence),
+            *(() if are_two_masks else precision_fixes(evidence)),
         ),
         dtype=precision,
     )
 
 
-def _what_left(constant: float, low: float) -> str:
+def _what_left(constant: float, low: float, are_two_masks: bool) -> str:
     """The constant itself, or the sum of one that fits with what was there already."""
     if constant < low:
         return f"The mask constant {constant:g}"
-    return f"The sum of a mask constant ({constant:g}) and what was masked already"
+    already = "what was masked already" if are_two_masks else "what it was added to"
+    return f"The sum of a mask constant ({constant:g}) and {already}"
+
+
+def _are_two_masks(evidence: Evidence, low: float) -> bool:
+    """Whether both operands are the type's own lowest number: in any other type the two would be that type's."""
+    values = [o.value for o in evidence.float_operands]
+    return len(values) == 2 and all(v is not None and math.isclose(v, low, rel_tol=1e-3) for v in values)
 
 
 def mask_constant(evidence: Evidence) -> float | None:

@@ -13,6 +13,8 @@ from ampguard.diagnose.dynamics.trajectory import is_number
 
 GREW_SUDDENLY = 10.0
 """By which factor the weights grow between two looks, in no healthy training."""
+GREW_AT_ONCE = 3.0
+"""By which factor they grow in no single update, unless they were near zero."""
 
 
 def growth_by_optimizer(look: WeightSample | None, situation: Situation, rise: float) -> float | None:
@@ -27,7 +29,11 @@ def growth_by_optimizer(look: WeightSample | None, situation: Situation, rise: f
             return None
         updates = situation.step - look.step + 1
         by_it = could_have_moved(optimizer, now - look.weight_norm, updates, situation.trajectory, rise)
-        return now / look.weight_norm if by_it and has_outgrown(now, look, situation.step) else None
+        looks = [
+            seen for seen in situation.trajectory.looks if seen.step == look.step and seen.optimizer() is optimizer
+        ]
+        at_once = any(before_its_update(seen) is not None for seen in looks) and now >= GREW_AT_ONCE * look.weight_norm
+        return now / look.weight_norm if by_it and (at_once or has_outgrown(now, look, situation.step)) else None
     for optimizer in situation.optimizers:
         now, ordinary = weight_norm_now(optimizer), ordinary_norm(watchable(optimizer))
         if not ordinary or not is_number(now) or now < GREW_SUDDENLY * ordinary:

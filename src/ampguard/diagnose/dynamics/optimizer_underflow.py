@@ -11,6 +11,7 @@ Not this       gradients that are not finite: see gradient-overflow. Updates too
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard.capture.frames import is_user_code
 from ampguard.capture.weights import watchable
 from ampguard.diagnose.dynamics.alone import Update, update_alone
 from ampguard.diagnose.dynamics.finding import Situation, cause
@@ -53,8 +55,15 @@ def optimizer_underflow(situation: Situation) -> Incident | None:
             return None
     elif incident.cause != "nonfinite-parameter":
         return None
-    found = next((p for o in situation.optimizers if (p := poisoned(o)) is not None), None)
+    asked = [o for o in situation.optimizers if incident is not None or not is_of_the_script(o)]
+    found = next((p for o in asked if (p := poisoned(o)) is not None), None)
     return None if found is None else told(found, situation)
+
+
+def is_of_the_script(optimizer: Optimizer) -> bool:
+    """Whether its `step` is the script's own: that one is run again operator by operator, which tells the line."""
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    return code is not None and is_user_code(code)
 
 
 def poisoned(optimizer: Optimizer) -> Poisoned | None:
