@@ -5,18 +5,15 @@ Takes their names; the run folder of each is named after it. Rank 1 has a batch 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from each_guarded import each_guarded
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-
-import ampguard
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -131,14 +128,5 @@ def healthy_balanced() -> None:
     train(balanced)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        with ampguard.watch(out=Path(name)):
-            globals()[name]()
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    each_guarded(globals())

@@ -5,15 +5,12 @@ Takes their names; the run folder of each is named after it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from each_guarded import each_guarded
 from torch import Tensor, nn
-
-import ampguard
 
 
 def make(seed: int) -> nn.Module:
@@ -68,14 +65,5 @@ def one_beginning_two_ways() -> None:
     list(train(make(0), averaged=False))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        with ampguard.watch(out=Path(name)):
-            globals()[name]()
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    each_guarded(globals())
