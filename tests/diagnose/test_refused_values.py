@@ -31,7 +31,7 @@ class Normalized(nn.Module):
 
 class Actor(Normalized):
     def forward(self, x: Tensor) -> Tensor:
-        return Normal(self.mean(x), 1.0).rsample()
+        return Normal(self.mean(x), 1.0, validate_args=True).rsample()  # (Dynamo switches the check off)
 
 
 class Chooser(Normalized):

@@ -172,7 +172,7 @@ def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
 
 RARER = [
     "returned_gradients", "enter_function", "leave_function", "note_batch", "root_raised", "glue_raised", "resume_tape",
-    "tape_exhausted", "pass_over", "look_at",
+    "tape_exhausted", "pass_over", "look_at", "look_at_error",
 ]  # fmt: skip
 
 
@@ -189,6 +189,9 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
         with torch.no_grad():
             for _ in range(3):
                 model(torch.randn(2, 3))
+            if name == "look_at_error":
+                with pytest.raises(KeyError, match="the script's own"):
+                    Refuses()(torch.randn(2, 3))
         for x in torch.utils.data.DataLoader(torch.randn(8, 3), batch_size=2):
             with pytest.raises(KeyError, match="the script's own"):
                 Refuses()(x)
@@ -202,7 +205,7 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
             optimizer.step()
         return bits(list(model.parameters()))
 
-    if name in ("pass_over", "look_at"):
+    if name in ("pass_over", "look_at", "look_at_error"):
         monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
         monkeypatch.setattr(pace, "SHARE", 0.0)
 
