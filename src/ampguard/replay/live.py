@@ -103,6 +103,8 @@ class Watching:
         self._event = event
         self._mode: WatchingMode | None = None
         self._call: Any = None
+        self._below: Any = None
+        self._is_over = False
 
     def __enter__(self) -> None:
         if self._watcher.barrier.is_observed():
@@ -111,18 +113,33 @@ class Watching:
         if mode is None or not isinstance(self._event, RootCall):
             return
         self._watcher.barrier.call(mode.enter_module, self._event.module)
-        current = self._call = nn.Module.__call__
+        below = nn.Module.__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            return mode.call_module(current, module, args, kwargs)
+            if self._is_over:
+                return below(module, *args, **kwargs)
+            return mode.call_module(below, module, args, kwargs)
 
+        self._call, self._below = __call__, below
         nn.Module.__call__ = __call__  # type: ignore[method-assign]
+        _watching[__call__] = self
 
     def __exit__(self, *exc: object) -> None:
         mode = self._mode
-        if self._call is not None:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        self._is_over = True
+        _take_off()
         if mode is not None:
             mode.end()
             if self._call is not None:
                 self._watcher.barrier.call(mode.leave_module)
+
+
+_watching: dict[Any, Watching] = {}
+"""By what each has put in the place of `nn.Module.__call__`: another thread may have begun to watch, and end later."""
+
+
+def _take_off() -> None:
+    """Take what has come to its end off `nn.Module.__call__`, as far as nothing is on top of it."""
+    while (top := _watching.get(nn.Module.__call__)) is not None and top._is_over:
+        nn.Module.__call__ = top._below  # type: ignore[method-assign]
+        del _watching[top._call]
