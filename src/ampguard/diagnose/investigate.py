@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.raised import is_conversion_refusal
-from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in
+from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
@@ -177,8 +178,8 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
         "raised": "An operator",
         "gradient": "A gradient",
     }
-    inputs = [held for root in roots for held in held_in((root.args, root.kwargs))]
-    finite = all(is_finite(held.value) for held in inputs)
+    finite = _were_inputs_finite(bad, roots)
+    known = {} if finite is None else {"inputs_are_finite": finite}
     low = last.modes.autocast_dtype if last is not None else None
     return Incident(
         step=bad.step,
@@ -192,8 +193,22 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
         dtype=dtype_name(low),
         location=last.line.location() if last is not None and last.line is not None else None,
         explanation=f"{what[bad.kind]} of step {bad.step} was not finite. {_why_unknown(bad, reason)}",
-        evidence={"rung": "none", "not_replayed_because": reason, "inputs_are_finite": finite},
+        evidence={"rung": "none", "not_replayed_because": reason} | known,
     )
+
+
+def _were_inputs_finite(bad: BadResult, roots: list[RootCall]) -> bool | None:
+    """Whether what the modules were given from outside was finite; None where not all of it is there any more."""
+    inputs: list[Tensor | None] = []
+    for root in roots:
+        inputs += [held.value for held in held_in((root.args, root.kwargs))]
+        for ref in refs_in((root.args, root.kwargs)):
+            maker = bad.record.event(ref.event)
+            if not isinstance(maker, RootCall):
+                inputs.append(maker.outputs[ref.output]() if maker is not None else None)
+    if any(tensor is not None and not is_finite(tensor) for tensor in inputs):
+        return False
+    return None if any(tensor is None for tensor in inputs) else True
 
 
 def _why_unknown(bad: BadResult, reason: str) -> str:

@@ -10,11 +10,18 @@ from ampguard.replay.arguments import is_replayable
 from ampguard.replay.behind import forward_code_of_functions
 
 
-def check(events: list[Event], recorder: FlightRecorder, keeps_graph: bool, is_exact: bool) -> None:
+def check(
+    events: list[Event], recorder: FlightRecorder, keeps_graph: bool, is_exact: bool, is_complete: bool = True
+) -> None:
     """Raise ReplayError where a step cannot be run again.
 
     `keeps_graph`: gradients are replayed, too. `is_exact`: ChangedSinceError, too, where its givens have changed since.
+    `is_complete`: everything that the step computed was recorded.
     """
+    if not events and not is_complete:
+        raise ReplayError(
+            "it runs more operators outside modules than are recorded of a step, and what led to the bad result came later"
+        )
     if not events and recorder.has_compiled_before:
         raise ReplayError(
             "nothing that led to the bad result was recorded: the script runs code that it compiled before the guard was on; "

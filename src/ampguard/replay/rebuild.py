@@ -94,7 +94,8 @@ class Replayer:
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
-        preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact)
+        complete = self.bad.record.complete
+        preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact, complete)
         check_what_was_sent(self.events, self._recorder.collectives)
 
     @cached_property
