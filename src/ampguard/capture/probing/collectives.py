@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.patches import Patches
 from ampguard.capture.ranks.collectives import RESULTS, Call
+from ampguard.capture.record import tensors_in
 from ampguard.capture.recorder import FlightRecorder
 
 DIFFERENTIABLE = "torch.distributed.nn.functional"
@@ -72,7 +72,7 @@ class CollectiveProbe:
 
 def call_of(name: str, given: dict[str, Any], parameters: list[str], position: int | None) -> Call:
     """What a collective is asked to do. `given`: its arguments by name. `position`: of what it writes to; None: nothing."""
-    written = tensors_of(given.get(parameters[position])) if position is not None else []
+    written = tensors_in(given.get(parameters[position])) if position is not None else []
     is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
     mine, put_in = None, None
     if name == "all_gather":
@@ -99,9 +99,3 @@ class Done:
 def is_the_scripts(frame: Any) -> bool:
     """Whether a collective that is called in this frame is the script's, a library's included."""
     return is_user_code(frame.f_code) or frame.f_globals.get("__name__") == DIFFERENTIABLE
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """What a collective writes to: a tensor or a list of them."""
-    items = value if isinstance(value, (list, tuple)) else (value,)
-    return [item for item in items if isinstance(item, Tensor)]
