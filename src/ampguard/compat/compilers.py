@@ -19,9 +19,17 @@ _BETWEEN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path
 _RUNTIME = (os.path.join(_TORCH, "_functorch"), os.path.join(_TORCH, "_dynamo", "backends"))
 
 
+DYNAMO = "torch._dynamo.eval_frame"
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything can have been compiled yet."""
+    return DYNAMO in sys.modules
+
+
 def may_compile() -> bool:
     """Whether `torch.compile` was ever asked for: what it compiles depends on the function modes that are on."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
+    frames = sys.modules.get(DYNAMO)
     if frames is None:
         return False
     backends = getattr(frames, "cached_backends", None)
@@ -88,7 +96,7 @@ def compiling_through(wrap: Callable[[Any], Any]) -> Iterator[bool]:
 
     What they have compiled stays theirs: Dynamo keeps compiled code by backend.
     """
-    frames = sys.modules.get("torch._dynamo.eval_frame")
+    frames = sys.modules.get(DYNAMO)
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)
     chosen = getattr(frames, "_callback_from_stance", None)
     innermost, wrapped = getattr(frames, "innermost_backend", None), getattr(frames, "_create_wrapped_callback", None)
@@ -177,7 +185,7 @@ def run_uncompiled(codes: list[Any], with_calls: bool = False) -> None:
     it still sees through them.
     """
     types = sys.modules.get("torch._dynamo.types")
-    frames = sys.modules.get("torch._dynamo.eval_frame")
+    frames = sys.modules.get(DYNAMO)
     choose = getattr(frames, "set_code_exec_strategy", None)
     strategy, action = getattr(types, "FrameExecStrategy", None), getattr(types, "FrameAction", None)
     if choose is not None and strategy is not None and action is not None:

@@ -19,7 +19,6 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
 
 PACKAGE = __name__.partition(".")[0]
-DYNAMO = "torch._dynamo.eval_frame"
 
 
 class CompilerProbe:
@@ -37,7 +36,7 @@ class CompilerProbe:
         self._patches.replace(torch, "compile", self._watch_compile)
         for name in ("trace", "trace_module"):
             self._patches.replace(torch.jit, name, self._off_tape)
-        if DYNAMO in sys.modules:  # perhaps something is compiled already
+        if compat.dynamo_is_loaded():  # perhaps something is compiled already
             self._recorder.barrier.call(self._hide)
 
     def _watch_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +56,7 @@ class CompilerProbe:
 
     def _hide(self) -> None:
         """Where compiled code stops at a call of ours (`backward`, a hook), Dynamo would compile our frames."""
-        if len(sys.modules) != self._modules_hidden and DYNAMO in sys.modules:
+        if len(sys.modules) != self._modules_hidden and compat.dynamo_is_loaded():
             self._modules_hidden = len(sys.modules)
             new = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
             compat.run_uncompiled([code for name in new.keys() - self._hidden for code in codes_of_module(new[name])])
