@@ -144,6 +144,34 @@ def test_rate_that_is_too_large_from_the_start_is_cured_by_a_tenth(guard: Guard,
     assert "by a factor of 10" in fix.how
 
 
+def giant_from_the_start(rate: float) -> None:
+    seed_everything()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(20):
+        x, y = batch()
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not loss.isfinite():
+            return
+    raise AssertionError("this loop was meant to diverge")
+
+
+@pytest.mark.parametrize("rate", [30.0, 300.0])
+def test_what_is_tried_after_the_update_that_did_it_is_not_called_not_enough(guard: Guard, rate: float) -> None:
+    """The first update of all blows the weights up, and steps are kept from the second on: no remedy undoes that one."""
+    run = guard(lambda: giant_from_the_start(rate))
+
+    assert run.causes[0] == "divergence", run.stderr
+    fix = fixes_of(run.first)["lower-learning-rate"]
+    assert fix.verified is None, fix
+    assert "had left its range before step 1 already" in str(fix.outcome)
+    assert run.first.evidence["began_at_step"] == 0
+    assert "usual_update_ratio" not in run.first.evidence, "no update of this run was a usual one"
+
+
 # --- one batch ----------------------------------------------------------------------------------------------------------
 
 

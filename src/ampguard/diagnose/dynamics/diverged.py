@@ -8,6 +8,7 @@ import msgspec
 
 from ampguard.diagnose.dynamics.climb import Rise, thin
 from ampguard.diagnose.dynamics.finding import Situation
+from ampguard.diagnose.dynamics.proportion import usual_ratio
 from ampguard.diagnose.dynamics.remedies import Remedies, untried
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.words import number
@@ -60,7 +61,7 @@ def moved_in_words(remedies: Remedies, trajectory: Trajectory, facts: dict[str, 
     if remedies.moved is None:
         return ". On the weights of that step the failing one is finite"
     facts["weights_moved_by"] = remedies.moved
-    usual = trajectory.usual_ratio()
+    usual = usual_ratio(trajectory.looks)
     before = ""
     if usual:
         facts["usual_update_ratio"] = usual

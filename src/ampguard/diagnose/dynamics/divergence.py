@@ -21,7 +21,14 @@ from ampguard.diagnose.dynamics.growth import (
     growth_of_weights,
     has_outgrown,
 )
-from ampguard.diagnose.dynamics.proportion import MOVED_FAR, is_near_zero, last_before_it_moved, ordinary_norm
+from ampguard.diagnose.dynamics.proportion import (
+    MOVED_FAR,
+    before_its_update,
+    is_near_zero,
+    last_before_it_moved,
+    ordinary_norm,
+    usual_ratio,
+)
 from ampguard.diagnose.dynamics.remedies import LEFT_RANGE, Remedies, try_remedies
 from ampguard.diagnose.dynamics.trajectory import is_number
 from ampguard.incident import Incident
@@ -103,6 +110,10 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
         if not is_raised and not is_giant(remedies, situation):
             return None
         had_grown = any(has_outgrown(remedies.norm_before, look, remedies.noticed_at) for look in looks)
+        had_grown |= any(
+            look.step == remedies.noticed_at - 1 and before_its_update(look) is not None
+            for look in situation.trajectory.looks
+        )
         began = remedies.noticed_at - had_grown if had_grown or is_raised else remedies.began_at
         return told(incident, situation, fall_from(losses, began), None, remedies)
     if incident.cause in SELDOM and incident.evidence.get("kind") != "nan":
@@ -171,7 +182,7 @@ def is_of_raised_rate(remedies: Remedies, incident: Incident) -> bool:
 def is_giant(remedies: Remedies, situation: Situation) -> bool:
     """Whether the updates of the stretch were out of all proportion, or the loss had left its range by far."""
     left = max((abs(loss) for _, loss in remedies.losses), default=0.0) >= RISEN * remedies.bound
-    usual = situation.trajectory.usual_ratio()
+    usual = usual_ratio(situation.trajectory.looks)
     moved = remedies.moved
     weights = [p for optimizer in situation.optimizers for p in watchable(optimizer)]
     if moved is not None and is_near_zero(remedies.norm_before, weights):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,6 +71,12 @@ def before_its_update(look: WeightSample) -> WeightSample | None:
     if ratio * norm < MOVED_FAR * max(norm, ordinary_norm(watchable(optimizer))):
         return None
     return dataclasses.replace(look, weight_norm=norm, update_ratio=None)
+
+
+def usual_ratio(looks: Iterable[WeightSample]) -> float | None:
+    """Median of the sampled update-to-weight ratios, without updates that were far too large; None where there is none."""
+    ratios = [look.update_ratio for look in looks if is_number(look.update_ratio) and before_its_update(look) is None]
+    return median(ratios) if ratios else None
 
 
 def healthy_norm(look: WeightSample, optimizer: Optimizer, step: int) -> float:

@@ -212,20 +212,30 @@ class Trial:
     def _judged(self, course: Course, change: Change) -> Verdict:
         steps = self.replay.stretch.steps
         which = f"steps {steps[0].number} to {steps[-1].number} replayed"
+        wrong = self._what_is_wrong(course)
+        if wrong is None:
+            return Verdict(True, f"{which}: all finite, the loss goes to {number(course.losses[-1][1])}", change)
+        if self._begins_too_late():
+            late = f"the loss had left its range before step {steps[0].number} already: from the beginning it was not tried"
+            return Verdict(None, f"{which}: {wrong}, but {late}", change)
+        return Verdict(False, f"{which}: {wrong}", change)
+
+    def _what_is_wrong(self, course: Course) -> str | None:
         if course.failed_at is not None:
-            return Verdict(False, f"{which}: step {course.failed_at} is still not finite", change)
+            return f"step {course.failed_at} is still not finite"
         if course.highest > self.bound:
-            return Verdict(False, f"{which}: the loss still rises to {number(course.highest)}", change)
+            return f"the loss still rises to {number(course.highest)}"
         if course.skipped > max(1, MANY_SKIPPED * (course.updates + course.skipped)):
-            return Verdict(False, f"{which}: {course.skipped} updates are still skipped", change)
-        last = course.losses[-1][1]
-        usual = self.replay.stretch.highest
+            return f"{course.skipped} updates are still skipped"
+        last, usual = course.losses[-1][1], self.replay.stretch.highest
         if abs(last) > LEFT_RANGE * usual > 0:
-            outcome = (
-                f"{which}: the loss does not come back: it is {number(last)}, and had been {number(usual)} at most"
-            )
-            return Verdict(False, outcome, change)
-        return Verdict(True, f"{which}: all finite, the loss goes to {number(last)}", change)
+            return f"the loss does not come back: it is {number(last)}, and had been {number(usual)} at most"
+        return None
+
+    def _begins_too_late(self) -> bool:
+        """Whether the updates that did it came before the first step that was kept: a remedy cannot undo them."""
+        stretch = self.replay.stretch
+        return abs(stretch.steps[0].loss or 0.0) > LEFT_RANGE * stretch.highest > 0
 
 
 def in_words(error: Exception) -> str:

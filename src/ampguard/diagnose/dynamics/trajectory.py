@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TypeGuard
 
 from ampguard.capture.vitals import StepVitals
@@ -129,11 +128,6 @@ class Trajectory:
         before = [loss for step, loss in series if step < rose]
         limit = max(before, default=best)
         return limit == math.inf or any(step > failed and loss <= limit for step, loss in series)
-
-    def usual_ratio(self) -> float | None:
-        """Median of the sampled update-to-weight ratios; None where there is none."""
-        ratios = [look.update_ratio for look in self.looks if is_number(look.update_ratio)]
-        return median(ratios) if ratios else None
 
     def recent_norms(self) -> list[tuple[int, float]]:
         return [(v.step, v.grad_norm) for v in self.recent if is_number(v.grad_norm)]
