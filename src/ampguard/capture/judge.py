@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture import lineage, undifferentiated
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
+from ampguard.capture.flat import members_for_buffers
 from ampguard.capture.log import EventLog
 from ampguard.capture.own_scale import OwnScale, factor_of
 from ampguard.capture.pace import Pace
@@ -69,7 +70,7 @@ class Judge:
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
         self._bad_loss_step: int | None = None
-        self._spoilt = SpoiltGradients()
+        self.spoilt = SpoiltGradients()
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -223,8 +224,8 @@ class Judge:
         since: int = 0,
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
-        parameters = [p for p in parameters if p.grad is not None]
-        if self._bad_loss_step == self._steps.count or self._spoilt.are_all_that_is_bad(parameters):
+        parameters = self._with_gradient(parameters)
+        if self._bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
             return
         if loss_scale is None and self.last_scale != 1.0:
             loss_scale = self.last_scale
@@ -242,7 +243,7 @@ class Judge:
                 since=since,
             )
         )
-        self._spoilt.note(parameters)
+        self.spoilt.note(parameters)
 
     def gradients_made_backward_raise(
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
@@ -254,18 +255,21 @@ class Judge:
 
     def gradients_may_be_lost(self, parameters: Iterable[Tensor], loss_scale: float | None) -> None:
         """Gradients are finite, and may have lost a part to zero."""
-        with_gradient = tuple(p for p in parameters if p.grad is not None)
-        record, step = self._log.slice(), self._steps.count
-        self._report(BadResult("underflow", "train", step, record, (), parameters=with_gradient, loss_scale=loss_scale))
+        record, step, found = self._log.slice(), self._steps.count, tuple(self._with_gradient(parameters))
+        self._report(BadResult("underflow", "train", step, record, (), parameters=found, loss_scale=loss_scale))
+
+    def _with_gradient(self, updated: Iterable[Tensor]) -> list[Tensor]:
+        """Those of an optimizer's tensors that hold a gradient; of a flat buffer, the parameters that lie in it."""
+        return members_for_buffers([p for p in updated if p.grad is not None], self.parameters_of_modules())
 
     def gradients_are_good(self) -> None:
         """Gradients were looked at and are finite: whatever was left there has been cleared."""
-        self._spoilt.clear()
+        self.spoilt.clear()
 
     def spoil_gradients(self) -> None:
         """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
         if self._bad_loss_step == self._steps.count:
-            self._spoilt.note([p for p in self.parameters_of_modules() if p.is_leaf and p.grad is not None])
+            self.spoilt.note([p for p in self.parameters_of_modules() if p.is_leaf and p.grad is not None])
 
     def parameters_of_modules(self) -> list[Tensor]:
         """Of the modules that were called in this step; weights that hang in none, where there is no optimizer either.

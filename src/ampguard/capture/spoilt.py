@@ -23,6 +23,13 @@ class SpoiltGradients:
         """Gradients are finite: whatever was left there has been cleared."""
         self._known.clear()
 
+    def forget_the_cleared(self) -> None:
+        """Those that were zeroed in place since are finite now: what turns bad in them again is news."""
+        self._known = [ref for ref in self._known if (gradient := ref()) is not None and not is_finite(gradient)]
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
     def are_all_that_is_bad(self, parameters: list[Tensor]) -> bool:
         """Whether every gradient of these parameters is finite or was known to be bad."""
         known = {id(gradient) for ref in self._known if (gradient := ref()) is not None}

@@ -108,6 +108,8 @@ class UpdateProbe:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active:
                 guarded(recorder.after_update, optimizer)
+                if recorder.judge.spoilt:  # a scaler let this step through: they were cleared by hand
+                    guarded(recorder.judge.spoilt.forget_the_cleared)
                 if not scaling:
                     guarded(recorder.bookkeeping_done, False)
 
@@ -123,8 +125,25 @@ class UpdateProbe:
         add_before, add_after = compat.optimizer_step_hooks()
         self.handles += [add_before(before), add_after(after)]
         self._patches.replace(Optimizer, "__init__", watch_init)
-        self._patches.replace(Optimizer, "zero_grad", self._bookkeeping(is_last=True))
-        self._patches.replace(nn.Module, "zero_grad", self._clearing())
+        bookkeeping = self._bookkeeping(is_last=True)
+        self._patches.replace(Optimizer, "zero_grad", lambda original: self._then_forgotten(bookkeeping(original)))
+        clearing = self._clearing()
+        self._patches.replace(nn.Module, "zero_grad", lambda original: self._then_forgotten(clearing(original)))
+
+    def _then_forgotten(self, clear: Callable[..., Any]) -> Callable[..., Any]:
+        """What was bad in the gradients is known until this call clears it."""
+        recorder = self._recorder
+
+        @functools.wraps(clear)
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = clear(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return result
+            if recorder.judge.spoilt and recorder.active and not recorder.paused:
+                recorder.barrier.call(recorder.judge.spoilt.forget_the_cleared)
+            return result
+
+        return zero_grad
 
     def _bookkeeping(self, is_last: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Calls between two steps that are not worth taping; what follows them is preprocessing."""
