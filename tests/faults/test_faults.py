@@ -24,6 +24,7 @@ import ampguard
 from ampguard.capture import barrier, buffers, judge, log, pace, producers, recorder, steps, surroundings, tape
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
+from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
@@ -550,6 +551,21 @@ def test_fault_where_a_backward_pass_raises(guard: Callable[..., Watched], monke
     assert run.faults == 1
 
 
+def test_fault_where_bad_gradients_are_cleared(guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for scale in (float("inf"), 1.0, 1.0):
+            optimizer.zero_grad(set_to_none=False)
+            (scaler.scale(model(torch.ones(2, 3)).sum()) * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    monkeypatch.setattr(SpoiltGradients, "forget_the_cleared", raises)
+    assert guard(body).faults == 1
+
+
 def test_every_entry_that_probes_call_is_tested() -> None:
     """The list above is compared with what the probes and the tape really call through the barrier."""
     import inspect
@@ -560,11 +576,11 @@ def test_every_entry_that_probes_call_is_tested() -> None:
 
     files = Path(probing.__path__[0]).glob("*.py")
     text = "".join(file.read_text() for file in files) + inspect.getsource(tape)
-    rooms = r"(?:steps\.|tape\.|judge\.|log\.|gradients\.)?"
+    rooms = r"(?:steps\.|tape\.|judge\.(?:spoilt\.)?|log\.|gradients\.)?"
     called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\." + rooms + r"(\w+)"
     entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
-    covered_elsewhere = {"count_output", "raised"}
+    covered_elsewhere = {"count_output", "raised", "forget_the_cleared"}
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES
