@@ -317,6 +317,25 @@ def test_state_of_the_scaler_inside_that_of_the_optimizer(travels: bool, guard: 
     assert run.causes == ([] if travels else ["scaler-not-saved"])
 
 
+@pytest.mark.parametrize("has_scaler", [True, False])
+def test_a_checkpoint_in_several_files(has_scaler: bool, guard: Guard, tmp_path: Path) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(opt)
+            scaler.update()
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+            torch.save({"optimizer": opt.state_dict(), "epoch": 1}, tmp_path / "trainer.pt")
+            if has_scaler:
+                torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
+
+    run = guard(body)
+    assert run.causes == ([] if has_scaler else ["scaler-not-saved"])
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedule_that_loses_its_first_move_is_a_note(guard: Guard) -> None:
     def body() -> None:

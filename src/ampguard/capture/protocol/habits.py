@@ -214,8 +214,8 @@ class Habits:
         if found.has_scaler:
             for scaler in used:
                 scaler.state_asked = True
-        elif found.has_model and found.has_optimizer and used and not any(s.state_asked for s in used):
-            facts = {"path": path, "scale": float(used[0].current_scale())}
+        elif found.has_optimizer and used and not any(s.state_asked for s in used):
+            facts = {"path": path, "scale": float(used[0].current_scale()), "has_model": found.has_model}
             self._saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
             self._moves.listener.on_suspicion(("saved",), self._saved_without[0], step)
 

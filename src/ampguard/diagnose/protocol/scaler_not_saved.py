@@ -1,7 +1,7 @@
 """scaler-not-saved: a checkpoint carries the model and the optimizer and not the scaler.
 
-What happens   torch.save({"model": ..., "optimizer": ...}) in a run that uses a GradScaler; or a run that loads such a
-               checkpoint and begins with a fresh scaler.
+What happens   torch.save({"model": ..., "optimizer": ...}) in a run that uses a GradScaler, in one file or in several;
+               or a run that loads such a checkpoint and begins with a fresh scaler.
 Why it hurts   after resuming, the scale starts at 65536 again: the first steps are skipped while it settles, each taking an
                update, and a schedule moves on without them. A run that had settled at a low scale may lose many.
 Instead        "scaler": scaler.state_dict() in the checkpoint, scaler.load_state_dict(checkpoint["scaler"]) on resuming.
@@ -21,6 +21,10 @@ def _path(scene: Scene) -> str:
     return "" if path == UNNAMED else f": {path}"
 
 
+def _held(scene: Scene) -> str:
+    return "the model and the optimizer" if scene.facts["has_model"] else "the optimizer's state"
+
+
 @breach("scaler-not-saved")
 def scaler_not_saved(scene: Scene) -> Telling:
     scaler, scale = scene.scaler, number(scene.facts["scale"])
@@ -31,7 +35,7 @@ def scaler_not_saved(scene: Scene) -> Telling:
         )
     else:
         text = (
-            f"The checkpoint holds the model and the optimizer and not the scaler{_path(scene)}. It was saved at "
+            f"The checkpoint holds {_held(scene)} and not the scaler{_path(scene)}. It was saved at "
             f"{at(scene.again)} while the scale was {scale}; a resumed run begins at its initial scale and skips steps until "
             f"it settles."
         )
