@@ -164,6 +164,12 @@ def status_of(incidents: tuple[Incident, ...]) -> Literal["clean", "incidents"]:
     return "incidents" if any(i.severity != "info" for i in incidents) else "clean"
 
 
+def importance(incident: Incident) -> tuple[int, int, bool]:
+    """The order of a report. Of one step, what PyTorch has refused comes first: it is what ends a run."""
+    was_refused = incident.phase == "protocol" and bool(incident.evidence.get("refused"))
+    return ("error", "warning", "info").index(incident.severity), incident.step, not was_refused
+
+
 def to_json(report: Report) -> bytes:
     """The report as indented JSON, field by field as docs/diagnosis.md lists them."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2)

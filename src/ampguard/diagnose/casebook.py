@@ -33,7 +33,7 @@ from ampguard.diagnose.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.skipped import SkippedSteps
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
-from ampguard.incident import Incident
+from ampguard.incident import Incident, importance
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.sandbox import neutral_thread
@@ -124,9 +124,7 @@ class Casebook:
 
     def incidents(self) -> tuple[Incident, ...]:
         """The incidents so far, the most important first."""
-        order = {"error": 0, "warning": 1, "info": 2}
-        found = [case.result() for case in self.cases if case.part_of is None]
-        return tuple(sorted(found, key=lambda i: (order[i.severity], i.step)))
+        return tuple(sorted([case.result() for case in self.cases if case.part_of is None], key=importance))
 
     @property
     def is_used_up(self) -> bool:

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ampguard.incident import Incident, Report, status_of
+from ampguard.incident import Incident, Report, importance, status_of
 
-_SEVERITIES = ("error", "warning", "info")
 NAMED = 64
 """Ranks that are named one by one; beyond that their number is told."""
 
@@ -141,5 +140,5 @@ def _ranks_of(incident: Incident) -> list[int]:
     return list(incident.evidence.get("ranks", [incident.rank]))
 
 
-def _importance(incident: Incident) -> tuple[int, int, int]:
-    return _SEVERITIES.index(incident.severity), incident.step, incident.rank
+def _importance(incident: Incident) -> tuple[Any, ...]:
+    return *importance(incident), incident.rank
