@@ -96,6 +96,10 @@ class ScaledLosses:
                 del self._known[next(iter(self._known))]
             self._known[id(tensor)] = Scaled(weakref.ref(tensor), tensor.grad_fn, scale)
 
+    def nodes(self) -> set[int]:
+        """The nodes of what was scaled, by their ids."""
+        return {id(known.node) for known in self._known.values() if known.node is not None}
+
     def forget_dead(self) -> None:
         """An iteration is over: a loss that nobody holds any more will not be differentiated again."""
         if self._known:

@@ -18,6 +18,7 @@ from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
+from ampguard.capture.protocol.penalties import Penalties
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.threads import TrainingThread
@@ -66,6 +67,7 @@ class Moves:
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.losses = ScaledLosses()
         self.close = CloseLook(self)
+        self.penalties = Penalties(self)
         self.attempt = 0
         """The iteration of the last attempted step."""
         self.scale_was_read = False
@@ -182,6 +184,7 @@ class Moves:
         self._next = self.scale_of(losses, gradients)
         if self.looks_closely:
             self.close.before_backward(losses, self._next[0] is not None)
+            self.penalties.before_backward(losses, self._next[0] is not None)
 
     def scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
         """The scale that losses (or the gradients given for them) carry, and whether a part carries none."""
@@ -221,6 +224,7 @@ class Moves:
             self.routine.spoil()
         if closely:
             self.close.after_backward(reached, float(scale) if scale is not None else None, event.where)
+            self.penalties.after_backward(reached, event.where)
         return reached
 
     # --- the scaler ---------------------------------------------------------------------------------------------------
@@ -305,6 +309,7 @@ class Moves:
         self.fresh = None
         self.is_lost = False
         self.close.forget()
+        self.penalties.forget()
         event = Update(of, script_line(frame))
         self.machine.feed(event)
         self.losses.forget_dead()

@@ -4,6 +4,8 @@ What happens   clip_grad_norm_ between scaler.scale(loss).backward() and scaler.
 Why it hurts   the norm is 65536 times too large, so every step is clipped, and after unscaling the gradients are 65536 times
                smaller than the limit asks for: training nearly stands still. A norm that is only logged is wrong by as much.
 Instead        scaler.unscale_(optimizer) first; scaler.step() sees that it was done.
+               Gradients from torch.autograd.grad(scaler.scale(loss), ..., create_graph=True) that become part of the loss, as
+               in a gradient penalty, are used at that size too.
 Not this       a limit that the script multiplies by scaler.get_scale() itself; a ratio of two norms of scaled gradients; a
                norm that is divided by the scale before it is used.
 """
@@ -17,6 +19,8 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 @breach("clip-before-unscale")
 def clip_before_unscale(scene: Scene) -> Telling:
+    if scene.facts.get("in_loss"):
+        return _in_loss(scene)
     name, scaler = scene.optimizer, scene.scaler
     scale = number(float(scene.facts.get("scale") or 0.0))
     clips = bool(scene.facts.get("clips"))
@@ -59,6 +63,19 @@ def clip_before_unscale(scene: Scene) -> Telling:
         severity="error" if clips else "warning",
         evidence={key: scene.facts.get(key) for key in _EVIDENCE},
     )
+
+
+def _in_loss(scene: Scene) -> Telling:
+    text = (
+        f"Gradients that are still scaled became part of the loss: those from {at(scene.again)} are {scene.factor}, and the "
+        f"loss of {at(scene.first)} was made from them without a division by the scale. The term measures the loss scale, "
+        f"and changes with it."
+    )
+    how = (
+        f"divide what torch.autograd.grad returns before it is used: inv_scale = 1.0 / {scene.scaler}.get_scale(); "
+        f"gradients = [g * inv_scale for g in gradients]"
+    )
+    return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "in_loss": True})
 
 
 def _own_statement(scene: Scene) -> str:

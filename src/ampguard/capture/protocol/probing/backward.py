@@ -13,6 +13,7 @@ import torch
 
 from ampguard.capture.protocol.added import wants
 from ampguard.capture.protocol.probing.witness import Call, Witness
+from ampguard.capture.protocol.script_lines import script_line
 
 FIRST_LOOKS = 8
 """Backward calls of a run before which everything is looked at."""
@@ -72,12 +73,15 @@ class BackwardProbe:
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not moves.looks_closely or not moves.machine.scaled or not recorder.active or recorder.paused:
+            if not moves.looks_closely or not moves.scales or not recorder.active or recorder.paused:
                 return original(outputs, inputs, grad_outputs, *args, **kwargs)
             inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
             results = original(outputs, inputs, grad_outputs, *args, **kwargs)
-            if get_ident() == training.ident and wants(inputs):
-                witness.guarded(moves.close.differentiated, outputs, grad_outputs, inputs, results, sys._getframe(1))
+            if get_ident() == training.ident or not training.ident:
+                frame = sys._getframe(1)
+                if moves.machine.scaled and wants(inputs):
+                    witness.guarded(moves.close.differentiated, outputs, grad_outputs, inputs, results, frame)
+                witness.guarded(moves.penalties.differentiated, outputs, grad_outputs, results, script_line(frame))
             return results
 
         return grad
