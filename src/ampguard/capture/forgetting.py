@@ -54,8 +54,13 @@ def has_live_result(event: Event) -> bool:
 
 def is_evaluating(events: list[Event]) -> bool:
     """Several calls and none with gradients."""
-    roots = [e for e in events if isinstance(e, RootCall)]
-    return len(roots) > 1 and not any(root.modes.grad for root in roots)
+    calls = 0
+    for event in events:
+        if isinstance(event, RootCall):
+            if event.modes.grad:
+                return False  # of a long step nearly always the first one
+            calls += 1
+    return calls > 1
 
 
 def beyond_memory(alive: list[Event], kept: set[int]) -> set[int]:

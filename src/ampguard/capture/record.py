@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import CodeType
 from typing import Any, Literal, TypeAlias
 
@@ -251,7 +253,9 @@ class StepRecord:
         position = index - self.events[0].index
         if 0 <= position < len(self.events) and self.events[position].index == index:
             return self.events[position]
-        return next((event for event in self.events if event.index == index), None)
+        position = bisect_left(self.events, index, key=attrgetter("index"))
+        found = self.events[position] if position < len(self.events) else None
+        return found if found is not None and found.index == index else None
 
 
 @dataclass(frozen=True, slots=True)
