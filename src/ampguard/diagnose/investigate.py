@@ -29,6 +29,7 @@ from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
+from ampguard.replay.differentiated import has_finite_gradients
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
@@ -361,6 +362,11 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     changed = changed_loss(evidence, outcome)
     if changed is not None:
         return Fix(proposal.action, proposal.target, proposal.how, False, changed)
+    if not outcome.is_bad and proposal.under_gradients and has_finite_gradients(replayer, variant) is False:
+        loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
+        return Fix(
+            proposal.action, proposal.target, proposal.how, False, f"the loss is finite{loss}, its gradients are not"
+        )
     if not outcome.is_bad and outcome.loss is not None:
         evidence.losses_with[proposal.action] = outcome.loss
     return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome, evidence))

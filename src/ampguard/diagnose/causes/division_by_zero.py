@@ -9,6 +9,8 @@ Not this       a divisor that only low precision turned into 0: see fp16-underfl
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from ampguard import numerics
@@ -24,6 +26,7 @@ from ampguard.diagnose.proposals import (
     precision_fixes,
     smallest_epsilon,
 )
+from ampguard.diagnose.under_root import under_the_root
 from ampguard.replay.trace import TracedOp
 
 DIVISOR: dict[str, int] = {
@@ -167,7 +170,8 @@ def guards(evidence: Evidence) -> list[Proposal]:
     proposals.append(epsilon_fix(evidence, position, epsilon))
     if not divisor.values.is_complex() and bool((divisor.values >= 0).all()):
         proposals.append(clamp_fix(evidence, position, epsilon, None))
-    return proposals
+    root = under_the_root(evidence, position)
+    return [*root, *(dataclasses.replace(p, under_gradients=True) for p in proposals)] if root else proposals
 
 
 def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:

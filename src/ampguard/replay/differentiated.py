@@ -1,0 +1,51 @@
+"""A failing loss with a change, differentiated too: a loss that is finite may leave gradients that are not.
+
+The step has not come to its backward pass. What it would differentiate is the loss, for every parameter behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from torch import Tensor
+
+from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall, held_in
+from ampguard.numerics import is_finite
+from ampguard.replay import preconditions
+from ampguard.replay.rebuild import Replayer
+from ampguard.replay.variants import Variant
+
+PLAIN = Modes(grad=True, inference=False, autocast=())
+
+
+def has_finite_gradients(replayer: Replayer, variant: Variant) -> bool | None:
+    """Whether all gradients of the loss are finite with the change, at a loss scale of 1; None where nobody can tell."""
+    bad = replayer.bad
+    if bad.kind != "loss" or bad.mode != "train" or not all(isinstance(target, Ref) for target in bad.targets):
+        return None
+    parameters = _parameters(replayer)
+    if not parameters or replayer.keeps_graph:
+        return None
+    last = replayer.events[-1]
+    call = BackwardCall(last.index + 1, (list(bad.targets), None, None), last.line, False, 0, PLAIN)
+    again = copy.copy(replayer)
+    again.events, again.keeps_graph = [*replayer.events, call], True
+    again.bad = dataclasses.replace(bad, kind="gradient", targets=(), parameters=parameters)
+    try:
+        preconditions.check(again.events, again._recorder, True, again.is_exact)
+        scaled = dataclasses.replace(variant, loss_scale_factor=1 / (bad.loss_scale or 1.0))
+        gradients = again.run(scaled, traced=False).gradients
+    except Exception:
+        return None
+    return all(is_finite(gradient) for _, gradient in gradients) if gradients else None
+
+
+def _parameters(replayer: Replayer) -> tuple[Tensor, ...]:
+    """What the loss was made from and trains."""
+    found: dict[int, Tensor] = {}
+    for event in replayer.events:
+        own = event.module.parameters() if isinstance(event, RootCall) else ()
+        held = (held.tensor for held in held_in((event.args, event.kwargs)))
+        found |= {id(t): t for t in (*own, *held) if t.is_leaf and t.requires_grad}
+    return tuple(found.values())
