@@ -112,6 +112,17 @@ def balanced_codes() -> None:
     train(balanced, growth=1e3)
 
 
+def evaluated() -> None:
+    """One rank's validation batch is empty of signal; the mean over both ranks is what each of them logs."""
+    train(balanced)
+    share = nn.Linear(6, 8)
+    x = torch.randn(4, 6) * (1 - dist.get_rank())
+    with torch.no_grad():
+        total = (share(x) / x.abs().sum()).sum()  # BAD evaluated
+        dist.all_reduce(total)
+        print(f"rank {dist.get_rank()}: {total.item() / 2}")
+
+
 def healthy_contrastive() -> None:
     train(contrast, torch.float16)
 

@@ -15,6 +15,7 @@ FAULTY = {
     "by_function": ("overflow", "aten.exp.default", 0),
     "centered": ("domain-error", "aten.log.default", 1),
     "balanced_codes": ("overflow", "aten.exp.default", 1),
+    "evaluated": ("division-by-zero", "aten.div.Tensor", 1),
 }
 """Cause, operator, and the first rank that sees it. The fault of `contrastive` is in what all ranks compute alike."""
 
@@ -33,8 +34,10 @@ def test_losses_over_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
         assert read_report(tmp_path / name).incidents == (), name
     for name, (cause, op, rank) in FAULTY.items():
         incident = read_report(tmp_path / name).incidents[0]
-        assert (incident.cause, incident.op, incident.step, incident.rank) == (cause, op, 5, rank), name
+        step = 8 if name == "evaluated" else 5
+        assert (incident.cause, incident.op, incident.step, incident.rank) == (cause, op, step, rank), name
         assert incident.location is not None
         assert incident.location.line == line_of(name), name
         assert any(fix.verified for fix in incident.fixes), (name, incident.fixes)
     assert "was not bit for bit" not in said
+    assert [i.cause for i in read_report(tmp_path / "evaluated").incidents] == ["division-by-zero"]

@@ -162,7 +162,8 @@ class Collectives:
                 continue  # a loss that is averaged for the log: it is followed as this rank has made it
             self._log.written_by_others(tensor)
             if begun.summed is not None:
-                begun.summed.became(tensor)
+                value = begun.summed.became(tensor)
+                self._given[id(value)] = (value, received)
             elif position == call.mine and call.put_in is not None:
                 self._log.is_copy_of(tensor, call.put_in, frame)
             else:
