@@ -184,3 +184,20 @@ def test_two_optimizers_one_with_a_layer_that_is_frozen_for_a_time(guard: Guard)
             opt_m.step()
 
     assert guard(body).causes == []
+
+
+@pytest.mark.parametrize("here", [0, 1, 2])
+def test_parameters_that_other_ranks_hold_want_no_gradient(here: int, guard: Guard) -> None:
+    """As FSDP1 leaves them with use_orig_params: no element, no gradient. A rank may hold none at all."""
+    held = [nn.Parameter(torch.randn(3 if i < here else 0)) for i in range(2)]
+
+    def body() -> None:
+        optimizer = torch.optim.AdamW(held, lr=1e-3)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = sum((p.square().sum() for p in held if p.numel()), torch.zeros((), requires_grad=True))
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            optimizer.step()
+
+    assert guard(body).report.incidents == ()

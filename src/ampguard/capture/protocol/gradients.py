@@ -27,6 +27,11 @@ SMALL = 1 << 16
 Seen = tuple[Tensor | None, int]
 
 
+def is_empty(parameter: Tensor) -> bool:
+    """Whether nothing of it is here: FSDP1 leaves a rank the names of parameters that other ranks hold."""
+    return not torch.nn.parameter.is_lazy(parameter) and parameter.numel() == 0
+
+
 class OptimizerWatch:
     """An optimizer by its weak reference, and what its sampled gradients were when last seen."""
 
@@ -114,7 +119,7 @@ class OptimizerWatch:
     def trained(self) -> list[Tensor]:
         """Those that want a gradient; all of them where none does (flat buffers whose gradients are set by hand)."""
         held = self.parameters()
-        return [p for p in held if p.requires_grad and p.is_leaf] or held
+        return [p for p in held if p.requires_grad and p.is_leaf and not is_empty(p)] or held
 
     def resample(self) -> None:
         """Choose those that stand for all: spread evenly, with a gradient where any has one."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.frames import locals_of
-from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.gradients import OptimizerWatch, is_empty
 from ampguard.capture.protocol.models import (
     Models,
     hold_flat,
@@ -92,7 +92,7 @@ class Scans:
     def _scan(self, watch: OptimizerWatch) -> None:
         trained = watch.trained()
         is_idle = self._moves.machine.ledger(watch).idle_steps > 0
-        without = [p for p in trained if p.grad is None or is_idle]
+        without = [p for p in trained if (p.grad is None or is_idle) and not is_empty(p)]
         known = None if watch.candidates is None else {id(p) for p in watch.candidates}
         watch.candidates = [p for p in without if known is None or id(p) in known]
         if watch.candidates:
