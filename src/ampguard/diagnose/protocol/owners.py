@@ -83,7 +83,7 @@ def repeated_in(subject: object) -> list[str]:
 
 def _containers(names: dict[str, Any]) -> list[tuple[str, Any]]:
     """Lists and dictionaries among the names of a frame, and among the attributes of its `self`."""
-    own = getattr(names.get("self"), "__dict__", None)
+    own = attributes_of(names.get("self"))
     attributes = {f"self.{key}": item for key, item in list(own.items())[:400]} if isinstance(own, dict) else {}
     several = [*list(names.items()), *attributes.items()]
     return [(path, v) for path, v in several if isinstance(v, (list, tuple, dict)) and 2 <= len(v) <= 64]
@@ -124,7 +124,7 @@ def _item_of_several(names: dict[str, Any], subject: object) -> str | None:
 def _name_inside(name: str, value: Any, subject: object) -> str | None:
     if isinstance(value, (list, tuple, dict)):
         return _name_in_container(name, value, subject)
-    attributes = getattr(value, "__dict__", None)
+    attributes = attributes_of(value)
     if not isinstance(attributes, dict) or isinstance(value, type) or len(attributes) > 400:
         return None
     direct = [f"{name}.{key}" for key, item in list(attributes.items()) if _is_it(item, subject)]
@@ -152,7 +152,7 @@ def _name_in_container(name: str, value: Any, subject: object) -> str | None:
     if found is not None or len(items) > 16:
         return found
     for path, item in items:
-        attributes = getattr(item, "__dict__", None)
+        attributes = attributes_of(item)
         if isinstance(attributes, dict) and not isinstance(item, (type, nn.Module)) and len(attributes) <= 400:
             key = next((key for key, inner in list(attributes.items()) if _is_it(inner, subject)), None)
             if key is not None and not (key.startswith("_") or key == "__dict__"):
@@ -160,11 +160,19 @@ def _name_in_container(name: str, value: Any, subject: object) -> str | None:
     return None
 
 
+def attributes_of(value: object) -> Any:
+    """Its `__dict__`, past a `__getattribute__` of its own: a script's names may warn when they are looked at."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
 def _is_it(value: Any, subject: object) -> bool:
     """Whether `value` is the thing itself, or a framework's wrapper around it."""
     if value is subject:
         return True
-    attributes = getattr(value, "__dict__", None)
+    attributes = attributes_of(value)
     if not isinstance(attributes, dict):
         return False
     return (
@@ -182,7 +190,7 @@ def modules_in_frames() -> list[nn.Module]:
             if isinstance(value, nn.Module):
                 found.append(value)
             elif not isinstance(value, type) and type(value).__module__ not in ("builtins", "torch"):
-                inner = getattr(value, "__dict__", {})
+                inner = attributes_of(value) or {}
                 found += [v for v in list(inner.values())[:200] if isinstance(v, nn.Module)] if inner else []
     return found
 
