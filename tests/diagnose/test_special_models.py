@@ -115,3 +115,24 @@ def test_custom_operators_derivative_is_followed_to_its_line(guard: Guard) -> No
     assert (first.cause, first.phase) == ("singular-gradient", "backward")
     assert first.location.code.startswith("return (gradient - out * along) /")
     assert any(fix.verified for fix in first.fixes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch.func.jvp's own, when it is called first
+def test_a_residual_before_the_first_call_of_the_model_is_a_loss(guard: Guard) -> None:
+    """`torch.func.jvp` calls the model; what is computed from that is no preprocessing."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(4):
+            x = torch.rand(6, 2)
+            out, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+            residual = torch.sqrt(slope + (4.0 if step < 3 else -4.0)) * out
+            loss = residual.square().mean() + model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step, first.phase) == ("domain-error", 3, "loss")

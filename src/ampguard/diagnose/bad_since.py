@@ -59,7 +59,8 @@ class BadSince:
             facts["gradients_changed_in_step"] = changed.step
             text += (
                 f" The gradients that the optimizer used in step {changed.step} were not finite, and those of the same step run "
-                f"again are: something changed them between backward and the optimizer's step (a hook, the script, another rank)."
+                f"again are: something changed them between backward and the optimizer's step (a hook, also one on tensors "
+                f"saved for backward; the script; another rank)."
             )
         return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}", evidence=facts)
 

@@ -439,8 +439,24 @@ def phase_of(evidence: Evidence) -> Phase:
         after = any(r.index < event.index for r in with_weights)
         return "loss" if event not in with_weights and after else "forward"
     if isinstance(event, GlueOp) and with_weights and event.index < min(r.index for r in with_weights):
-        return "data"
+        return "loss" if _is_made_of_weights(evidence, event) else "data"
     return "loss"
+
+
+def _is_made_of_weights(evidence: Evidence, event: GlueOp) -> bool:
+    """Whether what was computed before the first call of a model rests on what is trained: a transform of `torch.func`
+    has called the model."""
+    known = {e.index: e for e in evidence.events()}
+    waiting, seen = [event.index], set()
+    while waiting:
+        op = known.get(waiting.pop())
+        if op is None or op.index in seen:
+            continue
+        seen.add(op.index)
+        if any(held.tensor.requires_grad for held in held_in((op.args, op.kwargs))):
+            return True
+        waiting += [ref.event for ref in refs_in((op.args, op.kwargs))]
+    return False
 
 
 def json_ready(value: Any) -> Any:
