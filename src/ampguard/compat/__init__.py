@@ -97,6 +97,7 @@ from ampguard.compat.ranks import (
     needs_other_ranks,
     replicated_by,
     several_ranks,
+    sharded_compute_dtypes,
 )
 from ampguard.compat.tensors import (
     cast_leaf,
@@ -248,6 +249,7 @@ __all__ = [
     "scaler_is_watched",
     "schema_of",
     "several_ranks",
+    "sharded_compute_dtypes",
     "step_without_hooks",
     "steps_as",
     "stop_compiled_code_at",

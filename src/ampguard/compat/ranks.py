@@ -13,12 +13,28 @@ def needs_other_ranks(module: torch.nn.Module) -> bool:
     """Whether a call of the module gathers parameters from other ranks: FSDP of either kind, tensor parallelism."""
     if "torch.distributed.tensor" not in sys.modules and "torch.distributed.fsdp" not in sys.modules:
         return False
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(
-        k for name in ("FSDPModule", "FullyShardedDataParallel") if (k := getattr(fsdp, name, None)) is not None
-    )
+    kinds = _sharding_modules()
     sharded = any(isinstance(inner, kinds) for inner in module.modules()) if kinds else False
     return sharded or any(hasattr(p, "_local_tensor") for p in module.parameters())
+
+
+def sharded_compute_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
+    """The types that FSDP casts parameters to before it computes, which the parameters themselves do not show."""
+    kinds = _sharding_modules()
+    found = set()
+    for inner in module.modules() if kinds else ():
+        if isinstance(inner, kinds):
+            state = inner._get_fsdp_state() if hasattr(inner, "_get_fsdp_state") else None
+            policy = getattr(state, "_mp_policy", None) or getattr(inner, "mixed_precision", None)
+            found.add(getattr(policy, "param_dtype", None))
+    return {dtype for dtype in found if isinstance(dtype, torch.dtype)}
+
+
+def _sharding_modules() -> tuple[type, ...]:
+    """FSDP's kinds of module, where the script has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel"))
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 def distributed_is_on() -> bool:

@@ -137,11 +137,12 @@ class Habits:
         tensors = {id(t): t for t in (*watch.parameters(), *self._models.parameters())}
         held = dtype_counts(tensors.values())
         buffers = dtype_counts(b for module, _ in roots for b in module.buffers())
-        if not roots or "float16" in {*self._regions, *called, *held, *buffers}:
+        cast = {str(d).removeprefix("torch.") for m, _ in roots for d in compat.sharded_compute_dtypes(m)}
+        if not roots or "float16" in {*self._regions, *called, *held, *buffers, *cast}:
             return None
         if any(hides_autocast(module) for module, _ in roots):
             return None
-        is_bf16 = "bfloat16" in {*self._regions, *called, *held, *buffers}
+        is_bf16 = "bfloat16" in {*self._regions, *called, *held, *buffers, *cast}
         first = of.first_scale
         facts = {
             "dtype": "bfloat16" if is_bf16 else "float32",
