@@ -12,6 +12,9 @@ import msgspec
 
 SCHEMA = "ampguard.report/1"
 
+WAS_SENT = "what another rank sent"
+"""How the reason begins why a step is not run again whose failure began on another rank."""
+
 Mode = Literal["train", "eval"]
 Phase = Literal["data", "parameters", "forward", "loss", "backward", "optimizer", "protocol"]
 Severity = Literal["info", "warning", "error"]

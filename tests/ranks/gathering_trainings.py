@@ -96,6 +96,19 @@ def balanced(a: Tensor, b: Tensor) -> Tensor:
     return -(codes * functional.log_softmax(a, dim=1)).sum(1).mean()
 
 
+class Exchanged(nn.Module):
+    """Scores against what the other rank holds, which comes by send and recv."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        rank, other = dist.get_rank(), torch.empty_like(b)
+        for turn in (rank, 1 - rank):
+            if turn == 0:
+                dist.send(b.detach().contiguous(), 1 - rank)
+            else:
+                dist.recv(other, 1 - rank)
+        return torch.log(torch.exp(a @ other.t()).sum(1)).mean()  # BAD exchanged
+
+
 def contrastive() -> None:
     train(contrast, torch.float16, growth=1e3)
 
@@ -121,6 +134,14 @@ def evaluated() -> None:
         total = (share(x) / x.abs().sum()).sum()  # BAD evaluated
         dist.all_reduce(total)
         print(f"rank {dist.get_rank()}: {total.item() / 2}")
+
+
+def exchanged() -> None:
+    train(Exchanged(), growth=1e3)
+
+
+def healthy_exchanged() -> None:
+    train(Exchanged())
 
 
 def healthy_contrastive() -> None:

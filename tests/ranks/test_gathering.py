@@ -9,12 +9,13 @@ from launching import Ranks
 from ampguard.report.store import read_report
 
 SCRIPT = Path(__file__).parent / "gathering_trainings.py"
-HEALTHY = ("healthy_contrastive", "healthy_by_function", "healthy_centered", "healthy_balanced")
+HEALTHY = ("healthy_contrastive", "healthy_by_function", "healthy_centered", "healthy_balanced", "healthy_exchanged")
 FAULTY = {
     "contrastive": ("fp16-overflow", "aten.mm.default", 0),
     "by_function": ("overflow", "aten.exp.default", 0),
     "centered": ("domain-error", "aten.log.default", 1),
     "balanced_codes": ("overflow", "aten.exp.default", 1),
+    "exchanged": ("overflow", "aten.exp.default", 0),
     "evaluated": ("division-by-zero", "aten.div.Tensor", 1),
 }
 """Cause, operator, and the first rank that sees it. The fault of `contrastive` is in what all ranks compute alike."""

@@ -13,6 +13,7 @@ from ampguard import compat
 from ampguard.capture.ranks.collectives import Call, Collectives, Received
 from ampguard.capture.record import Event, GlueOp, held_in
 from ampguard.errors import ReplayError
+from ampguard.incident import WAS_SENT
 from ampguard.numerics import is_finite
 from ampguard.replay.trace import identical
 from ampguard.replay.tracer import ReplayMode
@@ -41,7 +42,7 @@ def _check(received: Received) -> None:
     if received.own is not None and not is_finite(received.own):
         return  # this rank's own part of the sum is to blame
     if not all(is_finite(tensor) for tensor in received.from_others):
-        raise ReplayError(f"what another rank sent ({received.name}) was not finite already: its own report says why")
+        raise ReplayError(f"{WAS_SENT} ({received.name}) was not finite already: its own report says why")
 
 
 class _Answers:
@@ -54,8 +55,8 @@ class _Answers:
 
     def called(self, call: Call) -> None:
         event = self._mode.event
-        if call.name == "barrier" or event is None:
-            return
+        if not call.written or event is None:
+            return  # a barrier; what is sent
         received = self._next(event.index, call)
         values = received.values
         if values is None:

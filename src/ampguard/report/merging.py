@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ampguard.incident import Incident, Report, importance, status_of
+from ampguard.incident import WAS_SENT, Incident, Report, importance, status_of
 
 NAMED = 64
 """Ranks that are named one by one; beyond that their number is told."""
@@ -76,9 +76,13 @@ def _without_consequences(incidents: list[Incident]) -> list[Incident]:
 
 def _began_in(origin: Incident, later: Incident) -> bool:
     """Whether `later` is what another rank's failure did to this one: bad gradients, or the weights that they poisoned."""
-    if origin.severity != "error" or origin.mode != "train" or origin.phase == "protocol":
+    if origin.severity != "error" or origin.phase == "protocol":
         return False
     if origin.cause == "rank-divergence" or set(_ranks_of(origin)) & set(_ranks_of(later)):
+        return False
+    if WAS_SENT in str(later.evidence.get("not_replayed_because")):
+        return origin.cause != "unexplained" and (origin.step, origin.mode) == (later.step, later.mode)
+    if origin.mode != "train":
         return False
     if origin.cause == "unexplained" and (origin.phase == "backward" or later.phase != "backward"):
         return False
@@ -91,7 +95,8 @@ def _began_in(origin: Incident, later: Incident) -> bool:
 def _reaching(incident: Incident, ranks: list[int]) -> Incident:
     if not ranks:
         return incident
-    text = f"{incident.explanation} With the gradients it reached {in_words(ranks)}."
+    way = "With the gradients" if incident.mode == "train" else "With what was sent"
+    text = f"{incident.explanation} {way} it reached {in_words(ranks)}."
     return msgspec.structs.replace(incident, explanation=text, evidence={**incident.evidence, "reached_ranks": ranks})
 
 

@@ -35,7 +35,8 @@ class CollectiveProbe:
         for name, position in RESULTS.items():
             if hasattr(torch.distributed, name):
                 self._patches.replace(torch.distributed, name, functools.partial(self._watch, name, position))
-        self._patches.replace(torch.distributed, "barrier", functools.partial(self._watch, "barrier", None))
+        for name in ("barrier", "send"):
+            self._patches.replace(torch.distributed, name, functools.partial(self._watch, name, None))
 
     def _watch(self, name: str, position: int | None, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder = self._recorder
@@ -52,7 +53,7 @@ class CollectiveProbe:
             given = dict(zip(parameters, args, strict=False)) | kwargs
             if collectives.replay is not None and recorder.paused:
                 collectives.replay.called(call_of(name, given, parameters, position))
-                return Done() if given.get("async_op") else None
+                return Done() if given.get("async_op") else given.get("src") if name == "recv" else None
             if not recorder.active or recorder.counting or position is None:
                 return original(*args, **kwargs)
             is_outside = not recorder.paused and recorder.thread == threading.get_ident()

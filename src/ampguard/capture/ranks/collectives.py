@@ -34,6 +34,7 @@ RESULTS = {
     "all_to_all_single": 0,
     "gather": 1,
     "scatter": 0,
+    "recv": 0,
 }
 """The collectives of `torch.distributed`, and the position of what each writes to."""
 
