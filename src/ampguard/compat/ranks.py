@@ -24,7 +24,8 @@ def sharded_compute_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
     found = set()
     for inner in module.modules() if kinds else ():
         if isinstance(inner, kinds):
-            state = inner._get_fsdp_state() if hasattr(inner, "_get_fsdp_state") else None
+            state_of: Any = getattr(inner, "_get_fsdp_state", None)
+            state = state_of() if state_of is not None else None
             policy = getattr(state, "_mp_policy", None) or getattr(inner, "mixed_precision", None)
             found.add(getattr(policy, "param_dtype", None))
     return {dtype for dtype in found if isinstance(dtype, torch.dtype)}
