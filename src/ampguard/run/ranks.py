@@ -65,13 +65,22 @@ class RankWatch:
         self._later = NumbersLater()
         self._course: deque[tuple[int, float | None, bool | None]] = deque(maxlen=COURSE)
         self._pairs: dict[int, _Pair] = {}
+        self._last = -1
+        """The last iteration that ended."""
 
     def saw(self, vitals: StepVitals) -> None:
         """The vital signs of a step."""
         self._course.append((vitals.step, vitals.scale, vitals.skipped))
 
     def iteration_ended(self, step: int) -> None:
-        """Iteration number `step` is over."""
+        """Iteration number `step` is over.
+
+        A number comes twice where a second optimizer shows that an iteration is longer than it seemed: what another rank
+        has written down under it may then be from either time, so it is compared once.
+        """
+        if step <= self._last:
+            return
+        self._last = step
         if is_due(step):
             self._barrier.call(self._check, step)
 
