@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ampguard import compat
 from ampguard.diagnose import compiled_search
-from ampguard.diagnose.investigate import Budget
+from ampguard.diagnose.budget import Budget
 
 Guard = Callable[..., Any]
 Backend = Callable[..., Any]

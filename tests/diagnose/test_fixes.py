@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, seed_everything
 
-from ampguard.diagnose import casebook
+from ampguard.diagnose import budget, casebook
+from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
-from ampguard.diagnose.investigate import Budget, locate, tried, verified_fixes
+from ampguard.diagnose.investigate import locate, tried, verified_fixes
 from ampguard.incident import Fix
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant
@@ -175,7 +177,8 @@ def test_spent_budget_leaves_fixes_untried(guard: Guard, monkeypatch: pytest.Mon
     assert all(fix.how for fix in fixes), "what to change is said all the same"
 
 
-def test_budget() -> None:
+def test_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(budget, "SCHEDULER", tmp_path / "none")
     now = time.perf_counter()
     assert not Budget.for_step(0.001, now).is_spent
     assert Budget.for_step(0.001, now - 3.0).is_spent, "a small step may take three seconds in all"

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train import parse, train
 
 import ampguard
-from ampguard.diagnose.investigate import Budget
+from ampguard.diagnose.budget import Budget
 
 NO_LIMIT = Budget(math.inf)
 """The machine may be busy: what an investigation finds is not to depend on it."""

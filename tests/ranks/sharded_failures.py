@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ampguard
-from ampguard.diagnose.investigate import Budget
+from ampguard.diagnose.budget import Budget
 
 NO_LIMIT = Budget(math.inf)
 

@@ -39,7 +39,7 @@ from ampguard.capture.surroundings import current_modes
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
 from ampguard.compat import plain_version, version_of
 
-MAX_EVENTS = 4096
+MAX_EVENTS = 16384
 """Events kept of one step; beyond it the record is incomplete."""
 
 SWEEP_EVENTS = 48
@@ -88,6 +88,11 @@ class EventLog:
     def is_empty(self) -> bool:
         """Whether nothing is kept."""
         return not self._record.events and not self._pending
+
+    @property
+    def size(self) -> int:
+        """Events that are kept."""
+        return len(self._record.events) + len(self._pending)
 
     def append(self, event: Event) -> None:
         self.record.events.append(event)

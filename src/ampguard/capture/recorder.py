@@ -449,7 +449,7 @@ class FlightRecorder:
         self.between_steps = True
         if self.schedule.wonders(self.steps.count):
             self.schedule.prefix_was(uses_computed(self.log.record.events, self.log.iteration_start, self._first_root))
-        self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root)
+        self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False
         if self.live is not None:

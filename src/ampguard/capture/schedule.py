@@ -12,6 +12,13 @@ FREE_FUNCTIONAL_OPS = 512
 
 TAPED_OP_SECONDS = 6e-6
 GLUE_TIME_SHARE = 0.01
+
+FREE_SECONDS = 2.0
+"""What taping more than that may take of a run beside its share of the time: a short run's steps are all taped whole."""
+
+TAPED_CALL_SECONDS = 1.2e-5
+"""What an operator or a call takes that is taped, named and forgotten."""
+
 LONG_STEP = 0.025
 """Seconds a step, beyond which taping every operator of its glue costs next to nothing."""
 
@@ -35,6 +42,7 @@ class TapeSchedule:
     """For how many operators the tape is put on, and whether calls or operators are kept."""
 
     def __init__(self) -> None:
+        self._spent = -FREE_SECONDS
         self.limit = MAX_EVENTS
         """Operators that are taped after a module was called."""
         self.keeps_calls = False
@@ -69,11 +77,13 @@ class TapeSchedule:
         if not has_root and not self.is_functional:
             self._wants_prefix = False
 
-    def ended(self, steps: int, seconds: float, usual_seconds: float, has_root: bool) -> None:
-        """A step is over: the how manieth, how long it took and steps take, and whether it called a module."""
+    def ended(self, steps: int, seconds: float, usual_seconds: float, has_root: bool, taped: int) -> None:
+        """A step is over: the how manieth, how long it took and steps take, whether it called a module, what was taped."""
         if steps > FIRST_STEPS:
-            allowed = int(GLUE_TIME_SHARE * usual_seconds / TAPED_OP_SECONDS)
-            self.limit = min(MAX_EVENTS, max(FREE_GLUE_OPS, allowed))
+            allowed = max(FREE_GLUE_OPS, int(GLUE_TIME_SHARE * usual_seconds / TAPED_OP_SECONDS))
+            self._spent += max(0, taped - allowed) * TAPED_CALL_SECONDS - GLUE_TIME_SHARE * seconds
+            self._spent = max(self._spent, -FREE_SECONDS)
+            self.limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
         self.keeps_calls = min(seconds, usual_seconds) < LONG_STEP  # a single slow step does not count
         self.is_functional = not has_root
         is_empty = not self._wants_prefix or self._empty_prefixes >= EMPTY_PREFIXES

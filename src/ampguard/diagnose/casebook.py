@@ -14,19 +14,12 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.arming import Arming
 from ampguard.diagnose.awaiting import Awaited, Awaiting
 from ampguard.diagnose.bad_since import BadSince
+from ampguard.diagnose.budget import LEAST_SECONDS, Budget
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.hooked import changed_by_a_hook
-from ampguard.diagnose.investigate import (
-    LEAST_SECONDS,
-    Budget,
-    explain,
-    explain_trace,
-    locate,
-    locate_in_trace,
-    unexplained_incident,
-)
+from ampguard.diagnose.investigate import explain, explain_trace, locate, locate_in_trace, unexplained_incident
 from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice

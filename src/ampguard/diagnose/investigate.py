@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard import compat
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in, refs_in
 from ampguard.diagnose import words
+from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
@@ -34,38 +33,10 @@ from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
-LEAST_SECONDS, LEAST_SECONDS_OF_HEALING = 2.5, 25.0
-"""What an investigation of the quickest step may take: for a card, and where its fixes are waited for."""
-
 SEARCHING = COPIES | {"add", "sub"}
 """What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
 
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How long an investigation may take.
-
-    A card may take 30 times the failing step, and at least 3 seconds; what is begun within this budget ends by then. Where
-    the run waits for a fix that it goes on with, it may take half a minute: on a busy machine too, a fix is tried.
-    """
-
-    deadline: float
-
-    @staticmethod
-    def for_step(step_seconds: float, started: float, least: float = LEAST_SECONDS) -> Budget:
-        """The budget of an investigation that began at `started` (`time.perf_counter()`): at least `least` seconds.
-
-        Other ranks wait meanwhile, in a collective that gives up: at most a fifth of that time is used.
-        """
-        seconds = max(least, 22 * step_seconds)
-        patience = compat.collective_timeout()
-        return Budget(started + (seconds if patience is None else min(seconds, patience / 5)))
-
-    @property
-    def is_spent(self) -> bool:
-        return time.perf_counter() > self.deadline
 
 
 def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> Evidence | None:

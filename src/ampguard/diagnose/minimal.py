@@ -16,7 +16,7 @@ from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
 if TYPE_CHECKING:
-    from ampguard.diagnose.investigate import Budget
+    from ampguard.diagnose.budget import Budget
 
 MAX_REGIONS = 24
 

@@ -20,8 +20,8 @@ from ampguard.capture.calls import CallProbes
 from ampguard.capture.probes import Probes
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.casebook import Casebook
-from ampguard.diagnose.investigate import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import StopRun
 from ampguard.incident import Environment, Incident, Report, status_of

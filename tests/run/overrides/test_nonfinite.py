@@ -13,7 +13,7 @@ from override_loops import batches, model, weights
 from torch import Tensor, nn
 
 import ampguard
-from ampguard.diagnose.investigate import Budget
+from ampguard.diagnose.budget import Budget
 from ampguard.errors import StopRun
 from ampguard.run.overrides.patience import IN_A_ROW, WHILE_SCALE_FALLS
 

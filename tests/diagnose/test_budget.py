@@ -1,0 +1,54 @@
+"""How long an investigation may keep the other ranks waiting, or a crowded machine the run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ampguard import compat
+from ampguard.diagnose import budget
+from ampguard.diagnose.budget import Budget
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The scheduler's statistics: none, as on a machine that has none."""
+    monkeypatch.setattr(budget, "SCHEDULER", tmp_path / "schedstat")
+    return tmp_path / "schedstat"
+
+
+@pytest.fixture(autouse=True)
+def _alone(scheduler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "collective_timeout", lambda: None)
+
+
+def seconds(step_seconds: float) -> float:
+    now = time.perf_counter()
+    return Budget.for_step(step_seconds, now).deadline - now
+
+
+def test_alone_it_is_22_steps() -> None:
+    assert seconds(60.0) == pytest.approx(1320.0)
+    assert seconds(0.01) == pytest.approx(2.5)
+
+
+def test_with_others_at_most_a_fifth_of_what_their_collectives_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "collective_timeout", lambda: 600.0)
+    assert seconds(60.0) == pytest.approx(120.0)
+    assert seconds(0.01) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("statistics", "least"), [
+    ("4000000 0 9", 2.5),
+    ("4000000 4000000 9", 5.0),
+    ("4000000 400000000 9", 10.0),
+    ("0 0 0", 2.5),
+    ("", 2.5),
+    ("unknown", 2.5),
+])  # fmt: skip
+def test_where_others_use_the_processors_too_it_is_longer(scheduler: Path, statistics: str, least: float) -> None:
+    scheduler.write_text(statistics)
+    assert seconds(0.01) == pytest.approx(least)
+    assert seconds(60.0) == pytest.approx(1320.0), "how long a step takes is measured on the same machine"
