@@ -1,9 +1,9 @@
 """Keeping a stretch of steps while a run seems to go wrong.
 
-Nothing is kept while the alarm is quiet. When it is raised, before an update, the trained parameters and the optimizers
-are copied; from there on the records of the steps are held, with what each update was made of. At most `SEGMENTS` times
-`SEGMENT_STEPS` steps: beyond it the oldest part goes, and the copies with it, unless what is kept shows already how the
-loss rises. When the alarm has passed, all of it goes.
+Nothing is kept while the alarm is quiet. When it is raised, before an update, or where one of the first updates is large
+against the weights themselves, the trained parameters and the optimizers are copied; from there on the records of the steps
+are held, with what each update was made of. At most `SEGMENTS` times `SEGMENT_STEPS` steps: beyond it the oldest part goes,
+and the copies with it, unless what is kept shows already how the loss rises. When the alarm has passed, all of it goes.
 
 Memory: the copies and the inputs that the records hold on to may take up `MEMORY_SHARE` of what the device and the host
 have left. Where that is not enough, `refusal` says so and nothing is kept.
@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Protocol
 
@@ -50,6 +51,10 @@ LONGEST_ALARM = 256
 """Steps after which what raised the alarm is taken to be the usual."""
 TIME_SHARE = 0.01
 """Of the run's time that copying for alarms may take; the first copy is free."""
+FIRST_UPDATES = 3
+"""Updates of an optimizer whose size is asked for beforehand: what a rate far too large does, it does at once."""
+LARGE_UPDATE = 0.1
+"""Of the weights' norm. Ordinary first updates move weights by some hundredths or less."""
 FREE_SECONDS = 2.0
 """Beyond it, keeping steps may take the same share of the time: some losses jump up and down for ever."""
 
@@ -66,6 +71,26 @@ class Alarm(Protocol):
     def settle(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Known:
+    """An optimizer, its alarm, the thread that steps it, and how often that has happened."""
+
+    ref: weakref.ref[Optimizer]
+    alarm: Alarm
+    thread: int
+    updates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Why steps are to be kept, whose alarm it is and the largest rate that it bore; `first_update`: see `Stretch`."""
+
+    reason: str
+    alarm: Alarm
+    rate: float
+    first_update: float | None = None
+
+
 class StretchKeeper:
     """Listens to the alarm before each update, and keeps steps while it is raised."""
 
@@ -76,16 +101,16 @@ class StretchKeeper:
         """Bytes left for tensors like these; None where it is not known."""
         self._recorder = recorder
         self._new_alarm = new_alarm
-        self._alarms: dict[int, tuple[weakref.ref[Optimizer], Alarm, int]] = {}
-        """For each optimizer, by identity: its alarm, and the thread that steps it."""
+        self._known: dict[int, _Known] = {}
+        """The optimizers that have stepped, by identity."""
         self._losses_seen = 0
         self._begin = 0
         """The first event of the running iteration."""
         self._has_updated = False
         self.is_late = False
         """Whether losses lie on a device."""
-        self._wanted: tuple[str, Alarm, float] | None = None
-        """An alarm that was raised after the iteration's first update: a snapshot is due before the next one's."""
+        self._wanted: _Wanted | None = None
+        """Raised after the iteration's first update: a snapshot is due before the next one's."""
         self._raised_by: Alarm | None = None
         self._updates: list[Update] = []
         self._is_scaled = False
@@ -105,23 +130,25 @@ class StretchKeeper:
         losses = self._recorder.judge.losses
         seen, self._losses_seen = self._losses_seen, len(losses)
         loss = losses[seen] if len(losses) == seen + 1 else _sum(losses[seen:])
-        known = self._alarms.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
-            known = self._alarms[id(optimizer)] = (weakref.ref(optimizer), self._new_alarm(), get_ident())
-        elif known[2] != get_ident():
-            known = self._alarms[id(optimizer)] = (*known[:2], get_ident())
-        alarm = known[1]
+        known = self._known.get(id(optimizer))
+        if known is None or known.ref() is not optimizer:
+            known = self._known[id(optimizer)] = _Known(weakref.ref(optimizer), self._new_alarm(), 0)
+        known.thread = get_ident()
+        known.updates += 1
+        alarm = known.alarm
         rate = optimizer.param_groups[0].get("lr", 0.0)
         value = loss if type(loss) is float else None
         self.is_late = isinstance(loss, Tensor)
         rate = rate if type(rate) is float else 0.0 if isinstance(rate, Tensor) else float(rate)
         if alarm.is_quiet(value, rate):
-            if self.stretch is None:
+            if known.updates <= FIRST_UPDATES and self.stretch is None and self._wanted is None:
+                self._ask_how_large(optimizer, alarm, rate, by_scaler)
+            if self.stretch is None or self.stretch.first_update is not None:
                 alarm.calm(value, rate)
         else:
             self._is_quiet = False
-            if self.stretch is None and self._wanted is None:
-                self._wanted = (alarm.reason(value, rate), alarm, alarm.rate)
+            if self.stretch is None and (self._wanted is None or self._wanted.first_update):
+                self._wanted = _Wanted(alarm.reason(value, rate), alarm, alarm.rate)
             alarm.rate = max(alarm.rate, rate)  # it has been told once
         if self.stretch is not None or self._wanted is not None:
             self._attend(optimizer, by_scaler)
@@ -131,12 +158,12 @@ class StretchKeeper:
         """The loss of an earlier step, whose device was not waited for, has come."""
         if not self.is_late or self.stretch is not None or loss is None:
             return
-        if math.isfinite(loss) and len(self._alarms) == 1:
-            alarm = next(iter(self._alarms.values()))[1]
+        if math.isfinite(loss) and len(self._known) == 1:
+            alarm = next(iter(self._known.values())).alarm
             if alarm.is_quiet(loss, alarm.rate):
                 alarm.calm(loss, alarm.rate)
-            elif self._wanted is None:
-                self._wanted = (alarm.reason(loss, alarm.rate), alarm, alarm.rate)
+            elif self._wanted is None or self._wanted.first_update:
+                self._wanted = _Wanted(alarm.reason(loss, alarm.rate), alarm, alarm.rate)
 
     def iteration_ended(self, step: int) -> None:
         """Iteration number `step` is over; called before its losses are taken."""
@@ -177,7 +204,7 @@ class StretchKeeper:
         if stretch.is_closed:
             stretch.failing = step
             return stretch
-        whole = Stretch(stretch.reason, stretch.raised_at, stretch.highest, stretch.rate)
+        whole = Stretch(stretch.reason, stretch.raised_at, stretch.highest, stretch.rate, stretch.first_update)
         whole.segments = deque(Segment(s.snapshot, list(s.steps)) for s in stretch.segments)
         whole.segments[-1].steps.append(step)
         whole.failing = step
@@ -191,7 +218,7 @@ class StretchKeeper:
             return
         if not self._has_updated:
             if self._wanted is not None:
-                self._raise_alarm(*self._wanted)
+                self._raise_alarm(self._wanted)
             elif self.stretch is not None and self._is_segment_full(self.stretch):
                 self.stretch.is_closed = has_risen(self.stretch.steps)
                 if not self.stretch.is_closed:
@@ -205,7 +232,14 @@ class StretchKeeper:
             return
         self._updates.append(self._noted(optimizer, number, by_scaler))
 
-    def _raise_alarm(self, reason: str, alarm: Alarm, rate_before: float) -> None:
+    def _ask_how_large(self, optimizer: Optimizer, alarm: Alarm, rate: float, by_scaler: bool) -> None:
+        """Is this update, one of the first, about as large as the weights? Then it is kept from here on."""
+        size = relative_size(optimizer, by_scaler, has_new_rate=rate > alarm.rate)
+        if size is not None and size > LARGE_UPDATE:
+            reason = f"at a learning rate of {rate:g} an update is {size:.2g} times as large as the weights"
+            self._wanted = _Wanted(reason, alarm, rate, size)
+
+    def _raise_alarm(self, wanted: _Wanted) -> None:
         self._wanted = None
         recorder = self._recorder
         elapsed = time.perf_counter() - self._began
@@ -213,8 +247,10 @@ class StretchKeeper:
         if recorder.counting or is_dear or self._kept_for > FREE_SECONDS + TIME_SHARE * elapsed:
             return
         self.alarms_raised += 1
-        self.stretch = Stretch(reason, self._step, alarm.highest, rate_before)
-        self._raised_by = alarm
+        self.stretch = Stretch(
+            wanted.reason, self._step, wanted.alarm.highest, wanted.rate, first_update=wanted.first_update
+        )
+        self._raised_by = wanted.alarm
         self._quiet_steps = self._steps_armed = 0
         self._copy(self.stretch)
         self._cost = time.perf_counter() - self._began - elapsed
@@ -224,8 +260,10 @@ class StretchKeeper:
         """Copy the weights and the optimizers, if there is room; the oldest segment goes first."""
         while len(stretch.segments) >= SEGMENTS:
             stretch.segments.popleft()
-        me, alarms = get_ident(), tuple(self._alarms.values())  # what another thread steps is changing just now
-        optimizers = [o for ref, _, thread in alarms if thread == me and (o := ref()) is not None]
+        me, known = get_ident(), tuple(self._known.values())  # what another thread steps is changing just now
+        optimizers = [o for one in known if one.thread == me and (o := one.ref()) is not None]
+        if stretch.first_update is not None:
+            optimizers += [o for o in self._recorder.steps.yet_to_step if all(o is not other for other in optimizers)]
         room = self._room(optimizers, stretch.size)
         size = size_of(optimizers)
         if room is not None and size + stretch.size > room:
@@ -269,13 +307,8 @@ class StretchKeeper:
 
     def _noted(self, optimizer: Optimizer, number: int, by_scaler: bool) -> Update:
         self._is_scaled = by_scaler
-        gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
-        is_dense = all(g.layout == torch.strided for g in gradients)
-        norm = norm_of(gradients) if is_dense else None
+        norm = gradient_norm(optimizer, by_scaler)
         own = self._recorder.judge.last_scale
-        still_scaled = compat.held_scale(optimizer) if by_scaler else None
-        if norm is not None and still_scaled is not None:
-            norm = norm / still_scaled
         options = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
@@ -306,6 +339,36 @@ class StretchKeeper:
         self.stretch = None
         self._raised_by = None
         self._updates.clear()
+
+
+def gradient_norm(optimizer: Optimizer, by_scaler: bool) -> Tensor | None:
+    """The norm of what an optimizer is about to step with, its loss scale taken out; None of sparse gradients."""
+    gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
+    is_dense = all(g.layout == torch.strided for g in gradients)
+    norm = norm_of(gradients) if is_dense else None
+    scale = compat.held_scale(optimizer) if by_scaler else None
+    return norm / scale if norm is not None and scale is not None else norm
+
+
+def relative_size(optimizer: Optimizer, by_scaler: bool, has_new_rate: bool) -> float | None:
+    """About how large an update is going to be, against the weights' norm; None where that would take waiting for a device.
+
+    Either the optimizer multiplies its gradients by the rate (it has a momentum and no running squares: SGD), or it makes
+    them about as large as 1 first (Adam and its kin): then the rate alone decides.
+    """
+    parameters = parameters_of([optimizer])
+    if not parameters or any(p.device.type != "cpu" for p in parameters):
+        return None
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    multiplies = all("momentum" in group and "alpha" not in group for group in optimizer.param_groups)
+    if not rates or not (multiplies or has_new_rate):
+        return None
+    weights = norm_of(parameters)
+    ones = sum(p.numel() for p in parameters)
+    step = gradient_norm(optimizer, by_scaler) if multiplies else math.sqrt(ones)
+    if weights is None or step is None or not float(weights):
+        return None
+    return max(rates) * float(step) / float(weights)
 
 
 def _sum(losses: list[float | Tensor]) -> float | None:

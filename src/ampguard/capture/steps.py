@@ -59,6 +59,11 @@ class StepCounter:
         """Whether a backward pass stands for a step: no optimizer is known."""
         return not (self._ever or self._created)
 
+    @property
+    def yet_to_step(self) -> list[Optimizer]:
+        """Optimizers that were made and have not stepped."""
+        return [optimizer for optimizer in self._created if optimizer not in self._ever]
+
     def differentiated(self) -> bool:
         """A backward pass ended. True where it stands for the step: no optimizer is known."""
         if not self.counts_backwards:

@@ -89,6 +89,9 @@ class Stretch:
     raised_at: int
     highest: float
     rate: float
+    first_update: float | None = None
+    """About how large its first update was against the weights, where it began with one of the run's first updates: nothing
+    is known of what is usual."""
     segments: deque[Segment] = field(default_factory=deque)
     refusal: str | None = None
     """Why nothing (more) is kept."""

@@ -105,7 +105,7 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     if not losses:
         return None
     remedies = remedies_of(situation, even_if_data=False) if incident.mode == "train" else None
-    if remedies is not None and remedies.began_at is not None:
+    if remedies is not None and remedies.began_at is not None and not remedies.is_of_first_steps:
         is_raised = is_of_raised_rate(remedies, incident)
         if not is_raised and not is_giant(remedies, situation):
             return None
@@ -189,7 +189,7 @@ def is_giant(remedies: Remedies, situation: Situation) -> bool:
         moved *= remedies.norm_before / ordinary_norm(weights)
     is_out_of_proportion = moved is not None and moved >= MOVED_FAR
     if usual is not None and moved is not None:
-        is_out_of_proportion &= moved >= RISEN * usual * max(1, remedies.updates)
+        is_out_of_proportion &= moved >= RISEN * min(usual, MOVED_FAR) * max(1, remedies.updates)
     return left or is_out_of_proportion
 
 

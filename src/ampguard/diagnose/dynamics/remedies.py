@@ -25,6 +25,8 @@ ORDINARY = 10.0
 """Times the loss that was seen last: up to it, a batch is like the others."""
 MANY_SKIPPED = 0.5
 RATE_FACTORS = (0.1, 0.01)
+ORDINARY_UPDATE = 0.01
+"""Of the weights' norm: what one of the first updates may move them by."""
 NORMS_OF_BEFORE = 64
 
 
@@ -60,6 +62,8 @@ class Remedies:
     bound: float = math.inf
     """Beyond it a |loss| has left its range."""
     updates: int = 0
+    is_of_first_steps: bool = False
+    """Whether the stretch is the run's beginning: what is usual is not known."""
     reason: str = ""
     """What raised the alarm."""
     noticed_at: int = 0
@@ -81,7 +85,10 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     if len(stretch.steps) < 2:
         return untried("the updates that led to it came before anything looked unusual")
     remedies = untried("")
-    remedies.bound = max(LEFT_RANGE * stretch.highest, abs(stretch.steps[0].loss or 0.0))
+    first = abs(stretch.steps[0].loss or 0.0)
+    remedies.is_of_first_steps = stretch.first_update is not None
+    usual = stretch.highest or (first if remedies.is_of_first_steps else 0.0)
+    remedies.bound = max(LEFT_RANGE * usual, first)
     remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
     remedies.rate_was_raised = was_raised(replay)
     try:
@@ -96,7 +103,7 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
         return remedies.without_trial(f"the steps before it could not be run again: {in_words(error)}")
     if why is not None:
         return remedies.without_trial(why)
-    trial = Trial(replay, ran, remedies.bound)
+    trial = Trial(replay, ran, usual, remedies.bound)
     remedies.lower_rate = trial.of(rate_changes(replay))
     remedies.clip = trial.of(clip_changes(trajectory, stretch.steps[0].number))
     within = [step for step, loss in ran.losses if abs(loss) <= remedies.bound]
@@ -168,7 +175,11 @@ def rate_changes(replay: StretchReplay) -> list[Change]:
         return []
     if was_raised(replay):
         return [Change(max_rate=replay.stretch.rate)]
-    return [Change(rate_factor=factor) for factor in RATE_FACTORS]
+    factors = RATE_FACTORS
+    size = replay.stretch.first_update
+    if size is not None and size > ORDINARY_UPDATE / RATE_FACTORS[-1]:
+        factors = (*factors, 10.0 ** math.floor(math.log10(ORDINARY_UPDATE / size)))
+    return [Change(rate_factor=factor) for factor in factors]
 
 
 def was_raised(replay: StretchReplay) -> bool:
@@ -194,6 +205,8 @@ class Trial:
 
     replay: StretchReplay
     ran: Course
+    usual: float
+    """The largest |loss| that was usual."""
     bound: float
 
     def of(self, changes: list[Change]) -> Verdict:
@@ -227,15 +240,14 @@ class Trial:
             return f"the loss still rises to {number(course.highest)}"
         if course.skipped > max(1, MANY_SKIPPED * (course.updates + course.skipped)):
             return f"{course.skipped} updates are still skipped"
-        last, usual = course.losses[-1][1], self.replay.stretch.highest
+        last, usual = course.losses[-1][1], self.usual
         if abs(last) > LEFT_RANGE * usual > 0:
             return f"the loss does not come back: it is {number(last)}, and had been {number(usual)} at most"
         return None
 
     def _begins_too_late(self) -> bool:
         """Whether the updates that did it came before the first step that was kept: a remedy cannot undo them."""
-        stretch = self.replay.stretch
-        return abs(stretch.steps[0].loss or 0.0) > LEFT_RANGE * stretch.highest > 0
+        return abs(self.replay.stretch.steps[0].loss or 0.0) > LEFT_RANGE * self.usual > 0
 
 
 def in_words(error: Exception) -> str:

@@ -1,0 +1,94 @@
+"""Learning rates that are far too large from the first step on: the fixes are tried on the run's own beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from watching import Watched, seed_everything
+
+from ampguard.capture import keeper
+
+Guard = Callable[..., Watched]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def regression(make: Make, low: bool, steps: int = 30) -> None:
+    seed_everything()
+    model = net()
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=low)
+    for _ in range(steps):
+        x = torch.rand(32, 16)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=low):
+            loss = F.mse_loss(model(x).float(), F.one_hot((4 * x[:, 0]).long(), 4).float())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not loss.isfinite():
+            return
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.SGD(p, lr=100.0, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=3e8)],
+    ids=["SGD", "AdamW"],
+)
+def test_a_smaller_rate_is_tried_from_the_first_step_on(make: Make, low: bool, guard: Guard) -> None:
+    first = guard(partial(regression, make, low)).first
+    assert first.cause == "divergence"
+    lower = next(fix for fix in first.fixes if fix.action == "lower-learning-rate")
+    assert lower.verified
+    assert lower.outcome is not None
+    assert lower.outcome.startswith("steps 0 to ")
+
+
+def test_two_optimizers_of_one_iteration(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        one, other = net(), net()
+        first, second = torch.optim.SGD(one.parameters(), lr=200.0), torch.optim.SGD(other.parameters(), lr=200.0)
+        for _ in range(30):
+            x = torch.rand(32, 16)
+            for model, optimizer in ((one, first), (other, second)):
+                loss = F.mse_loss(model(x), x[:, :4])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if not loss.isfinite():
+                    return
+
+    first = guard(body).first
+    assert first.cause == "divergence"
+    assert any(fix.verified for fix in first.fixes), [fix.outcome for fix in first.fixes]
+
+
+def test_large_first_updates_that_do_no_harm(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    raise_alarm = keeper.StretchKeeper._raise_alarm
+    monkeypatch.setattr(
+        keeper.StretchKeeper, "_raise_alarm", lambda self, wanted: (kept.append(self), raise_alarm(self, wanted))[1]
+    )
+    watched = guard(partial(regression, lambda p: torch.optim.AdamW(p, lr=0.03), low=False, steps=20))
+    assert not watched.report.incidents
+    assert len(kept) == 1
+    assert kept[0].stretch is None, "what was kept of the beginning is given back when it has passed"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=1e-3)], ids=["SGD", "AdamW"]
+)
+def test_ordinary_first_updates_are_not_kept(make: Make, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper.StretchKeeper, "_raise_alarm", lambda *_: pytest.fail("nothing was unusual"))
+    assert not guard(partial(regression, make, low=True)).report.incidents
