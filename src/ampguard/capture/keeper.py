@@ -50,7 +50,7 @@ CALM_STEPS = 8
 LONGEST_ALARM = 256
 """Steps after which what raised the alarm is taken to be the usual."""
 TIME_SHARE = 0.01
-"""Of the run's time that copying for alarms may take; the first copy is free."""
+"""Of the run's time that copying for alarms may take; the first copy is free, and those before first updates are."""
 FIRST_UPDATES = 3
 """Updates of an optimizer whose size is asked for beforehand: what a rate far too large does, it does at once."""
 LARGE_UPDATE = 0.1
@@ -180,7 +180,8 @@ class StretchKeeper:
         if stretch.refusal is None and not stretch.is_closed:
             started = time.perf_counter()
             self._keep(stretch, self._kept(step, begin, updates))
-            self._kept_for += time.perf_counter() - started
+            if stretch.first_update is None:
+                self._kept_for += time.perf_counter() - started
         if any(type(loss) is float and not math.isfinite(loss) for loss in self._recorder.judge.losses):
             self._drop()  # it has failed: what led to it has been asked for
             return
@@ -243,7 +244,8 @@ class StretchKeeper:
         self._wanted = None
         recorder = self._recorder
         elapsed = time.perf_counter() - self._began
-        is_dear = self._cost and self._spent + self._cost > TIME_SHARE * elapsed
+        is_first = wanted.first_update is not None
+        is_dear = not is_first and self._cost and self._spent + self._cost > TIME_SHARE * elapsed
         if recorder.counting or is_dear or self._kept_for > FREE_SECONDS + TIME_SHARE * elapsed:
             return
         self.alarms_raised += 1
@@ -253,8 +255,9 @@ class StretchKeeper:
         self._raised_by = wanted.alarm
         self._quiet_steps = self._steps_armed = 0
         self._copy(self.stretch)
-        self._cost = time.perf_counter() - self._began - elapsed
-        self._spent += self._cost
+        if not is_first:
+            self._cost = time.perf_counter() - self._began - elapsed
+            self._spent += self._cost
 
     def _copy(self, stretch: Stretch) -> None:
         """Copy the weights and the optimizers, if there is room; the oldest segment goes first."""

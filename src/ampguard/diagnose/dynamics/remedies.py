@@ -24,7 +24,7 @@ LEFT_RANGE = 2.0
 ORDINARY = 10.0
 """Times the loss that was seen last: up to it, a batch is like the others."""
 MANY_SKIPPED = 0.5
-RATE_FACTORS = (0.1, 0.01)
+RATE_FACTORS: tuple[float, ...] = (0.1, 0.01)
 ORDINARY_UPDATE = 0.01
 """Of the weights' norm: what one of the first updates may move them by."""
 NORMS_OF_BEFORE = 64
