@@ -24,7 +24,7 @@ from ampguard.capture.own_scale import OwnScale, factor_of
 from ampguard.capture.pace import Pace
 from ampguard.capture.plain_leaves import PlainLeaves
 from ampguard.capture.raised import is_conversion_refusal, refused_values
-from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord, since, tensors_in
+from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since, tensors_in
 from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.told import tell_calls
@@ -70,6 +70,10 @@ class Judge:
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
         self._bad_loss_step: int | None = None
+        self._bad_gradients_from = -1
+        """The first event after bad gradients were last told."""
+        self.is_ended_by_numbers = False
+        """The script has raised an error that speaks of numbers which are not finite."""
         self.spoilt = SpoiltGradients()
 
     # --- losses -----------------------------------------------------------------------------------------------------
@@ -230,6 +234,7 @@ class Judge:
         if loss_scale is None and self.last_scale != 1.0:
             loss_scale = self.last_scale
         self.suspects = [bad for bad in self.suspects if bad.kind == "buffer"]
+        self._bad_gradients_from = self._log.next_index
         self._report(
             BadResult(
                 "gradient",
@@ -241,6 +246,7 @@ class Judge:
                 loss_scale=loss_scale,
                 is_held_off=is_held_off,
                 since=since,
+                has_ended_run=self.is_ended_by_numbers,
             )
         )
         self.spoilt.note(parameters)
@@ -385,10 +391,17 @@ class Judge:
         found = undifferentiated.results_at_hand(error, self._log)
         found = [r for r in found if r.event >= self._log.iteration_start and not self._was_judged({r.event})]
         found = [r for r in found if not self._is_old_news(r)]
+        if self._bad_gradients_from > self._log.iteration_start:  # the norm of bad gradients: these were told
+            found = [r for r in found if not self._is_behind_backward(r)]
         if found:
             first = min(found, key=lambda ref: (ref.event, ref.output))
             mode: Mode = "train" if lineage.was_wanting(self._log.record, first) else "eval"
             self.suspects.append(self._bad("loss", mode, (first,)))
+
+    def _is_behind_backward(self, ref: Ref) -> bool:
+        """Whether a backward pass came before this result, in the same iteration."""
+        passes = (e.index for e in self._log.record.events if isinstance(e, BackwardCall) and not e.is_functional)
+        return any(self._log.iteration_start <= index < ref.event for index in passes)
 
     def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
         """A scalar that wants a gradient, never differentiated and bad: a loop that skips or stops on a bad loss."""

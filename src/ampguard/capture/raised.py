@@ -6,7 +6,9 @@ result is finite. The message names a shape at best; where the number became bad
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 from types import FrameType, TracebackType
 
 import torch
@@ -14,9 +16,12 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.flags import is_capturing
-from ampguard.capture.frames import locals_of
+from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.numerics import is_finite
 
+_OF_NUMBERS = re.compile(
+    r"\b(nan|inf|infinity|(non-?|not |un|in)?finite|is_?(nan|inf|finite)|overflow\w*)\b", re.IGNORECASE
+)
 _OUR_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -37,6 +42,18 @@ def refused_values(error: BaseException) -> list[Tensor]:
         if floating:
             return [tensor for tensor in floating if _is_refused(tensor)]
     return []
+
+
+def is_about_numbers(error: BaseException | None) -> bool:
+    """Whether an error says, or the script's line that raised it asks, that something is not finite."""
+    if not isinstance(error, Exception):
+        return False
+    line, entry = "", error.__traceback__
+    while entry is not None:
+        if is_user_code(entry.tb_frame.f_code):
+            line = linecache.getline(entry.tb_frame.f_code.co_filename, entry.tb_lineno)
+        entry = entry.tb_next
+    return _OF_NUMBERS.search(f"{error} {line}") is not None
 
 
 def is_same_error(error: BaseException, before: BaseException | None) -> bool:

@@ -280,6 +280,8 @@ class BadResult:
     is_held_off: bool = False
     since: int = 0
     """The first event after these gradients were last cleared."""
+    has_ended_run: bool = False
+    """The script has raised an error over them."""
 
     @property
     def is_of_gradients(self) -> bool:

@@ -291,6 +291,8 @@ class Casebook:
         """Whether this failure began where an earlier one did."""
         place, calls = place_of(evidence), calls_behind(bad)
         for case in self.cases:
+            if bad.has_ended_run and case.incident.severity == "info":
+                continue  # it was normal then
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
                 is_same = bad.kind == "buffer" or bool(case.calls & calls)
                 case.calls = calls or case.calls

@@ -36,7 +36,7 @@ class SkippedSteps:
 
         It is counted then: to that case, or to what the last step that was looked at was skipped for.
         """
-        if bad.loss_scale is None or not bad.is_held_off:
+        if bad.loss_scale is None or not bad.is_held_off or bad.has_ended_run:
             return False
         case = next((c for c in cases if c.incident.cause == "loss-scale-overflow"), None)
         if case is None or (self._may_look() and not self._is_only_the_scale(bad, case)):

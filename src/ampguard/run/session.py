@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.calls import CallProbes
 from ampguard.capture.probes import Probes
+from ampguard.capture.raised import is_about_numbers
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
@@ -133,6 +134,7 @@ class Session:
         _guarding = None
         try:
             if not isinstance(error, StopRun):
+                self._recorder.judge.is_ended_by_numbers = is_about_numbers(error)
                 self._calls.forward_begins()
                 self._barrier.call(self._recorder.flush, error)
                 self._barrier.call(self._casebook.close)

@@ -87,22 +87,27 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
             f" The loss itself is {words.precision(evidence)} and cannot hold {scale:g}: compute the criterion in float32"
             " (inside the autocast region, or on float() of its inputs)."
         )
-    if evidence.bad.is_held_off:
+    is_normal = evidence.bad.is_held_off and not evidence.bad.has_ended_run
+    advice = "nothing to do: the scaler goes on with a lower scale"
+    if evidence.bad.has_ended_run:
+        text += " The script raises an error at such gradients, and ends before the scaler can skip the step and lower the scale."
+        advice = "raise no error at such gradients (error_if_nonfinite=False): scaler.step() skips the step"
+    elif evidence.bad.is_held_off:
         text += " The scaler skipped this step and lowers the scale: normal while it finds the scale that fits."
+    wait = Proposal("wait", None, advice)
     lower = Proposal(
         "lower-loss-scale",
         None,
         f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})",
         trial=lambda e: Variant(loss_scale_factor=(fits or 1.0) / scale),
     )
-    wait = Proposal("wait", None, "nothing to do: the scaler goes on with a lower scale")
     return Finding(
         "loss-scale-overflow",
         text,
         weight=100,
         evidence={"finite_at_scale": fits, "max_abs_gradient": peak},
         proposals=(wait, lower) if evidence.bad.is_held_off else (lower,),
-        severity="info" if evidence.bad.is_held_off else "error",
+        severity="info" if is_normal else "error",
     )
 
 
