@@ -271,6 +271,34 @@ def test_a_step_of_its_own_behind_the_scaler_s(guard: Guard, repairs: bool) -> N
     assert causes == ([] if repairs else ["bypassed-scaler"])
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_a_closure_inside_the_scaler_s_step(guard: Guard, is_scaled: bool) -> None:
+    """PyTorch refuses a closure only where it is given as a keyword."""
+
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = loss_of(model)
+            (scaler.scale(loss) if is_scaled else loss).backward()
+            return loss
+
+        for _ in range(4):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(opt, closure)
+            scaler.update()
+
+    run = guard(body)
+    assert run.causes == (["bypassed-scaler"] if is_scaled else [])
+    if is_scaled:
+        (incident,) = run.report.incidents
+        assert (incident.step, incident.severity, incident.evidence["factor"]) == (0, "error", 256.0)
+        assert "scaler.step(opt, closure)" in incident.location.code
+
+
 def test_resumed_without_the_scaler(guard: Guard) -> None:
     def body(loads: bool) -> Callable[[], None]:
         def script() -> None:

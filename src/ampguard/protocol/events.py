@@ -83,6 +83,8 @@ class Step:
     unscales_with: SupportsFloat | None = None
     is_untouched: bool = True
     found_inf: bool | None = None
+    by_closure: bool = False
+    """A closure has made new gradients in the scaler's step, after that had unscaled."""
 
 
 @dataclass(slots=True)

@@ -283,6 +283,11 @@ class Machine:
         worst = ledger.worst()
         if worst is None or worst.is_right:
             return None
+        if event.by_closure:
+            facts: dict[str, Any] = {"by_closure": True, "scale": worst.factor}
+            return Breach(
+                "bypassed-scaler", event.optimizer, event.scaler, worst.where, event.where, worst.factor, facts
+            )
         facts = {"not_unscaled": True, "backward": worst.where, "scale": worst.factor}
         return Breach(cause, event.optimizer, event.scaler, ledger.unscaled_at, event.where, worst.factor, facts)
 

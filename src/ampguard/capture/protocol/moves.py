@@ -76,6 +76,8 @@ class Moves:
         self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None
         """The scaler's step that is under way: the optimizer's own step and unscaling are part of it."""
         self.unscaled_inside = False
+        self.differentiated_inside = False
+        """A closure has made new gradients in the scaler's step, after that had unscaled."""
         self.explain: Callable[[Breach], Breach] = lambda breach: breach
         """What looks at the tensors, where the machine alone cannot tell."""
         self.fresh: Tensor | None = None
@@ -211,6 +213,7 @@ class Moves:
     def after_backward(self, frame: FrameType) -> tuple[OptimizerWatch, ...]:
         """Tell the machine whose gradients have changed."""
         scale, is_plain = self._next
+        self.differentiated_inside = self.stepping is not None
         closely = self.looks_closely
         mine = self.mine()
         was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in mine}
@@ -259,7 +262,7 @@ class Moves:
     def before_scaler_step(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         watch, of = self._claimed(optimizer), self.watches.scaler(scaler)
         watch.stepped = False
-        self.unscaled_inside = False
+        self.unscaled_inside = self.differentiated_inside = False
         self.attempt = self.recorder.steps.count
         self.stepping = (of, watch, script_line(frame))
         self._step_frame = frame
@@ -279,8 +282,8 @@ class Moves:
         if of.is_enabled:
             of.steps += 1
             unscales = self.unscaled_inside or compat.unscales_as_it_steps(optimizer)
-            scale = of.current_scale() if unscales else None
-            event = Step(watch, of, where, watch.was_skipped, scale)
+            scale = of.current_scale() if unscales and not self.differentiated_inside else None
+            event = Step(watch, of, where, watch.was_skipped, scale, by_closure=self.differentiated_inside)
             frame, self._step_frame = self._step_frame, None
             if frame is not None:
                 self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)

@@ -7,6 +7,8 @@ Why it hurts   the gradients are 65536 times too large; Adam hides it until weig
                recorded prior to update."
                So does a second optimizer.step() behind scaler.step(optimizer): the same gradients move the weights twice,
                and those for which the scaler had skipped its step make them NaN.
+               A closure given to scaler.step(optimizer, closure) is called after the scaler has unscaled, and the gradients that
+               it makes are used still scaled. (PyTorch refuses it only as a keyword.)
 Instead        scaler.step(optimizer); scaler.update().
 Not this       an optimizer whose loss was never scaled, or whose gradients the script divides by the scale itself.
 """
@@ -48,6 +50,11 @@ def bypassed_scaler(scene: Scene) -> Telling:
             f"`{name}` was stepped past the scaler on gradients with Inf or NaN: the scaler had found them at "
             f"{at(scene.first)}, and only {scaler}.step({name}) skips such a step. It was made at {at(scene.again)}."
         )
+    elif scene.facts.get("by_closure"):
+        text = (
+            f"{scaler}.step({name}, closure) unscales first and calls the closure then: the gradients that the closure makes at "
+            f"{at(scene.first)} are used still scaled, {scene.factor}. Their overflow is not noticed either."
+        )
     else:
         text = (
             f"`{name}` was stepped past the scaler on gradients that are still scaled: those from {at(scene.first)} are "
@@ -56,7 +63,12 @@ def bypassed_scaler(scene: Scene) -> Telling:
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
     if scene.facts.get("was_skipped") or scene.facts.get("repeats"):
         how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"
-    evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats")}
+    if scene.facts.get("by_closure"):
+        how = (
+            f"GradScaler works with no closure: call backward outside and {scaler}.step({name}); where the optimizer needs its "
+            f"closure (LBFGS), leave the scaler out and train in float32 or bfloat16: {name}.step(closure)"
+        )
+    evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats", "by_closure")}
     return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)
 
 
