@@ -283,7 +283,6 @@ def weights_only_saved(path: Any) -> None:
     for _ in range(4):
         t.step()
         torch.save(t.model.state_dict(), path)
-        torch.save({"optimizer": t.opt.state_dict()}, path)
 
 
 def disabled_scaler() -> None:
