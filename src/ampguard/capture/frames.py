@@ -69,6 +69,14 @@ def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> L
     return None
 
 
+def user_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of user code from `frame` on outwards; `frame` itself where there is none."""
+    current: FrameType | None = frame
+    while current is not None and not is_user_code(current.f_code):
+        current = current.f_back
+    return current if current is not None else frame
+
+
 def locals_of(frame: FrameType) -> dict[str, Any]:
     """The variables of a frame by name.
 

@@ -452,3 +452,23 @@ def test_of_a_model_and_a_criterion_the_right_one_is_healed(overridden: Callable
         kinds.append([type(net) is nn.Linear, type(criterion) is Dice])
     assert kinds == [[True, False]]
     assert [i.cause for i in session.report.incidents] == ["fp16-overflow"]
+
+
+def test_a_scaler_that_comes_after_a_phase_without_one_is_no_breach(overridden: Callable[..., Any]) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    with overridden(on_nonfinite="skip") as session:
+        for x, y in batches(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for x, y in batches(5):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert session.report.incidents == ()

@@ -111,13 +111,15 @@ class Updates:
             losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
             if self.again is not None:
                 losses = guarded(self.again.losses, losses) or losses
+            # One loss goes on as it came: the guard knows what a scaler gave by its identity.
+            passed_on = losses[0] if isinstance(tensors, Tensor) else losses
             if self._patience is not None and compat.several_ranks():
                 args, kwargs = guarded(carry_bad_losses, losses, args, kwargs) or (args, kwargs)
             else:
                 guarded(self._see_losses, losses)
             if not guarded(self._is_to_be_scaled, losses, args, kwargs):
                 owner = self._listener.recorder.scaler if self._scalers.scales else None
-                self._differentiate(lambda: original(losses, *args, **kwargs), losses, owner)
+                self._differentiate(lambda: original(passed_on, *args, **kwargs), losses, owner)
                 if self._patience is not None and not self._scalers.scales:
                     guarded(self._look_at_gradients)
                 return None

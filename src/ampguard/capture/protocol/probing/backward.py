@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ampguard.capture.frames import user_frame
 from ampguard.capture.protocol.added import wants
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import script_line
@@ -30,7 +31,6 @@ class BackwardProbe:
         witness = self._witness
         guarded, recorder, training = witness.guarded, witness.recorder, witness.training
         moves, routine, dropped, scans = witness.moves, witness.moves.routine, witness.dropped, witness.scans
-        tensor_backward = getattr(torch.Tensor.backward, "__code__", None)
 
         def watch(original: Call) -> Call:
             @functools.wraps(original)
@@ -43,9 +43,7 @@ class BackwardProbe:
                 if recorder.paused:
                     guarded(training.missed)
                     return original(tensors, grad_tensors, *args, **kwargs)
-                frame = sys._getframe(1)
-                if frame.f_code is tensor_backward:
-                    frame = frame.f_back or frame
+                frame = user_frame(sys._getframe(1))
                 dropped.waiting += 1
                 if routine.is_on and self._is_usual(tensors):
                     result = original(tensors, grad_tensors, *args, **kwargs)
