@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -154,6 +155,46 @@ def test_a_guard_of_its_own_ends_with_the_last_engine(tmp_path: Path, monkeypatc
     assert nn.Module.__call__ is original
     assert guard.report is not None
     assert {i.cause for i in guard.report.incidents} == {"fp16-overflow"}
+
+
+@pytest.mark.parametrize("how", ["close", "with", "with an error"])
+def test_a_guard_of_its_own_ends_when_the_engine_is_closed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    amp, model = healing()
+    if how == "close":
+        one_step(amp, model)
+        amp.close()
+        amp.close()
+    else:
+        with contextlib.suppress(KeyError), amp:
+            one_step(amp, model)
+            if how == "with an error":
+                raise KeyError("end")
+    assert ampguard.guarding() is None
+    (report,) = tmp_path.glob("ampguard-runs/*/report.json")
+    steps = read_report(report.parent).steps
+    assert steps > 0
+    one_step(amp, model)  # unguarded
+    assert read_report(report.parent).steps == steps
+    del amp
+    gc.collect()
+    assert ampguard.guarding() is None
+
+
+def test_the_last_of_several_engines_to_be_closed_ends_the_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (first, _), (second, _) = healing(), healing()
+    first.close()
+    assert ampguard.guarding() is not None
+    del first
+    gc.collect()
+    assert ampguard.guarding() is not None
+    second.close()
+    assert ampguard.guarding() is None
 
 
 def test_a_guard_of_others_outlives_it(tmp_path: Path) -> None:

@@ -247,6 +247,24 @@ class Amp:
         """Wait for the last step's verdict: schedulers and averages are up to date then. On the CPU they always are."""
         self.verdicts.settle()
 
+    def close(self) -> None:
+        """Settle the last step, and end what runs beside the engine: `heal`'s own guard, which writes its report then.
+
+        `with ampguard.Amp(...) as amp:` does it too. A closed engine still trains, and heals no more.
+        """
+        self.settle()
+        self.policy.close(self)
+
+    def __enter__(self) -> Amp:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is None:
+                self.settle()
+        finally:
+            self.policy.close(self, error)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to go on bit for bit, inside an accumulation window too.
 

@@ -55,6 +55,9 @@ class Policy:
     def begin(self, amp: Amp) -> None:
         """The first forward pass is about to begin."""
 
+    def close(self, amp: Amp, error: BaseException | None = None) -> None:
+        """An engine is not used any more: end what runs beside it. `error`: what has ended the training."""
+
     def on_good_step(self, amp: Amp, step: int) -> None:
         """A step was made."""
 

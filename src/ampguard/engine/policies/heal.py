@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,12 @@ from ampguard.engine.policies.skip import Skip
 if TYPE_CHECKING:
     from ampguard.engine.amp import Amp
 
-Healing = Callable[[object, Sequence[Optimizer]], None]
-"""Sees to it that a guard runs, and heals, for as long as its first argument lives, which steps these optimizers."""
+Release = Callable[[BaseException | None], None]
+Healing = Callable[[object, Sequence[Optimizer]], Release]
+"""Sees to it that a guard runs, and heals, for as long as its first argument lives, which steps these optimizers.
+
+Gives what ends that earlier, and takes the error that has ended the training.
+"""
 
 HEALING_OF = "ampguard.run.healing:heal_for"
 """Where it is found, as an entry point names it. The engine stands below the guard and imports none of it."""
@@ -35,8 +40,17 @@ class Heal(Skip):
 
     name = "heal"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._release: weakref.WeakKeyDictionary[Amp, Release] = weakref.WeakKeyDictionary()
+
     def prepare(self, amp: Amp) -> None:
-        _healing()(amp, list(amp.optimizers.values()))
+        self._release[amp] = _healing()(amp, list(amp.optimizers.values()))
+
+    def close(self, amp: Amp, error: BaseException | None = None) -> None:
+        release = self._release.pop(amp, None)
+        if release is not None:
+            release(error)
 
 
 def _healing() -> Healing:
