@@ -333,3 +333,35 @@ def test_older_optimizers_do_not_decide_about_a_loss(overridden: Callable[..., A
         loops.train_plain()
     assert session.report.run["could_not"] == []
     assert unused.param_groups
+
+
+@pytest.mark.parametrize(
+    ("precision", "with_amp", "did"),
+    [
+        (
+            "fp32",
+            True,
+            ["switched off the script's GradScaler", "switched off the script's autocast regions in float16"],
+        ),
+        ("fp32", False, ["found no autocast region and no GradScaler to switch off"]),
+        (
+            "bf16",
+            True,
+            [
+                "switched off the script's GradScaler",
+                "made the script's autocast regions bfloat16 in place of float16",
+            ],
+        ),
+        ("fp16", True, []),
+    ],
+)
+def test_what_was_overridden_is_in_the_report(
+    overridden: Callable[..., Any], precision: str, with_amp: bool, did: list[str]
+) -> None:
+    net, ((x, y),) = model(), batches(1)
+    with overridden(precision) as session:
+        scaler = torch.amp.GradScaler("cpu") if with_amp else None
+        with torch.autocast("cpu", dtype=torch.float16) if with_amp else contextlib.nullcontext():
+            loss = nn.functional.cross_entropy(net(x), y)
+        (scaler.scale(loss) if scaler is not None else loss).backward()
+    assert session.report.run["did"] == did

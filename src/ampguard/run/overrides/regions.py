@@ -13,7 +13,8 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.engine.casting import tensors_in
-from ampguard.numerics import is_low_precision
+from ampguard.numerics import dtype_name, is_low_precision
+from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.plan import Plan
 
 
@@ -23,8 +24,9 @@ class Regions:
     A region that the script switches off stays off: inside an autocast region it is an island in float32.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
+        self._ledger = ledger
         self._is_making = self._is_inside = False
         self.of_script: set[str] = set()
         """Device types that the script opens regions for."""
@@ -47,11 +49,22 @@ class Regions:
             is_ambient = self._is_inside and dtype is None and torch.is_autocast_enabled(device_type)
             if may_be_script and not is_ambient:
                 self.of_script.add(device_type)
+                self._note(dtype or torch.get_autocast_dtype(device_type))
                 enabled = self._plan.dtype is not None
                 dtype = self._plan.dtype if enabled else dtype
             original(region, device_type, dtype, enabled, cache_enabled)
 
         return __init__
+
+    def _note(self, dtype: torch.dtype) -> None:
+        """For the report: what a region of the script is to be instead."""
+        wanted = self._plan.dtype
+        if wanted is None:
+            self._ledger.done(f"switched off the script's autocast regions in {dtype_name(dtype)}")
+        elif dtype != wanted:
+            self._ledger.done(
+                f"made the script's autocast regions {dtype_name(wanted)} in place of {dtype_name(dtype)}"
+            )
 
     def make(self, device_type: str, dtype: torch.dtype | None) -> torch.autocast:
         """A region of ours; `dtype` None: one that switches autocast off."""

@@ -61,7 +61,7 @@ class RunningOverrides:
         self.ledger = Ledger()
         self._patches = Patches()
         self._plan = plan = Plan(asked.precision)
-        self._regions = Regions(plan)
+        self._regions = Regions(plan, self.ledger)
         self._forced = Forced(asked.force_fp32, self.ledger, plan)
         self._lines = LinesInFloat32()
         self._barrier = FaultBarrier(self._on_fault)
@@ -219,6 +219,8 @@ class RunningOverrides:
 
     def _say_what_never_came(self) -> None:
         has_low_weights = self._plan.weights_dtype != torch.float32
+        if self._plan.is_set and self._plan.dtype is None and not has_low_weights and not self.ledger.did:
+            self.ledger.done("found no autocast region and no GradScaler to switch off")
         is_gained = self._plan.dtype is not None and not self._regions.of_script
         if (has_low_weights or is_gained) and not self._roots.roots:
             self.ledger.failed("the script called no module: what it computes by itself stays as it is")

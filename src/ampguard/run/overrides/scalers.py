@@ -49,8 +49,11 @@ class Scalers:
         @functools.wraps(original)
         def __init__(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:  # noqa: N807
             if self._plan.is_set:
+                wanted = first_state(*args, **kwargs)
                 if not self._plan.scales_loss:
-                    self._switched_off[scaler] = first_state(*args, **kwargs)
+                    self._switched_off[scaler] = wanted
+                if self._plan.scales_loss is not bool(wanted):
+                    self._ledger.done(f"switched {'off' if wanted else 'on'} the script's {type(scaler).__name__}")
                 args, kwargs = args[:4], {**kwargs, "enabled": self._plan.scales_loss}
                 if self._plan.scales_loss and device == "cuda" and not torch.cuda.is_available():
                     device = "cpu"
