@@ -75,6 +75,8 @@ class Judge:
         self.is_ended_by_numbers = False
         """The script has raised an error that speaks of numbers which are not finite."""
         self.spoilt = SpoiltGradients()
+        self._told_error: int | None = None
+        """`id` of the error that the last operator or module raised because of its numbers."""
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +302,7 @@ class Judge:
             return
         floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
         flag = FiniteFlag([t for _, t in floats])
-        if flag.is_known and flag.is_set():
+        if (flag.is_known and flag.is_set()) or _keeps_a_tally(root):
             return
         refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
         bad = self._bad("output", "eval", refs)
@@ -351,6 +353,7 @@ class Judge:
         if is_conversion_refusal(error) or (is_module and refused_values(error)):
             mode: Mode = "train" if torch.is_grad_enabled() else "eval"
             record = self._log.slice()
+            self._told_error = id(error)
             self._report(BadResult("raised", mode, self._steps.count, record, (Ref(index, 0),), error=error))
 
     # --- suspects ---------------------------------------------------------------------------------------------------
@@ -379,7 +382,7 @@ class Judge:
 
     def settle_last(self, error: BaseException | None) -> None:
         """The script ends, perhaps with an error: judge what is left."""
-        if isinstance(error, Exception) and not self.suspects:
+        if isinstance(error, Exception) and not self.suspects and id(error) != self._told_error:
             self._suspect_locals(error)
         self.read_flags(wait=True)
         self._read_outputs(wait=True)
@@ -458,3 +461,12 @@ class Judge:
         names: tuple[str, ...] = (),
     ) -> BadResult:
         return BadResult(kind, mode, self._steps.count, self._log.slice(), targets, names=names)
+
+
+def _keeps_a_tally(root: RootCall) -> bool:
+    """Whether a call in evaluation was that of a metric: a module without weights that counts in its buffers.
+
+    What it returns is a figure on the way (0/0 for a class that has not come yet); the numbers that are read are judged.
+    """
+    counts = any(saved.copy is not None for saved in root.buffers)  # (unchanged ones keep none)
+    return counts and not any(True for _ in root.module.parameters())

@@ -15,6 +15,8 @@ class Arming:
     def __init__(self, recorder: FlightRecorder) -> None:
         self.unexplained: list[tuple[BadResult, str]] = []
         """Failures of which nothing was found out, each with the reason."""
+        self.saw_bad_weights = False
+        """Whether the watching ended because weights were bad."""
         self._recorder = recorder
         self._until: int | None = None
 
@@ -45,6 +47,11 @@ class Arming:
     def forget_gradients(self) -> None:
         """What the bad gradients did is told by what they made of the weights."""
         self.unexplained = [kept for kept in self.unexplained if kept[0].kind != "gradient"]
+
+    def weights_are_bad(self) -> None:
+        """A failure that nobody could explain has spoiled the weights: no later step can show where it began."""
+        self.saw_bad_weights = True
+        self.disarm()
 
     def tick(self, step: int) -> None:
         """An iteration ended."""

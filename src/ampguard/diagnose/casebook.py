@@ -142,7 +142,13 @@ class Casebook:
     def _examine(self, bad: BadResult) -> None:
         started = time.perf_counter()
         self._awaiting.settle_what_is_due()
-        if self.is_used_up or self._poison.explains(bad) or self._skipped.is_known(bad, self.cases):
+        if self.is_used_up:
+            return
+        if self._poison.explains(bad):
+            if self._poison.case is None:
+                self._arming.weights_are_bad()
+            return
+        if self._skipped.is_known(bad, self.cases):
             return
         self._looks += 1
         live = self._arming.live
@@ -266,7 +272,7 @@ class Casebook:
         """The run ends: what could not be run again and did not come back is reported as that."""
         self._awaiting.settle()
         for bad, reason in self._arming.unexplained:
-            incident = with_advice(unexplained_incident(bad, reason, self._rank), bad)
+            incident = with_advice(unexplained_incident(bad, reason, self._rank, self._arming.saw_bad_weights), bad)
             self.cases.append(Case(incident, ("", None, None, None), last_step=bad.step))
             self._tell(incident)
         self._arming.unexplained.clear()

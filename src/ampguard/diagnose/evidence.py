@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampguard import numerics
 from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, held_in, refs_in
+from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.slicing import Chain, Given, Link
@@ -239,7 +240,7 @@ class Evidence:
         if self.replayer is None:
             return None
         try:
-            return self.replayer.run(Variant(convert=dtype))
+            return attempt(self.bad, self.replayer, Variant(convert=dtype), is_traced=True)
         except RuntimeError:
             return None
 

@@ -14,6 +14,7 @@ from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in, refs_in
 from ampguard.diagnose import words
+from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
@@ -139,8 +140,11 @@ def explain_trace(evidence: Evidence, rank: int, reason: str) -> Incident:
     return incident
 
 
-def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
-    """A bad result of which nothing more is known than that it was bad: the last rung."""
+def unexplained_incident(bad: BadResult, reason: str, rank: int, saw_bad_weights: bool = False) -> Incident:
+    """A bad result of which nothing more is known than that it was bad: the last rung.
+
+    `saw_bad_weights`: the steps after it read weights that were not finite any more.
+    """
     roots = [e for e in bad.record.events if isinstance(e, RootCall)]
     last = roots[-1] if roots else None
     what = {
@@ -164,7 +168,7 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int) -> Incident:
         op=None,
         dtype=dtype_name(low),
         location=last.line.location() if last is not None and last.line is not None else None,
-        explanation=f"{what[bad.kind]} of step {bad.step} was not finite. {_why_unknown(bad, reason)}",
+        explanation=f"{what[bad.kind]} of step {bad.step} was not finite. {_why_unknown(bad, reason, saw_bad_weights)}",
         evidence={"rung": "none", "not_replayed_because": reason} | known,
     )
 
@@ -183,9 +187,13 @@ def _were_inputs_finite(bad: BadResult, roots: list[RootCall]) -> bool | None:
     return None if any(tensor is None for tensor in inputs) else True
 
 
-def _why_unknown(bad: BadResult, reason: str) -> str:
+def _why_unknown(bad: BadResult, reason: str, saw_bad_weights: bool) -> str:
     if bad.is_of_gradients and reason.startswith("run again"):
         return f"The step was {reason} (a hook, the script itself)."
+    if saw_bad_weights:
+        return (
+            f"The step could not be run again ({reason}), and the steps after it only read weights that it had spoiled."
+        )
     return (
         f"The step could not be run again ({reason}), and the failure did not come back while the following steps were "
         f"watched operator by operator."
@@ -324,7 +332,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         return Fix(proposal.action, proposal.target, proposal.how, None)
     try:
         variant = proposal.trial(evidence)
-        outcome = replayer.run(variant, traced=False)
+        outcome = attempt(evidence.bad, replayer, variant)
     except Exception as error:
         return Fix(proposal.action, proposal.target, proposal.how, None, f"the replay with it raised: {error}"[:300])
     why_not = stays_for_a_number(evidence, variant) if outcome.is_bad else None

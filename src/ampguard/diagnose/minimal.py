@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampguard.diagnose import words
+from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.trace import TracedOp
@@ -41,7 +42,7 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
             if region is None:
                 return None
         members[region] = op
-        outcome = replayer.run(_variant(members), traced=False)
+        outcome = attempt(evidence.bad, replayer, _variant(members))
         if not outcome.is_bad:
             break
         outcome = replayer.run(_variant(members))
@@ -55,9 +56,9 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if len(members) < 2 or budget.is_spent:
             break
         fewer = {r: o for r, o in members.items() if r != region}
-        attempt = replayer.run(_variant(fewer), traced=False)
-        if not attempt.is_bad:
-            members, outcome = fewer, attempt
+        smaller = attempt(evidence.bad, replayer, _variant(fewer))
+        if not smaller.is_bad:
+            members, outcome = fewer, smaller
     names = [_name(region, replayer.names) for region in members]
     return ", ".join(names), advice(list(members.values()), names), outcome
 

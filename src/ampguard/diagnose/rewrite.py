@@ -6,12 +6,15 @@ import ast
 import re
 from collections.abc import Callable
 
+import torch
+
 from ampguard.diagnose.code_text import Edit, joined_lines, spliced
-from ampguard.diagnose.source_code import Expression, LineOfCode, Source, plain_number
+from ampguard.diagnose.source_code import Expression, LineOfCode, Source, called, plain_number
 
 PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 LOOSE = (ast.IfExp, ast.Lambda, ast.BoolOp, ast.Compare, ast.NamedExpr)
 BITWISE = (ast.BitOr, ast.BitAnd, ast.BitXor, ast.LShift, ast.RShift)
+LOWEST = {"float32": torch.finfo(torch.float32).min, "bfloat16": torch.finfo(torch.bfloat16).min}
 Change = Callable[["Source", ast.expr, bool], list[Edit]]
 """The edits for an operand; the flag says whether it stands where any expression may (an argument of a call)."""
 
@@ -26,6 +29,23 @@ def with_changes(line: LineOfCode, changes: list[tuple[Expression, ast.expr]], c
         edits = change(line.source, operand, expression.takes_any(operand))
         regions.setdefault(line.source.span(shown), []).extend(edits)
     return "; ".join(joined_lines(spliced(line.source.text, *span, edits)) for span, edits in regions.items())
+
+
+def with_constant(line: LineOfCode, value: float, text: str) -> str | None:
+    """The statement with a constant (`-1e9`, `torch.finfo(torch.float32).min`) replaced; None where it is not written there."""
+    for part, statement in line.parts:
+        found = [n for n in ast.walk(part) if isinstance(n, ast.expr) and _is_constant(n, value)]
+        if found and statement is not None:
+            edits = [(*line.source.span(node), text) for node in found]
+            return joined_lines(spliced(line.source.text, *line.source.span(statement), edits))
+    return None
+
+
+def _is_constant(node: ast.expr, value: float) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "min" and isinstance(node.value, ast.Call):
+        dtype = ast.unparse(node.value.args[0]).rpartition(".")[2] if len(node.value.args) == 1 else ""
+        return "finfo" in called(node.value) and LOWEST.get(dtype) == value
+    return plain_number(node) == value
 
 
 def plus(epsilon: float | str, is_dead: Callable[[float], bool] = lambda value: False) -> Change:

@@ -22,7 +22,9 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import NamedTensor, all_buffers, buffer_behind
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
+from ampguard.diagnose.rewrite import with_constant
 from ampguard.diagnose.rows import empty_rows, is_masks_doing
+from ampguard.diagnose.source_code import line_of_code
 from ampguard.numerics import NEG_INF, dtype_name, fits, is_low_precision, largest
 from ampguard.replay.operators import flat_scalars
 from ampguard.replay.variants import Variant
@@ -192,6 +194,13 @@ def _constant_where_bad(evidence: Evidence, values: Tensor) -> float | None:
     return first if bool((picked == picked[0]).all()) else None
 
 
+def _rewritten(evidence: Evidence, constant: float, precision: torch.dtype) -> str:
+    """The line with the type's own minimum in place of the constant."""
+    line = line_of_code(evidence.op.line) if evidence.op.line is not None else None
+    fitting = f"torch.finfo({precision}).{'min' if constant < 0 else 'max'}"
+    return (with_constant(line, constant, fitting) if line is not None else None) or words.code(evidence)
+
+
 def _refused(evidence: Evidence) -> Finding | None:
     """PyTorch would not convert the constant."""
     error = evidence.bad.error or evidence.outcome.error
@@ -220,7 +229,8 @@ def _refused(evidence: Evidence) -> Finding | None:
             Proposal(
                 "mask-value",
                 words.region(evidence),
-                f"use torch.finfo(scores.dtype).min ({limit:g}) as the mask constant: {words.code(evidence)}",
+                f"use {dtype_name(precision)}'s own minimum ({limit:g}) as the mask constant: "
+                + _rewritten(evidence, constant, precision),
                 trial=at_the_head(with_fitting_constant),
             ),
             *precision_fixes(evidence),

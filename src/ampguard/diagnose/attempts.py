@@ -1,0 +1,45 @@
+"""Replays with something changed: is the step cured?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ampguard.capture.record import BadResult
+from ampguard.diagnose.slicing import chain_from
+from ampguard.numerics import is_finite
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
+from ampguard.replay.trace import Trace, bad_elements, traced
+from ampguard.replay.variants import Variant
+
+
+def attempt(bad: BadResult, replayer: Replayer, variant: Variant, is_traced: bool = False) -> Outcome:
+    """Replay with a variant. The step is cured, too, where all that is left are the -Inf of a mask that the code wrote."""
+    outcome = replayer.run(variant, traced=is_traced)
+    if not outcome.is_bad or bad.is_of_gradients or bad.kind == "buffer" or outcome.error is not None:
+        return outcome
+    if not all(_has_no_worse_than_a_mask(tensor) for _, tensor in outcome.targets):
+        return outcome
+    seen = outcome if is_traced else replayer.run(variant)
+    if all(_is_masked_on_purpose(seen.trace, tensor) for _, tensor in seen.targets):
+        outcome.is_bad = False
+    return outcome
+
+
+def _has_no_worse_than_a_mask(tensor: Tensor) -> bool:
+    """Whether what is not finite is -Inf, and not all there is."""
+    values = tensor.detach()
+    if is_finite(values):
+        return True
+    if values.layout != torch.strided or values.is_complex():
+        return False
+    return not bool((values.isnan() | (values == torch.inf)).any()) and bool((values > -torch.inf).any())
+
+
+def _is_masked_on_purpose(trace: Trace, tensor: Tensor) -> bool:
+    elements = bad_elements(tensor)
+    if elements is None:
+        return True
+    chain = chain_from(trace, traced(tensor), elements)
+    return chain is not None and chain.intended and chain.conversion() is None
