@@ -52,7 +52,9 @@ def statement(evidence: Evidence) -> str:
     simple = [s for _, s in line.parts if s is not None and s.lineno == s.end_lineno] if line is not None else []
     if line is not None and simple:
         return "; ".join(dict.fromkeys(line.source.written(s) for s in simple))
-    return without_comment(code.location().code) if code is not None else ""
+    if code is None:
+        return ""
+    return source_code.whole_statement(code) or without_comment(code.location().code)
 
 
 def line_of(evidence: Evidence) -> source_code.LineOfCode | None:

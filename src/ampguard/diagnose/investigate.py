@@ -37,6 +37,9 @@ from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, t
 SEARCHING = COPIES | {"add", "sub"}
 """What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
 
+RUNAWAY = 1e10
+"""A loss beyond it is finite and no use: a tighter bound is tried."""
+
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
 
@@ -293,7 +296,9 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
 def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     """The proposal, or a tighter one that works where it does not."""
     fix = tried(evidence, proposal, budget)
-    if fix is None or fix.verified is not False or proposal.otherwise is None:
+    loss = evidence.losses_with.get(proposal.action)
+    is_enough = fix is not None and fix.verified is not False and (loss is None or abs(loss) < RUNAWAY)
+    if fix is None or is_enough or proposal.otherwise is None:
         return fix
     tighter = tried_in_turn(evidence, proposal.otherwise, budget)
     return tighter if tighter is not None and tighter.verified else fix

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ampguard.capture.record import Line
+from ampguard.diagnose.code_text import joined_lines
 
 TORCH = frozenset({"torch", "F", "functional"})
 FOREIGN = frozenset({"np", "numpy", "math", "jnp", "scipy", "self", "cls"})
@@ -29,6 +30,8 @@ FAMILIES = (frozenset({"div", "reciprocal"}),)
 """Operators that one spelling can run: `a / b` is `reciprocal` and `mul` where `a` is a plain number."""
 UNARY_METHODS = frozenset({"pow", "div", "floor_divide", "remainder", "xlogy", "fmod", "mean"})
 """Methods that take an argument; those of every other operator here take none (`self.log("loss", x)` is no logarithm)."""
+LONGEST_STATEMENT = 200
+"""Characters of a statement over several lines that a fix may quote whole."""
 REPEATING = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.IfExp, ast.BoolOp)
 """Expressions whose parts run any number of times, or in another order than they are written."""
 
@@ -142,6 +145,16 @@ def line_of_code(line: Line) -> LineOfCode | None:
     if source is not None and (parts := _parts(source.tree, line.number)):
         return LineOfCode(source, line.number, tuple(parts))
     return line_of_text(linecache.getline(file, line.number))
+
+
+def whole_statement(line: Line) -> str | None:
+    """The statement of which a line is a part, in one line; None where the line is a statement, or a head, by itself."""
+    found = line_of_code(line)
+    parts = [s for _, s in found.parts if s is not None] if found is not None else []
+    if found is None or len(parts) != 1 or parts[0].lineno == parts[0].end_lineno:
+        return None
+    text = joined_lines(found.source.written(parts[0]))
+    return text if len(text) <= LONGEST_STATEMENT else None
 
 
 def line_of_text(text: str) -> LineOfCode | None:

@@ -29,12 +29,18 @@ Compute: TypeAlias = Callable[[Tensor, tuple[Any, ...]], Tensor]
 def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
     """The stable form of the accused operator's line, if it has one."""
     found = _logs_of_the_line(evidence) if evidence.op.short_name == "log" else None
-    if found is None and evidence.op.short_name == "exp":
-        found = _softmax_by_hand(evidence)
+    old: str | None = None
+    if evidence.op.short_name == "exp":
+        log = _log_of_the_sum(evidence)
+        form = _log_form(evidence, log) if log is not None else None
+        if log is not None and form is not None:
+            found, old = (form[0], _from_sources([(log, form[1], form[2])])), words.code_at(log.line)
+        else:
+            found = _softmax_by_hand(evidence)
     if found is None:
         return ()
     how, trial = found
-    old = accused.accused_expression(evidence) or accused.statement(evidence)
+    old = old or accused.accused_expression(evidence) or accused.statement(evidence)
     return (Proposal("stable-form", words.region(evidence), f"{how} in place of: {old}", trial=trial),)
 
 
@@ -83,6 +89,16 @@ def _log_of_exponentials(evidence: Evidence, maker: TracedOp) -> tuple[str, Trac
     count = math.prod(shape[d] for d in dim)
     how = f"torch.logsumexp(x, dim) - math.log({count})"
     return how, inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep) - math.log(count)
+
+
+def _log_of_the_sum(evidence: Evidence) -> TracedOp | None:
+    """The logarithm of a sum (or mean) of the accused exponentials, if they go nowhere else."""
+    op: TracedOp | None = evidence.op
+    for names in (("sum", "mean"), ("log",)):
+        uses = [u for u in evidence.trace.ops if op is not None and any(t.made_by == (op.index, 0) for t in u.inputs)]
+        uses = [u for u in uses if u.short_name not in ("detach", "alias")]
+        op = uses[0] if len(uses) == 1 and uses[0].short_name in names else None
+    return op
 
 
 def _softmax_by_hand(evidence: Evidence) -> tuple[str, Trial] | None:

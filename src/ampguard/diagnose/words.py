@@ -8,6 +8,7 @@ from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Link
+from ampguard.diagnose.source_code import whole_statement
 from ampguard.numerics import KIND_NAMES, dtype_name
 from ampguard.replay.trace import TracedOp
 
@@ -80,8 +81,8 @@ def code(evidence: Evidence) -> str:
 
 
 def code_at(line: Line | None) -> str | None:
-    """The text of a line of code, without its comment; None where there is no line."""
-    return without_comment(line.location().code) if line is not None else None
+    """The text of a line of code, without its comment (of a part of a statement: the statement); None without a line."""
+    return (whole_statement(line) or without_comment(line.location().code)) if line is not None else None
 
 
 def kind(link: Link) -> str:

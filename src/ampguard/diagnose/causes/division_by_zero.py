@@ -35,6 +35,9 @@ DIVISOR: dict[str, int] = {
 }  # fmt: skip
 NORMED = frozenset({"_weight_norm_interface", "_weight_norm"})
 """Operators that divide the rows of their first operand by the norms of these."""
+SCATTERED = frozenset({"index_add", "scatter_add"})
+SUMS = SCATTERED | {"sum", "count_nonzero"}
+"""Operators that count, where what they add up is 0 and 1."""
 INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -183,15 +186,15 @@ def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
         return False
     if any(not t.dtype.is_floating_point and not t.dtype.is_complex for t in maker.outputs[:1]):
         return True
-    if maker.short_name not in ("sum", "count_nonzero"):
+    if maker.short_name not in SUMS:
         return False
-    if _is_mask(evidence, maker, 0):
+    if maker.short_name not in SCATTERED and _is_mask(evidence, maker, 0):
         return True
     call = evidence.capture(maker.index)
     if call is None or not call.tensors:
         return False
-    values = call.tensors[0]
-    return bool(((values == 0) | (values == 1)).all()) and bool((values == 1).any())
+    summed = [t for t in call.tensors if t.is_floating_point()] if maker.short_name in SCATTERED else call.tensors[:1]
+    return all(bool(((t == 0) | (t == 1)).all()) for t in summed) and any(bool((t == 1).any()) for t in summed)
 
 
 def _is_mask(evidence: Evidence, op: TracedOp, position: int, depth: int = 0) -> bool:

@@ -136,7 +136,7 @@ def _bounded_operand(evidence: Evidence, peak: float) -> Proposal:
     floats = [i for i, o in enumerate(evidence.operands) if o.values.is_floating_point()]
     position = max(floats, key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
     bound = 10.0 ** math.floor(math.log10(max(peak, 10.0)))
-    while bound > 1e-3 and not _fits_with(evidence, position, bound):
+    while bound > 1.0 and not _fits_with(evidence, position, bound):
         bound /= 10
     bound = float(f"{bound:.6g}")
     return clamp_fix(evidence, position, -bound, bound, every_use=True)
