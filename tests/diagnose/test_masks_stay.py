@@ -127,6 +127,7 @@ def test_metric_that_counts(guard: Guard) -> None:
 def test_watching_ends_where_weights_are_spoiled(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that cannot be run again has spoiled the weights: the steps after it are not watched closely for nothing."""
     monkeypatch.setattr(schedule, "GLUE_TIME_SHARE", 0.0)  # however slow the machine is, the step is a quick one
+    monkeypatch.setattr(schedule, "FREE_SECONDS", 0.0)
 
     def body() -> None:
         seed_everything()
