@@ -28,6 +28,7 @@ from ampguard.errors import StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.report.history import EventRow
 from ampguard.report.summary import print_summary
+from ampguard.run.children import processes_made, unwatched
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.folder import RunFolder, make_run_folder
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
@@ -167,6 +168,9 @@ class Session:
             print_summary(self.report, path)
         if self._ranks is not None and self._folder is not None:
             say_what_others_saw(self._folder.path, self._rank, error)
+        made = processes_made()
+        if made and self._recorder.log.next_index == 0 and not self._recorder.steps.count:
+            print(f"ampguard: {unwatched(made)}", file=sys.stderr)
 
     def report_now(self) -> Path | None:
         """Judge what is there and write the report so far; the guard goes on. Where it is; None where it cannot be written."""
