@@ -18,7 +18,7 @@ def members_for_buffers(updated: Iterable[Tensor], parameters: Iterable[Tensor])
     inside: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         known.add(id(parameter))
-        if parameter.grad is not None:
+        if parameter.is_leaf and parameter.grad is not None:  # (asking another for it warns)
             inside.setdefault(storage_key(parameter.grad), []).append(parameter)
     inside.pop(0, None)  # no memory
     found: list[Tensor] = []
