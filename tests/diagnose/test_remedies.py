@@ -373,7 +373,35 @@ def with_schedule_and_groups() -> None:
     diverge(model, optimizer, loss)
 
 
-HARD = [recurrent_with_dropout, accumulated_with_a_penalty_and_clipping_by_hand, with_schedule_and_groups]
+class Normalised(nn.Module):
+    """Keeps a running number that its first call makes, as RetinaNet does with its normaliser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running = 0.9 * getattr(self, "running", 10.0) + 0.1 * float((x > 0).sum())
+        return self.net(x) / self.running
+
+
+def with_a_number_that_the_first_call_makes() -> None:
+    seed_everything()
+    model = Normalised()
+
+    def loss() -> Tensor:
+        x, y = batch()
+        return (model(x) - y).square().mean()
+
+    diverge(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss)
+
+
+HARD = [
+    with_a_number_that_the_first_call_makes,
+    recurrent_with_dropout,
+    accumulated_with_a_penalty_and_clipping_by_hand,
+    with_schedule_and_groups,
+]
 
 
 @pytest.mark.parametrize("body", HARD)

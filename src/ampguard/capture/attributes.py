@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampguard.capture.bymodule import ByModule
 from ampguard.capture.frames import is_user_code
-from ampguard.capture.record import SavedAttribute
+from ampguard.capture.record import ABSENT, SavedAttribute
 
 RESCAN_CALLS = 256
 MAX_PLACES = 4096
@@ -24,6 +24,8 @@ VALUES = (int, float, bool, str, tuple, Tensor, type(None))
 class _Watched:
     changing: dict[tuple[int, str], tuple[dict[str, Any], str]] = field(default_factory=dict)
     calls: int = 0
+    scanned: set[tuple[int, str]] | None = None
+    """On a scanning call: the names that were there before it."""
 
 
 class AttributeWatch:
@@ -40,15 +42,21 @@ class AttributeWatch:
         scan = again or watched.calls % RESCAN_CALLS == 0
         watched.calls += 1
         if not scan:
-            return [SavedAttribute(owner, name, owner.get(name)) for owner, name in watched.changing.values()]
-        return [SavedAttribute(owner, name, owner[name]) for owner, name in plain_state(module)]
+            return [SavedAttribute(owner, name, owner.get(name, ABSENT)) for owner, name in watched.changing.values()]
+        places = plain_state(module)
+        watched.scanned = {(id(owner), name) for owner, name in places}
+        return [SavedAttribute(owner, name, owner[name]) for owner, name in places]
 
     def after_call(self, module: nn.Module, saved: list[SavedAttribute]) -> list[SavedAttribute]:
-        """Those of the saved names that the call bound anew (of a scan, for the next calls too)."""
+        """Those of the saved names that the call bound anew, or made (of a scan, for the next calls too)."""
         watched = self._watched.get(module)
-        if watched is None or not saved:
+        if watched is None:
             return []
-        changed = [s for s in saved if s.owner.get(s.name) is not s.value]
+        changed = [s for s in saved if s.owner.get(s.name, ABSENT) is not s.value]
+        if watched.scanned is not None:
+            there, watched.scanned = watched.scanned, None
+            made = (place for place in plain_state(module) if (id(place[0]), place[1]) not in there)
+            changed += [SavedAttribute(owner, name, ABSENT) for owner, name in made]
         for s in changed:
             watched.changing.setdefault((id(s.owner), s.name), (s.owner, s.name))
         return changed

@@ -128,9 +128,13 @@ class SavedBuffer:
     copy: Tensor | None
 
 
+ABSENT = object()
+"""In place of a value: there was no such name."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedAttribute:
-    """A name (a module's attribute, a global) that calls bind anew, and what it stood for before the call."""
+    """A name (a module's attribute, a global) that calls bind anew, and what it stood for before the call (or `ABSENT`)."""
 
     owner: dict[str, Any]
     name: str

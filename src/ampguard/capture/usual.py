@@ -62,6 +62,9 @@ class CallContext:
         """Note what the call drew and changed; returns the buffers that it turned non-finite."""
         if root.rng is FROM_NOTHING and not root.buffers and not root.attributes:
             if id(root.module) not in self._usual:
+                root.attributes = self.attributes.after_call(root.module, [])
+                if root.attributes:
+                    return []
                 self._usual[id(root.module)] = _Usual(weakref.ref(root.module), root.training, root.prefix, USUAL_CALLS)
             return []
         self.random.after_call(root)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.given_objects import GivenObject
-from ampguard.capture.record import RngStates, RootCall, SavedAttribute, torch_rng_states
+from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
 from ampguard.replay.keeping import MAX_ELEMENTS, StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
@@ -158,9 +158,9 @@ class ModuleSandbox:
 
     def _bind(self, saved: SavedAttribute) -> None:
         """Let a name stand for what it stood for before the call."""
-        now = saved.owner.get(saved.name)
-        saved.owner[saved.name] = saved.value
-        self._undo.append(lambda: saved.owner.__setitem__(saved.name, now))
+        now = saved.owner.get(saved.name, ABSENT)
+        _put(saved.owner, saved.name, saved.value)
+        self._undo.append(lambda: _put(saved.owner, saved.name, now))
 
     def _swap(self, place: dict[str, Any], name: str, value: Any) -> None:
         original = place.get(name)
@@ -188,6 +188,13 @@ class ModuleSandbox:
         self._undo.append(lambda: _put_back(buffers, names))
         for hook in compat.hooks_of(module):
             keeper.keep(hook)
+
+
+def _put(place: dict[str, Any], name: str, value: Any) -> None:
+    if value is ABSENT:
+        place.pop(name, None)
+    else:
+        place[name] = value
 
 
 def _put_back(entries: dict[str, Any], before: dict[str, Any]) -> None:
