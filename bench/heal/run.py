@@ -52,6 +52,7 @@ COLUMNS = (
     "within 2 %",
     "as well",
     "in its spread",
+    "can be judged",
 )
 HEAD = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 NOTES = """\
@@ -73,7 +74,8 @@ there. On this CPU float16 is slower than float32: a fix that moves much into fl
 not on a GPU. **within 2 %**: a fix was applied, the run came to its end, and is at most 2 % apart, above or below. **as
 well**: the same, but not above float32 by more than 2 % or the noise (the rule of `ampguard compare`): the steps before
 the fix ran in the low precision, and a loop that doubles small differences does not come back to float32's course. **in
-its spread**: healed, at its end, and within what **by float16's rounding** says.
+its spread**: healed, at its end, and within what **by float16's rounding** says. **can be judged**: "no" where **float32
+again** is more than 2 %: float32 itself does not keep what is asked of the healed run.
 """
 
 
@@ -145,6 +147,7 @@ def row(outcome: Outcome) -> str:
         "yes" if o.is_carried else "NO",
         "yes" if o.trains_as_well else "NO",
         "yes" if o.is_within_spread else "NO",
+        "yes" if o.is_repeatable else "no",
     ]
     return f"| {' | '.join(cells)} |"
 
