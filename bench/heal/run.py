@@ -170,6 +170,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"first weights differ by one rounding to float16: {share(sum(o.is_within_spread for o in outcomes), len(outcomes))}",
         f"- came to their end: {share(sum(o.came_to_its_end for o in outcomes), len(outcomes))}; as they are: "
         f"{share(sum(o.plain_status == 0 for o in outcomes), len(outcomes))}",
+        f"- had nothing to heal on this processor (the script as it is ended well and printed nothing bad, no fix was applied): "
+        f"{sum(not o.fixes and o.plain_status == 0 and o.bad_printed[0] == 0 for o in outcomes)}",
         f"- failing step explained: {share(sum(o.explained for o in outcomes), len(outcomes))}",
     ]
     if ratios:
