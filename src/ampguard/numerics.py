@@ -31,6 +31,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KIND_NAMES = {NAN: "nan", POS_INF: "+inf", NEG_INF: "-inf"}
 
 
+UNINITIALISED = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
+)
+"""Operators whose result is whatever the memory held."""
+
+
 def is_low_precision(dtype: torch.dtype | None) -> bool:
     """Whether `dtype` is a floating type narrower than float32.
 

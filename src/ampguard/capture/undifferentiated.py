@@ -9,8 +9,8 @@ from torch import Tensor
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import Event, Ref, RootCall
-from ampguard.numerics import is_finite
+from ampguard.capture.record import Event, GlueOp, Ref, RootCall
+from ampguard.numerics import UNINITIALISED, is_finite
 
 
 def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], bool]) -> Ref | None:
@@ -38,13 +38,19 @@ def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
         for value in locals_of(entry.tb_frame).values():
             if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
                 ref = log.lookup(value)
-                if ref is not None and not is_finite(value):
+                if ref is not None and not is_finite(value) and not _is_unfilled(log.record.event(ref.event)):
                     found.append(ref)
         entry = entry.tb_next
     for event in log.record.events if not found else ():
         live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
         found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
     return found
+
+
+def _is_unfilled(event: Event | None) -> bool:
+    """Whether it is memory that was asked for and that nobody has written to yet."""
+    func = event.func if isinstance(event, GlueOp) else None
+    return getattr(getattr(func, "overloadpacket", func), "__name__", None) in UNINITIALISED
 
 
 def bad_outputs(root: RootCall) -> tuple[Ref, ...]:

@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.numerics import UNINITIALISED
 
-UNINITIALISED = frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "empty_quantized"}
-)
 CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous"})
 NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
 RUNNING_STATISTICS: dict[str, tuple[int, ...]] = dict.fromkeys((*NORMS, "_batch_norm_with_update"), (3, 4))
