@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
+
+from ampguard.diagnose import casebook
+from ampguard.diagnose.evidence import Evidence
 
 Guard = Callable[..., Watched]
 
@@ -69,3 +73,15 @@ def test_an_overflow_after_the_losses_have_come_down_is_another_one(guard: Guard
     run = guard(body)
     assert [(i.cause, i.step) for i in run.report.incidents if i.severity == "error"][1:] == [("fp16-overflow", 40)]
     assert run.first.cause == "divergence"
+
+
+def test_no_fixes_are_tried_for_one_more_end_of_it(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained: list[Evidence] = []
+    explain = casebook.explain
+    monkeypatch.setattr(
+        casebook, "explain", lambda evidence, *more: (explained.append(evidence), explain(evidence, *more))[1]
+    )
+    run = guard(lambda: Training().go(40))
+    places = {(e.op.name, e.op.module) for e in explained}
+    assert run.first.cause == "divergence"
+    assert len(explained) == 1, places

@@ -18,6 +18,7 @@ from ampguard.diagnose.budget import LEAST_SECONDS, Budget
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import find_cause
 from ampguard.diagnose.hooked import changed_by_a_hook
 from ampguard.diagnose.investigate import explain, explain_trace, locate, locate_in_trace, unexplained_incident
 from ampguard.diagnose.poison import Poison
@@ -70,6 +71,8 @@ class Casebook:
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
+        self.story_of: Callable[[str], Case | None] = lambda cause: None
+        """Asked about a cause before fixes are tried: of which case that was told would it be one more end?"""
         self.came_back: Callable[[Incident], None] = lambda incident: None
         """Told of a failure that is counted to an earlier one, as that with the step of this."""
 
@@ -189,7 +192,12 @@ class Casebook:
         forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
         budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started, self.least_seconds)
         try:
-            incident = explain(evidence, budget, self._rank)
+            finding = find_cause(evidence)
+            story = self.story_of(finding.cause) if finding is not None else None
+            if finding is not None and story is not None:
+                self._join(story, evidence, bad)
+                return
+            incident = explain(evidence, budget, self._rank, finding)
         except StopRun:
             raise
         except Exception as fault:
@@ -313,12 +321,7 @@ class Casebook:
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
         opinion = self.second_opinion(self._with_past(incident))
         if isinstance(opinion, Case):
-            part = Case(opinion.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
-            part.calls = calls_behind(bad)
-            self.cases.append(part)
-            self.merge(part, opinion)
-            opinion.last_step = bad.step
-            self._poison.note(bad, opinion)
+            self._join(opinion, evidence, bad)
             return
         case = Case(opinion, place_of(evidence), self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         self.cases.append(case)
@@ -328,6 +331,15 @@ class Casebook:
             self._looks -= 1
         self._poison.note(bad, case)
         self._tell(opinion)
+
+    def _join(self, story: Case, evidence: Evidence, bad: BadResult) -> None:
+        """This failure is one more end of a story that was told."""
+        part = Case(story.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
+        part.calls = calls_behind(bad)
+        self.cases.append(part)
+        self.merge(part, story)
+        story.last_step = bad.step
+        self._poison.note(bad, story)
 
     def _with_past(self, incident: Incident) -> Incident:
         """A parameter or buffer that was bad before the step: since when, and what made it so."""

@@ -137,18 +137,38 @@ def _is_pointwise(op: TracedOp, name: str) -> bool:
 def _match(shape: tuple[int, ...], place: list[int | None], free: set[int]) -> Callable[[Tensor], Tensor]:
     """A test that a flat position of `shape` has the coordinates `place`, except along the dims in `free`."""
 
+    groups = _groups(shape, place, free)
+
     def test(positions: Tensor) -> Tensor:
-        keep = torch.ones_like(positions, dtype=torch.bool)
-        rest = positions
-        for dim in range(len(shape) - 1, -1, -1):
-            size = shape[dim]
-            wanted = place[dim]
-            if dim not in free and wanted is not None and size != 1:
-                keep &= (rest % size) == wanted
-            rest = rest // max(size, 1)
-        return keep
+        keep, rest = None, positions
+        for number, (size, wanted) in enumerate(groups):
+            is_last = number == len(groups) - 1
+            if wanted is not None:
+                is_there = (rest if is_last else rest % size) == wanted
+                keep = is_there if keep is None else keep & is_there
+            if not is_last:
+                rest = rest // size
+        return torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
 
     return test
+
+
+def _groups(shape: tuple[int, ...], place: list[int | None], free: set[int]) -> list[tuple[int, int | None]]:
+    """Neighbouring dims that are asked about alike, as one: sizes and coordinates (None: any), the last dim first."""
+    groups: list[tuple[int, int | None]] = []
+    for dim in range(len(shape) - 1, -1, -1):
+        size = max(shape[dim], 1)
+        if size == 1:
+            continue
+        wanted = None if dim in free else place[dim]
+        before, inner = groups[-1] if groups else (1, None)
+        if groups and wanted is None and inner is None:
+            groups[-1] = (before * size, None)
+        elif groups and wanted is not None and inner is not None:
+            groups[-1] = (before * size, wanted * before + inner)
+        else:
+            groups.append((size, wanted))
+    return groups
 
 
 def _broadcast(source: tuple[int, ...], target: tuple[int, ...], flat: int) -> Callable[[Tensor], Tensor] | None:

@@ -86,9 +86,9 @@ def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replay
     return GradientEvidence(bad, chain, outcome, replayer) if is_derivative else evidence
 
 
-def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Incident:
-    """Say why it failed, and which fixes were seen to work."""
-    finding = find_cause(evidence) or unexplained(evidence)
+def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding | None = None) -> Incident:
+    """Say why it failed (a `finding`, where it is known already), and which fixes were seen to work."""
+    finding = finding or find_cause(evidence) or unexplained(evidence)
     is_of_gradients = isinstance(evidence, GradientEvidence) and evidence.bad.is_of_gradients
     if is_of_gradients and finding.cause != "loss-scale-overflow" and not budget.is_spent:
         assert isinstance(evidence, GradientEvidence)

@@ -90,6 +90,7 @@ class LearningDynamics:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
         self.history = HistoryWriter(folder, on_problem, rank)
         self._casebook.second_opinion = self.second_opinion
+        self._casebook.story_of = lambda cause: self._barrier.call(self._story_of, cause)
         self._probes.install()
 
     def finish(self) -> None:
@@ -280,14 +281,25 @@ class LearningDynamics:
         collapse = self._told.get("scale-collapse")
         if collapse is not None and incident.cause in ITS_GRADIENTS and self.trajectory.falling_since is not None:
             return collapse
-        known = [c for c in self._casebook.cases if c.incident.cause == "divergence" and c.part_of is None]
         if incident.cause in OF_LARGE_NUMBERS:
-            return next((case for case in known if self._goes_on(case)), None)
+            return self._divergence_that_goes_on()
+        known = [c for c in self._casebook.cases if c.incident.cause == "divergence" and c.part_of is None]
         began = incident.evidence.get("began_at_step")
         if incident.cause != "divergence" or began is None:
             return None
         same = next((case for case in known if case.incident.step >= began), None)
         return same or self._thrown_away_by(began, incident)
+
+    def _story_of(self, cause: str) -> Case | None:
+        """The divergence that a failure of this cause would be one more end of, before it is looked at any closer."""
+        if cause not in OF_LARGE_NUMBERS:
+            return None
+        self._vitals.flush()
+        return self._divergence_that_goes_on()
+
+    def _divergence_that_goes_on(self) -> Case | None:
+        told = [c for c in self._casebook.cases if c.incident.cause == "divergence" and c.part_of is None]
+        return next((case for case in told if self._goes_on(case)), None)
 
     def _thrown_away_by(self, began: int, divergence: Incident) -> Case | None:
         """The failure whose own update has thrown the weights away: when it was told, they were as they should be."""
