@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from watching import Watched
 
 from ampguard import compat
-from ampguard.diagnose import budget
+from ampguard.diagnose import budget, casebook
 from ampguard.diagnose.budget import Budget
+
+Guard = Callable[..., Watched]
 
 
 @pytest.fixture
@@ -52,3 +58,27 @@ def test_where_others_use_the_processors_too_it_is_longer(scheduler: Path, stati
     scheduler.write_text(statistics)
     assert seconds(0.01) == pytest.approx(least)
     assert seconds(60.0) == pytest.approx(1320.0), "how long a step takes is measured on the same machine"
+
+
+def test_a_slow_first_step_lends_a_quick_failing_one_no_time(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step loads libraries: what it takes says nothing of the one that fails."""
+    asked: list[float] = []
+    for_step = Budget.for_step
+    monkeypatch.setattr(
+        casebook.Budget, "for_step", staticmethod(lambda step, *more: (asked.append(step), for_step(step, *more))[1])
+    )
+
+    def body() -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            if step == 0:
+                time.sleep(1.0)
+            loss = model(torch.randn(2, 4)).square().mean() / (1 - step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert guard(body).first.cause == "division-by-zero"
+    assert asked[0] >= 1.0, "where it fails is looked for in any case"
+    assert asked[-1] < 0.5

@@ -11,6 +11,7 @@ import torch
 from ampguard import compat
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.schedule import FIRST_STEPS
 from ampguard.diagnose.arming import Arming
 from ampguard.diagnose.awaiting import Awaited, Awaiting
 from ampguard.diagnose.bad_since import BadSince
@@ -34,6 +35,9 @@ from ampguard.replay.sandbox import neutral_thread
 
 LOOKS_PER_INVESTIGATION = 4
 """How many further failures are located, to see whether they are new, for each full investigation allowed."""
+
+FORWARDS_PER_STEP = 4
+"""How many forward passes a step takes at most, where no other step has shown it: a backward pass is about two."""
 
 NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
 MAX_PROOFS = 3
@@ -190,7 +194,10 @@ class Casebook:
         if self._counted(bad, evidence):
             return
         forward_seconds = sum(e.seconds for e in evidence.events() if isinstance(e, RootCall))
-        budget = Budget.for_step(max(self._recorder.step_seconds, forward_seconds), started, self.least_seconds)
+        step_seconds = self._recorder.step_seconds
+        if forward_seconds and self._recorder.steps.count <= FIRST_STEPS:  # which also load libraries and warm up
+            step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
+        budget = Budget.for_step(max(step_seconds, forward_seconds), started, self.least_seconds)
         try:
             finding = find_cause(evidence)
             story = self.story_of(finding.cause) if finding is not None else None
