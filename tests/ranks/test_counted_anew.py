@@ -1,4 +1,4 @@
-"""Iterations are counted anew once a second optimizer is seen; a number that comes again is not compared again."""
+"""Iterations are counted anew once a second optimizer is seen; each is compared with its own on the other ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def raised(fault: Exception) -> None:
     raise fault
 
 
-def test_a_step_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-    monkeypatch.setattr(RankWatch, "_check", lambda _, step: checked.append(step))
+def test_each_check_has_a_number_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[int, int]] = []
+    monkeypatch.setattr(RankWatch, "_check", lambda _, *check: checked.append(check))
     recorder: Any = None
     watch = RankWatch(recorder, tmp_path, 0, print, lambda: None, raised)
     try:
@@ -24,4 +24,5 @@ def test_a_step_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             watch.iteration_ended(step)
     finally:
         watch.undo()
-    assert checked == [0, 1, 2, 3, 4, 8, 16]
+    assert [step for _, step in checked] == [0, 1, 2, 0, 1, 2, 3, 4, 8, 16]
+    assert [number for number, _ in checked] == list(range(10))

@@ -15,18 +15,18 @@ class ComesInBetween(Exchange):
 
     has_come = False
 
-    def check_of(self, step: int) -> Check | None:
-        found = super().check_of(step)
+    def check_of(self, number: int) -> Check | None:
+        found = super().check_of(number)
         if not self.has_come:
             self.has_come = True
-            self.write(Check(step, "theirs", []), Sums(["weight"], [1]))
+            self.write(Check(number, number, "theirs", []), Sums(["weight"], [1]))
         return found
 
 
 def test_note_that_comes_in_between(tmp_path: Path) -> None:
     told: list[Incident] = []
     pair = _Pair(ComesInBetween(tmp_path, 0, 0), 1, 0, deque(), told.append)
-    pair._waiting.append((Check(0, "mine", []), Sums(["weight"], [2]), None))
+    pair._waiting.append((Check(0, 0, "mine", []), Sums(["weight"], [2]), None))
     pair.compare()
     pair.compare()
     assert [(incident.cause, incident.step) for incident in told] == [("rank-divergence", 0)]

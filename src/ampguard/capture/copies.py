@@ -123,7 +123,7 @@ def size_of(optimizers: Sequence[Optimizer]) -> int:
     """Bytes of the trained parameters and of the optimizers' state."""
     tensors = {id(p): p for p in parameters_of(optimizers)}
     for optimizer in optimizers:
-        for state in optimizer.state.values():
+        for state in getattr(optimizer, "state", {}).values():  # (one of another kind may have none)
             if isinstance(state, dict):
                 tensors |= {id(v): v for v in state.values() if isinstance(v, Tensor)}
     return sum(t.numel() * t.element_size() for t in tensors.values())

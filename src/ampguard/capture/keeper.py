@@ -41,6 +41,7 @@ from ampguard.capture.stretch import (
     why_not,
 )
 from ampguard.capture.weights import norm_of
+from ampguard.numerics import PLAIN
 
 SEGMENT_STEPS = 16
 SEGMENTS = 2
@@ -360,8 +361,8 @@ def relative_size(optimizer: Optimizer, by_scaler: bool, has_new_rate: bool) -> 
     them about as large as 1 first (Adam and its kin): then the rate alone decides.
     """
     parameters = parameters_of([optimizer])
-    if not parameters or any(p.device.type != "cpu" for p in parameters):
-        return None
+    if not parameters or any(type(p) not in PLAIN or p.device.type != "cpu" for p in parameters):
+        return None  # (of weights that are spread over ranks a norm would have to be asked of all of them)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     multiplies = all("momentum" in group and "alpha" not in group for group in optimizer.param_groups)
     if not rates or not (multiplies or has_new_rate):

@@ -65,24 +65,18 @@ class RankWatch:
         self._later = NumbersLater()
         self._course: deque[tuple[int, float | None, bool | None]] = deque(maxlen=COURSE)
         self._pairs: dict[int, _Pair] = {}
-        self._last = -1
-        """The last iteration that ended."""
+        self._checks = 0
+        """Iterations after which there was something to compare."""
 
     def saw(self, vitals: StepVitals) -> None:
         """The vital signs of a step."""
         self._course.append((vitals.step, vitals.scale, vitals.skipped))
 
     def iteration_ended(self, step: int) -> None:
-        """Iteration number `step` is over.
-
-        A number comes twice where a second optimizer shows that an iteration is longer than it seemed: what another rank
-        has written down under it may then be from either time, so it is compared once.
-        """
-        if step <= self._last:
-            return
-        self._last = step
+        """Iteration number `step` is over."""
         if is_due(step):
-            self._barrier.call(self._check, step)
+            self._barrier.call(self._check, self._checks, step)
+            self._checks += 1
 
     def undo(self) -> None:
         """Take the patches out."""
@@ -92,7 +86,7 @@ class RankWatch:
         """The run ends: what is left is compared now."""
         self._barrier.call(self._close)
 
-    def _check(self, step: int) -> None:
+    def _check(self, number: int, step: int) -> None:
         calls = [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
         self._replicas.look(calls)
         if not self._replicas.known:
@@ -106,7 +100,7 @@ class RankWatch:
             found = replica.sums() if pair is not None else None
             if found is not None and pair is not None:
                 names, sums = found
-                self._later.ask(as_parts(sums), pair.receiver(step, names, replica.past))
+                self._later.ask(as_parts(sums), pair.receiver(number, step, names, replica.past))
         self._later.poll()
 
     def _pair_up(self, replica: Replica | Unwrapped) -> _Pair | None:
@@ -149,10 +143,12 @@ class _Pair:
         self._last_equal: int | None = None
         self._has_told = False
 
-    def receiver(self, step: int, names: list[str], past: PastWrapper | None) -> Callable[[list[float | None]], None]:
+    def receiver(
+        self, number: int, step: int, names: list[str], past: PastWrapper | None
+    ) -> Callable[[list[float | None]], None]:
         def came(parts: list[float | None]) -> None:
             sums = from_parts(parts)
-            check = Check(step, digest_of(sums), list(self._course))
+            check = Check(number, step, digest_of(sums), list(self._course))
             if self._rank == self._first:
                 self._exchange.write(check, Sums(names, sums))
             elif not self._has_told:
@@ -166,11 +162,11 @@ class _Pair:
         while self._waiting and not self._has_told:
             mine, sums, past = self._waiting[0]
             newest = self._exchange.newest()  # before: what comes in between is waited for, not missed
-            theirs = self._exchange.check_of(mine.step)
-            if theirs is None and not is_last and newest < mine.step:
+            theirs = self._exchange.check_of(mine.number)
+            if theirs is None and not is_last and newest < mine.number:
                 return
             self._waiting.popleft()
-            if theirs is not None:
+            if theirs is not None and theirs.step == mine.step:
                 self._judge(mine, sums, theirs, past)
 
     def close(self) -> None:
@@ -187,7 +183,7 @@ class _Pair:
         if mine.digest == theirs.digest and course is None:
             self._last_equal = mine.step
             return
-        other = self._exchange.sums_of(mine.step) if mine.digest != theirs.digest else None
+        other = self._exchange.sums_of(mine.number) if mine.digest != theirs.digest else None
         names = [] if other is None else differing(sums, other)
         if self._by_hand and not self._are_averaged(sums, other):
             return

@@ -23,8 +23,12 @@ _SIGNED_IN = re.compile(r"\.rank-(\d+)-\d+")
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What one rank had after a step. `course`: of its last steps, [step, loss scale, was skipped]."""
+    """What one rank had after a step. `course`: of its last steps, [step, loss scale, was skipped].
 
+    `number` counts the checks: the number of a step comes twice where steps turn out to be longer than they seemed.
+    """
+
+    number: int
     step: int
     digest: str
     course: list[tuple[int, float | None, bool | None]]
@@ -41,7 +45,7 @@ Note = TypeVar("Note", Check, Sums)
 
 
 class Exchange:
-    """The notes about one model: `ranks/<model>-of-<rank>/<step>.json` and, read only on a difference, `<step>.sums`."""
+    """The notes about one model: `ranks/<model>-of-<rank>/<check>.json` and, read only on a difference, `<check>.sums`."""
 
     def __init__(self, folder: Path, model: int, first: int) -> None:
         self._folder = folder / "ranks" / f"{model}-of-{first}"
@@ -49,26 +53,26 @@ class Exchange:
     def write(self, check: Check, sums: Sums) -> None:
         """Leave a note, whole or not at all; the oldest go."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name, value in ((f"{check.step}.sums", sums), (f"{check.step}.json", check)):
+        for name, value in ((f"{check.number}.sums", sums), (f"{check.number}.json", check)):
             temporary = self._folder / f".{name}"
             temporary.write_bytes(msgspec.json.encode(value))
             temporary.replace(self._folder / name)
-        steps = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.json"))
-        for step in steps[:-KEPT]:
-            for name in (f"{step}.json", f"{step}.sums"):
+        numbers = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.json"))
+        for number in numbers[:-KEPT]:
+            for name in (f"{number}.json", f"{number}.sums"):
                 with contextlib.suppress(OSError):
                     (self._folder / name).unlink()
 
-    def check_of(self, step: int) -> Check | None:
-        """What the first rank had after a step; None where it has not said so (yet, or any more)."""
-        return self._read(self._folder / f"{step}.json", Check)
+    def check_of(self, number: int) -> Check | None:
+        """What the first rank had at a check; None where it has not said so (yet, or any more)."""
+        return self._read(self._folder / f"{number}.json", Check)
 
     def newest(self) -> int:
-        """The last step of which the first rank has told; -1 before it has told of any."""
+        """The last check of which the first rank has told; -1 before it has told of any."""
         return max((int(file.stem) for file in self._folder.glob("[0-9]*.json")), default=-1)
 
-    def sums_of(self, step: int) -> Sums | None:
-        return self._read(self._folder / f"{step}.sums", Sums)
+    def sums_of(self, number: int) -> Sums | None:
+        return self._read(self._folder / f"{number}.sums", Sums)
 
     @staticmethod
     def _read(file: Path, kind: type[Note]) -> Note | None:
