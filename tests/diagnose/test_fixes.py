@@ -66,9 +66,9 @@ def at_failure(
     seen: list[Any] = []
     original = casebook.explain
 
-    def explain(evidence: Evidence, budget: Budget, rank: int = 0) -> Any:
+    def explain(evidence: Evidence, *more: Any) -> Any:
         seen.append(look(evidence))
-        return original(evidence, budget, rank)
+        return original(evidence, *more)
 
     monkeypatch.setattr(casebook, "explain", explain)
     run = guard(body)
