@@ -122,12 +122,12 @@ class Penalties:
         made = {id(one.node): one for one in self._made}
         scale = float(self._made[0].scale)
         scaling = self._moves.losses.nodes() | {id(loss.grad_fn)}
-        waiting, seen = deque([loss.grad_fn]), set[int]()
+        waiting, seen = deque([loss.grad_fn]), dict[int, Any]()  # (they are held: another node gets a dropped one's id)
         while waiting and len(seen) < MAX_NODES:
             node = waiting.popleft()
             if node is None or id(node) in seen:
                 continue
-            seen.add(id(node))
+            seen[id(node)] = node
             if id(node) in made:
                 return made[id(node)]
             if id(node) in scaling or not may_divide(node, scale):
