@@ -140,12 +140,12 @@ class ScaledLosses:
         nodes = {id(known.node): known.scale for known in self._known.values() if known.node is not None}
         found: DeviceScale | None = None
         is_plain = False
-        stack, seen = [start], set[int]()
+        stack, seen = [start], dict[int, Any]()  # (they are held: another node gets a dropped one's id)
         while stack:
             node = stack.pop()
             if node is None or id(node) in seen:
                 continue
-            seen.add(id(node))
+            seen[id(node)] = node
             scale = nodes.get(id(node)) or _by_hand(node, current)
             if scale is not None:
                 found = scale
