@@ -43,6 +43,7 @@ class TapeSchedule:
 
     def __init__(self) -> None:
         self._spent = -FREE_SECONDS
+        """Seconds that taping beyond the usual has taken, less what it may take: below 0 steps are taped whole."""
         self.limit = MAX_EVENTS
         """Operators that are taped after a module was called."""
         self.keeps_calls = False
