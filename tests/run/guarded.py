@@ -1,12 +1,13 @@
 """`python guarded.py SCRIPT|-m MODULE [ARGS...]`: the runner with a session that only writes down what it is told.
 
-SESSION_FAULT=start|finish|usage makes it fail there. No torch: a process starts in a tenth of a second.
+SESSION_FAULT=start|finish|leave|usage makes it fail there. No torch: a process starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from ampguard.errors import UsageError
@@ -29,6 +30,11 @@ class LoggingSession:
         if self._fault == "finish":
             raise ZeroDivisionError("a bug in finish")
         self._say(f"finish {error!r}")
+
+    def leave(self) -> None:
+        if self._fault == "leave":
+            time.sleep(60)
+        self._say("leave")
 
     def _say(self, what: str) -> None:
         with self._log.open("a") as log:

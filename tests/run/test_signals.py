@@ -13,13 +13,15 @@ from workbench import Outcome, Workbench
 READY = "import os, signal, sys, time\ndef ready():\n    print('ready', flush=True)\n    time.sleep(30)\n"
 
 
-def signalled(workbench: Workbench, *words: str, signum: int = signal.SIGTERM, guarded: bool = True) -> Outcome:
+def signalled(
+    workbench: Workbench, *words: str, signum: int = signal.SIGTERM, guarded: bool = True, **extra: str
+) -> Outcome:
     """Start a script, send it a signal once it says that it is ready, and report how it ended."""
     workbench.log.unlink(missing_ok=True)
     process = subprocess.Popen(
         workbench.command(*words, guarded=guarded),
         cwd=workbench.folder,
-        env=workbench.environment(),
+        env=workbench.environment(**extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -39,6 +41,74 @@ def test_sigterm_writes_the_report_and_is_still_the_cause_of_death(workbench: Wo
     assert outcome == Outcome(-signal.SIGTERM, "", "")
     assert workbench.session_saw() == ["start", "finish SystemExit(143)"]
     assert time.monotonic() - started < 20
+
+
+WAITS_IN_C = """
+import ctypes, os, signal, sys, threading, time
+def ready():
+    libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    libc.pthread_mutex_lock(lock)
+    threading.Timer(0.5, os.write, (1, b"ready\\n")).start()
+    libc.pthread_mutex_lock(lock)  # for ever: a signal does not end it, and no Python handler runs
+"""
+
+
+def test_sigterm_ends_a_process_that_is_blocked_in_c(workbench: Workbench) -> None:
+    workbench.write("train.py", WAITS_IN_C + "ready()")
+    started = time.monotonic()
+    assert signalled(workbench, "train.py") == Outcome(-signal.SIGTERM, "", "")
+    assert workbench.session_saw() == ["start", "leave"]
+    assert time.monotonic() - started < 20
+
+
+def test_a_blocked_process_with_a_handler_of_its_own_is_left_alone(workbench: Workbench) -> None:
+    """It goes on waiting, as it would without us."""
+    workbench.write(
+        "train.py",
+        WAITS_IN_C + "signal.signal(signal.SIGTERM, print)\nthreading.Timer(2.5, os._exit, (7,)).start()\nready()",
+    )
+    assert signalled(workbench, "train.py").status == 7
+    assert workbench.session_saw() == ["start"]
+
+
+def test_a_wakeup_file_of_the_scripts(workbench: Workbench) -> None:
+    """asyncio has one. SIGTERM is then handled when the main thread comes back."""
+    workbench.write(
+        "train.py",
+        READY + "import socket\nhere, there = socket.socketpair()\nhere.setblocking(False)\nthere.setblocking(False)\n"
+        "signal.set_wakeup_fd(there.fileno())\nready()",
+    )
+    assert signalled(workbench, "train.py") == Outcome(-signal.SIGTERM, "", "")
+    assert workbench.session_saw() == ["start", "finish SystemExit(143)"]
+
+
+def test_signals_of_a_forked_child_are_its_own(workbench: Workbench, assert_same: Callable[..., Outcome]) -> None:
+    workbench.write(
+        "train.py",
+        """
+import os, signal, time
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *a: print("child", signal.set_wakeup_fd(-1), flush=True))
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(3)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+time.sleep(1.5)  # longer than a blocked process has
+""",
+    )
+    assert assert_same("train.py").stdout == "child -1\n3\n"
+    assert workbench.session_saw() == ["start", "finish None"]
+
+
+def test_the_watcher_is_none_of_the_scripts_threads(workbench: Workbench, assert_same: Callable[..., Outcome]) -> None:
+    workbench.write("train.py", "import threading\nprint(len(threading.enumerate()), threading.active_count())")
+    assert_same("train.py")
+
+
+def test_a_report_that_cannot_be_written_holds_nobody_up(workbench: Workbench) -> None:
+    workbench.write("train.py", WAITS_IN_C + "ready()")
+    started = time.monotonic()
+    assert signalled(workbench, "train.py", SESSION_FAULT="leave").status == -signal.SIGTERM
+    assert time.monotonic() - started < 15
 
 
 def test_the_scripts_own_sigterm_handler_stands(workbench: Workbench) -> None:

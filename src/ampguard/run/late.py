@@ -51,6 +51,10 @@ class LateSession:
             with contextlib.suppress(OSError):
                 self._folder.path.rmdir()  # only where nothing was written
 
+    def leave(self) -> None:
+        if self._session is not None:
+            self._session.leave()
+
     def _start_session(self) -> None:
         if os.getpid() != self._pid:  # a forked child imports torch: the guard is its parent's
             return

@@ -22,3 +22,8 @@ class GuardSession(Protocol):
         that the script raised, a `StopRun`, a `KeyboardInterrupt`, a `SystemExit(143)` for SIGTERM).
         Not called in a forked child, nor where the script never started.
         """
+
+    def leave(self) -> None:
+        """Write what is known already. Called from another thread, where SIGTERM ends a process whose main thread is
+        blocked; `finish` may be at work there. Nothing is judged, and nobody is waited for.
+        """

@@ -63,7 +63,7 @@ class _Guard:
         self._session = session
         self._pid = os.getpid()
         self._finished = False
-        self._sigterm = FinishOnSigterm(self.finish)
+        self._sigterm = FinishOnSigterm(self.finish, self.leave)
 
     def start(self) -> None:
         if self._session is None:
@@ -92,3 +92,8 @@ class _Guard:
             except Exception as fault:
                 say_fault("could not finish its report", fault)
         self._sigterm.uninstall()
+
+    def leave(self) -> None:
+        """From another thread: the main one is blocked, and SIGTERM ends the process."""
+        if self._session is not None:
+            self._session.leave()

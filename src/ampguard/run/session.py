@@ -172,6 +172,17 @@ class Session:
         if made and self._recorder.log.next_index == 0 and not self._recorder.steps.count:
             print(f"ampguard: {unwatched(made)}", file=sys.stderr)
 
+    def leave(self) -> None:
+        """Write the report and the history from what is known. To be called where the main thread is blocked for good."""
+        if self._within is not None or self._folder is None or self.report is not None:
+            return
+        report = self._make_report()
+        problem = self._folder.write(report, is_last=False)
+        if self._dynamics.history is not None:
+            self._dynamics.history.close()
+        if report.incidents:
+            print_summary(report, self._folder.report_path if problem is None else None)
+
     def report_now(self) -> Path | None:
         """Judge what is there and write the report so far; the guard goes on. Where it is; None where it cannot be written."""
         self._barrier.call(self._recorder.flush, None)

@@ -1,0 +1,101 @@
+"""A SIGTERM that finds the main thread blocked in C++: in a collective that waits for a rank which is gone.
+
+A Python handler runs between two bytecodes of the main thread, and there is no next one. The interpreter's own C handler
+writes the signal's number to the wakeup file at once, wherever the main thread is. A thread that sleeps on that file
+gives the Python handler a moment, and then has what is known written down and ends the process by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+BEGINS_WITHIN_S = 1.0
+"""How long the main thread may take to come back to Python."""
+
+ENDS_WITHIN_S = 15.0
+"""How long the handler may take then: schedulers send SIGKILL after 30 s."""
+
+WRITES_WITHIN_S = 5.0
+"""How long it may take to write what is known."""
+
+
+class BlockedWatcher:
+    """Ends the process by SIGTERM where the Python handler cannot."""
+
+    def __init__(self, stands: Callable[[], bool], leave: Callable[[], None]) -> None:
+        """`stands`: whether SIGTERM still is the guard's to handle. `leave`: write what is known, from another thread."""
+        self._stands = stands
+        self._leave = leave
+        self._begun = threading.Event()
+        self._leaving = False
+        self._wakeup = -1
+
+    def install(self) -> None:
+        """Begin to watch, unless somebody else is woken up by signals. To be called in the main thread."""
+        if os.name != "posix":
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(read)
+            os.close(write)
+            return
+        self._wakeup = write
+        _thread.start_new_thread(self._watch, (read,))  # not threading's: the script does not find it among its threads
+
+    def uninstall(self) -> None:
+        """Watch no longer; in a forked child too, whose signals are not its parent's. A wakeup file of the script's stays."""
+        if self._wakeup == -1:
+            return
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, self._wakeup):
+            signal.set_wakeup_fd(before)
+        self._wakeup = -1  # left open: a script may have kept its number
+
+    def handler_runs(self) -> None:
+        """The main thread is in the Python handler; if it came too late, it does nothing any more."""
+        self._begun.set()
+        while self._leaving:
+            time.sleep(0.05)
+
+    def _watch(self, read: int) -> None:
+        with contextlib.suppress(OSError):
+            while numbers := os.read(read, 64):
+                if signal.SIGTERM in numbers and self._stands():
+                    self._end()
+
+    def _end(self) -> None:
+        if self._begun.wait(BEGINS_WITHIN_S):
+            time.sleep(ENDS_WITHIN_S)
+        self._leaving = True
+        written = threading.Event()
+
+        def leave() -> None:
+            with contextlib.suppress(Exception):
+                self._leave()
+            written.set()
+
+        _thread.start_new_thread(leave, ())
+        written.wait(WRITES_WITHIN_S)
+        _die_by_sigterm()
+
+
+def _die_by_sigterm() -> None:
+    """Restore the default action and send the signal again. `signal.signal` is for the main thread only."""
+    try:
+        import ctypes
+
+        set_action = ctypes.pythonapi.PyOS_setsig
+        set_action.argtypes, set_action.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        set_action(signal.SIGTERM, None)
+    except (ImportError, AttributeError):
+        os._exit(128 + signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
