@@ -16,7 +16,8 @@ from ampguard.diagnose import budget, casebook
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
-from ampguard.diagnose.investigate import locate, tried, verified_fixes
+from ampguard.diagnose.investigate import locate
+from ampguard.diagnose.trying import tried, verified_fixes
 from ampguard.incident import Fix
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant
@@ -152,7 +153,7 @@ def test_trial_decides_what_is_verified(guard: Guard, monkeypatch: pytest.Monkey
     assert {name: fix.verified for name, fix in fixes.items()} == {
         "cures": True, "cures not": False, "cannot be tried": None, "raises": None,
     }  # fmt: skip
-    assert fixes["cures"].outcome.startswith("the replayed step is finite; the loss is ")
+    assert fixes["cures"].outcome.startswith("the replayed step is finite, its gradients too; the loss is ")
     assert fixes["cures not"].outcome == "the replayed step is still bad"
     assert "no such thing" in fixes["raises"].outcome
 
@@ -192,7 +193,7 @@ def test_fix_is_what_plain_pytorch_confirms(guard: Guard) -> None:
     fix = next(f for f in guard(failing([1.0, 100.0])).first.fixes if f.action == "disable-amp")
     seed_everything()
     expected = Tower([1.0, 100.0])(torch.ones(2, 4))
-    assert fix.outcome == f"the replayed step is finite; the loss is {expected.item():.4g}"
+    assert fix.outcome == f"the replayed step is finite, its gradients too; the loss is {expected.item():.4g}"
 
 
 def test_step_is_located_once_more_without_side_effects(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,11 @@ def running_node_number() -> int | None:
     return int(node._sequence_nr())
 
 
+def node_number(node: Any) -> int | None:
+    """The number that a node of the graph was given in the forward pass."""
+    return int(node._sequence_nr()) if hasattr(node, "_sequence_nr") else None
+
+
 def functional_gradient() -> tuple[Any, str] | None:
     """What `torch.func.grad` and `grad_and_value` both call, with (func, argnums, has_aux, args, kwargs)."""
     module = sys.modules.get("torch._functorch.eager_transforms")
@@ -38,11 +43,6 @@ def functional_gradient() -> tuple[Any, str] | None:
 def schema_of(func: Any) -> Any:
     """An operator's declaration: its name, arguments and results, with what it writes to or shares."""
     return func._schema
-
-
-def pass_for(stand_in: Any, func: Any) -> None:
-    """Give a stand-in for an operator the operator's declaration."""
-    stand_in._schema = func._schema
 
 
 def positions_written(func: Any) -> frozenset[int]:

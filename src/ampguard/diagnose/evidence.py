@@ -62,6 +62,8 @@ class Evidence:
         self.given: Given | None = chain.given
         self.intended = chain.intended
         self.converts = converted_at is not None
+        self.half_cured: list[tuple[Variant, str]] = []
+        """Changes that leave a finite loss and gradients that are not, and how they are written."""
         self.losses_with: dict[str, float] = {}
         """The loss of the failing step with each fix that was seen to work, by its action."""
 

@@ -27,8 +27,7 @@ class Proposal:
     """A fix and how to try it. `trial` is None where a replay cannot show it; `search` asks for the smallest region.
 
     `otherwise` is tried in its place where it was not enough: the same fix, tighter. `known` is what it comes to, where
-    that has been seen already. `under_gradients`: an operator behind the changed one may have no derivative where the
-    change leaves it, so the loss with the fix is differentiated too.
+    that has been seen already.
     """
 
     action: str
@@ -38,7 +37,6 @@ class Proposal:
     search: bool = False
     otherwise: Proposal | None = None
     known: Outcome | None = None
-    under_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)

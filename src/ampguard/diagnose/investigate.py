@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from typing import Any
 
@@ -14,33 +13,26 @@ from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in, refs_in
 from ampguard.diagnose import words
-from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Finding, Proposal, find_cause
+from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
-from ampguard.diagnose.minimal import smallest_float32_region
+from ampguard.diagnose.minimal import advice
 from ampguard.diagnose.proposals import spelled
 from ampguard.diagnose.rows import is_masks_doing
 from ampguard.diagnose.slicing import COPIES, Chain, at_the_data, chain_from
-from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.diagnose.terms import Term, in_words, terms_of
+from ampguard.diagnose.trying import verified_fixes
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
-from ampguard.replay.differentiated import has_finite_gradients
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
 SEARCHING = COPIES | {"add", "sub"}
 """What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
-
-RUNAWAY = 1e10
-"""A loss beyond it is finite and no use: a tighter bound is tried."""
-
-VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
 
 def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> Evidence | None:
@@ -137,7 +129,7 @@ def with_terms(finding: Finding, terms: list[Term]) -> Finding:
 def explain_trace(evidence: Evidence, rank: int, reason: str) -> Incident:
     """Say why it failed; there is no step to replay, so no fix is tried."""
     finding = find_cause(evidence) or unexplained(evidence)
-    fixes = tuple(Fix(p.action, p.target, p.how or region_advice(evidence)) for p in finding.proposals)
+    fixes = tuple(Fix(p.action, p.target, p.how or advice([evidence.op])) for p in finding.proposals)
     incident = incident_of(evidence, finding, fixes, rank, rung="live-trace")
     incident.evidence["not_replayed_because"] = reason
     return incident
@@ -285,100 +277,6 @@ def unexplained(evidence: Evidence) -> Finding:
         weight=0,
         evidence={"rule": None},
     )
-
-
-def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tuple[Fix, ...]:
-    """Try each proposal on the failing step; what works first, then what was not tried, then what did not work."""
-    fixes = [fix for proposal in finding.proposals if (fix := tried_in_turn(evidence, proposal, budget)) is not None]
-    return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
-
-
-def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
-    """The proposal, or a tighter one that works where it does not."""
-    fix = tried(evidence, proposal, budget)
-    loss = evidence.losses_with.get(proposal.action)
-    is_enough = fix is not None and fix.verified is not False and (loss is None or abs(loss) < RUNAWAY)
-    if fix is None or is_enough or proposal.otherwise is None:
-        return fix
-    tighter = tried_in_turn(evidence, proposal.otherwise, budget)
-    return tighter if tighter is not None and tighter.verified else fix
-
-
-def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
-    replayer = evidence.replayer
-    if proposal.search:
-        if replayer is None or budget.is_spent:
-            return Fix(proposal.action, proposal.target, region_advice(evidence), None)
-        try:
-            found = smallest_float32_region(evidence, budget)
-        except Exception as error:
-            return Fix(
-                proposal.action,
-                proposal.target,
-                region_advice(evidence),
-                None,
-                f"the replay with it raised: {error}"[:300],
-            )
-        if found is None:
-            return Fix(
-                proposal.action, proposal.target, region_advice(evidence), False, "the replayed step is still bad"
-            )
-        target, how, outcome = found
-        return Fix(proposal.action, target, how, True, described(outcome, evidence))
-    if proposal.known is not None:
-        return Fix(
-            proposal.action,
-            proposal.target,
-            proposal.how,
-            not proposal.known.is_bad,
-            described(proposal.known, evidence),
-        )
-    if proposal.trial is None or replayer is None or budget.is_spent:
-        return Fix(proposal.action, proposal.target, proposal.how, None)
-    try:
-        variant = proposal.trial(evidence)
-        outcome = attempt(evidence.bad, replayer, variant)
-    except Exception as error:
-        return Fix(proposal.action, proposal.target, proposal.how, None, f"the replay with it raised: {error}"[:300])
-    why_not = stays_for_a_number(evidence, variant) if outcome.is_bad else None
-    if why_not is not None:
-        return Fix(proposal.action, proposal.target, proposal.how, None, why_not)
-    changed = changed_loss(evidence, outcome)
-    if changed is not None:
-        return Fix(proposal.action, proposal.target, proposal.how, False, changed)
-    if not outcome.is_bad and proposal.under_gradients and has_finite_gradients(replayer, variant) is False:
-        loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
-        return Fix(
-            proposal.action, proposal.target, proposal.how, False, f"the loss is finite{loss}, its gradients are not"
-        )
-    if not outcome.is_bad and outcome.loss is not None:
-        evidence.losses_with[proposal.action] = outcome.loss
-    return Fix(proposal.action, proposal.target, proposal.how, not outcome.is_bad, described(outcome, evidence))
-
-
-def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
-    """For a value that the loss does not see: a fix must leave the loss as it is. What it did where it does not."""
-    if not isinstance(evidence, GradientEvidence) or not evidence.is_hidden or outcome.is_bad:
-        return None
-    before, after = evidence.outcome.loss, outcome.loss
-    if before is None or after is None or math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-6):
-        return None
-    return f"the replayed step is finite, but its loss is no longer {before:.4g}: it is {after:.4g}"
-
-
-def described(outcome: Outcome, evidence: Evidence) -> str:
-    """ "the replayed step is finite; the loss is 2.31"."""
-    if outcome.is_bad:
-        return "the replayed step is still bad"
-    what = "loss" if evidence.bad.mode == "train" else "result"  # (in evaluation any number that is read)
-    loss = f"; the {what} is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
-    return f"the replayed step is finite{loss}"
-
-
-def region_advice(evidence: Evidence) -> str:
-    from ampguard.diagnose.minimal import advice
-
-    return advice([evidence.op])
 
 
 def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str) -> Incident:

@@ -25,8 +25,8 @@ Region: TypeAlias = tuple[str, int | tuple[str, int]]
 """("module", id of the module) or ("line", (file, line number))."""
 
 
-def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, str, Outcome] | None:
-    """(target, how, the replay's outcome) of the smallest region in float32 that cures the step; None if none does."""
+def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, str, Variant, Outcome] | None:
+    """(target, how, the variant, its outcome) of the smallest region in float32 that cures the step; None if none does."""
     from ampguard.diagnose.investigate import chain_of
 
     replayer = evidence.replayer
@@ -60,7 +60,7 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if not smaller.is_bad:
             members, outcome = fewer, smaller
     names = [_name(region, replayer.names) for region in members]
-    return ", ".join(names), advice(list(members.values()), names), outcome
+    return ", ".join(names), advice(list(members.values()), names), _variant(members), outcome
 
 
 def region_of(op: TracedOp) -> Region | None:

@@ -27,7 +27,7 @@ def under_the_root(evidence: Evidence, divisor: int) -> list[Proposal]:
     low = evidence.low_precision_in_use is not None
     found = epsilon_fix(root, 0, smallest_epsilon(evidence) if low else 1e-12)
     trial = found.trial
-    return [dataclasses.replace(found, trial=lambda _: trial(root), under_gradients=True)] if trial is not None else []
+    return [dataclasses.replace(found, trial=lambda _: trial(root))] if trial is not None else []
 
 
 def _is_root(op: TracedOp) -> bool:

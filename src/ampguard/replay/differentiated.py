@@ -21,6 +21,21 @@ PLAIN = Modes(grad=True, inference=False, autocast=())
 
 def has_finite_gradients(replayer: Replayer, variant: Variant) -> bool | None:
     """Whether all gradients of the loss are finite with the change, at a loss scale of 1; None where nobody can tell."""
+    try:
+        again = with_backward(replayer, variant)
+        outcome = again.run(traced=False) if again is not None else None
+    except Exception:
+        return None
+    if outcome is None or not outcome.gradients or not outcome.has_true_derivatives:
+        return None
+    return all(is_finite(gradient) for _, gradient in outcome.gradients)
+
+
+def with_backward(replayer: Replayer, variant: Variant) -> Replayer | None:
+    """A replayer of the step with the change that goes on to differentiate the loss, at a loss scale of 1.
+
+    None where there is nothing to differentiate. Raises ReplayError where the step cannot be differentiated.
+    """
     bad = replayer.bad
     if bad.kind != "loss" or bad.mode != "train" or not all(isinstance(target, Ref) for target in bad.targets):
         return None
@@ -31,14 +46,10 @@ def has_finite_gradients(replayer: Replayer, variant: Variant) -> bool | None:
     call = BackwardCall(last.index + 1, (list(bad.targets), None, None), last.line, False, 0, PLAIN)
     again = copy.copy(replayer)
     again.events, again.keeps_graph = [*replayer.events, call], True
-    again.bad = dataclasses.replace(bad, kind="gradient", targets=(), parameters=parameters)
-    try:
-        preconditions.check(again.events, again._recorder, True, again.is_exact)
-        scaled = dataclasses.replace(variant, loss_scale_factor=1 / (bad.loss_scale or 1.0))
-        gradients = again.run(scaled, traced=False).gradients
-    except Exception:
-        return None
-    return all(is_finite(gradient) for _, gradient in gradients) if gradients else None
+    again.bad = dataclasses.replace(bad, kind="gradient", targets=(), parameters=parameters, loss_scale=None)
+    again.base = dataclasses.replace(variant, loss_scale_factor=1 / (bad.loss_scale or 1.0))
+    preconditions.check(again.events, again._recorder, True, again.is_exact)
+    return again
 
 
 def _parameters(replayer: Replayer) -> tuple[Tensor, ...]:

@@ -34,3 +34,5 @@ class Outcome:
     """Each parameter of the script that has a gradient, and that gradient."""
     stand_ins: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Storage of a clone that the replay used, to (the clone, the script's own tensor)."""
+    has_true_derivatives: bool = True
+    """False where an operator was changed and its derivative is still that of the operator as it ran."""

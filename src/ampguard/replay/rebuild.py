@@ -65,6 +65,8 @@ class Replayer:
         }
         self.scale_factor = 1.0
         """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
+        self.base = AS_IT_RAN
+        """A change that every replay has."""
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
         self._recorder = recorder
@@ -130,6 +132,8 @@ class Replayer:
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
         started = time.perf_counter()
+        if self.base is not AS_IT_RAN:
+            variant = variant.with_base(self.base)
         trace = Trace()
         compiled = variant.compiled
         mode = (ReplayMode if compiled is None else Unwatching)(variant, trace if traced else None, self.names)
@@ -187,6 +191,7 @@ class Replayer:
         self._hidden = mode.hidden
         outcome.stand_ins = mode.stand_ins
         outcome.zero_shares = mode.zero_shares
+        outcome.has_true_derivatives = mode.changed_nodes.are_known
         outcome.output_names = values.names
         return outcome
 

@@ -20,6 +20,7 @@ from ampguard import compat, numerics
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, map_tensors
+from ampguard.replay.changed_nodes import ChangedNodes
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
 from ampguard.replay.trace import Trace, TracedOp, identical, layout_of
 from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
@@ -78,13 +79,13 @@ class ReplayMode(compat.DispatchMode):
         self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
         self._intervenes = bool(variant.interventions or variant.at_places)
         self._forced = 0
-        self._changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """For a node of the graph: operands that a fix replaced. Its derivative must see the replacements too."""
+        self.changed_nodes = ChangedNodes()
 
     @contextlib.contextmanager
     def differentiating(self, boundary: CodeType) -> Iterator[None]:
         """A backward pass runs; frames beyond that of `boundary` are not the step's."""
         before, self.boundary = self.boundary, boundary
+        self.changed_nodes.settle()
         try:
             with self:
                 yield
@@ -154,14 +155,16 @@ class ReplayMode(compat.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._intervenes:
+            if self.changed_nodes.is_busy:
+                return func(*args, **kwargs)
+            self.changed_nodes.settle()
         facts = facts_of(func)
         if facts.is_collective and compat.several_ranks():  # (one that is alone waits for nobody)
             raise CollectiveError(f"{func} would wait for the other ranks")
         precision = self._precision() if self._may_convert else None
         if precision is not None:
             args, kwargs = converted(func, args, kwargs, precision)
-        if self._changed:
-            args, kwargs = self._with_changes(args, kwargs)
         noted = self.note_before(func, args, kwargs)
         intervention = self._intervention(noted.index, func) if self._intervenes else None
         try:
@@ -177,37 +180,13 @@ class ReplayMode(compat.DispatchMode):
         return output
 
     def _intervened(self, intervention: Intervention, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the intervention, and note which operands it changed."""
-        node = compat.next_node_number() - 1 if torch.is_grad_enabled() else None
-
-        def spied(*new_args: Any, **new_kwargs: Any) -> Any:
-            if node is not None:
-                pairs = zip(flat_tensors(args, kwargs), flat_tensors(new_args, new_kwargs), strict=False)
-                self._changed[node] = [(old, new) for old, new in pairs if old is not new]
-            return func(*new_args, **new_kwargs)
-
-        compat.pass_for(spied, func)
-        return intervention(spied, args, kwargs)
-
-    def _with_changes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The operands of a derivative, with what a fix changed in the forward pass changed here too."""
-        node = compat.running_node_number()
-        changes = self._changed.get(node, []) if node is not None else []
-        if changes and torch.is_grad_enabled():  # this operator is to be differentiated in its turn
-            self._changed[compat.next_node_number() - 1] = changes
-
-        def changed(tensor: Tensor) -> Tensor:
-            for old, new in changes:
-                same = tensor is old or (
-                    compat.storage_key(tensor) == compat.storage_key(old)
-                    and tensor.shape == old.shape == new.shape
-                    and tensor.storage_offset() == old.storage_offset()
-                )
-                if same:
-                    return new.to(tensor.dtype)
-            return tensor
-
-        return (map_tensors(args, changed), map_tensors(kwargs, changed)) if changes else (args, kwargs)
+        """Run the intervention; its derivative takes the place of the operator's."""
+        if not self.changed_nodes.is_needed(args, kwargs):
+            return intervention(func, args, kwargs)
+        changed = self.changed_nodes.before(intervention, func, args, kwargs)
+        output = intervention(func, args, kwargs)
+        self.changed_nodes.after(changed, output)
+        return output
 
     def note_before(self, func: Any, args: Any, kwargs: Any) -> Noted:
         """What must be kept of an operator that is about to run."""
@@ -278,7 +257,11 @@ class ReplayMode(compat.DispatchMode):
         name = str(func)
         if by_number is not None or all(place[0] != name for place in self.variant.at_places):
             return by_number
-        line = self._line(sys._getframe(2))
+        frame = sys._getframe(2)
+        is_derivative = isinstance(self.event, BackwardCall)  # (of another operator, often by one of the same name)
+        line = user_line(frame, stop=self.boundary) if is_derivative else self._line(frame)
+        if line is None and is_derivative:
+            return None
         place = (name, line.code.co_filename, line.number) if line is not None else (name, None, None)
         return self.variant.at_places.get(place)
 

@@ -60,6 +60,23 @@ class Variant:
     def __hash__(self) -> int:
         return id(self)
 
+    def with_base(self, base: Variant) -> Variant:
+        """This variant of a step that is changed by `base` already."""
+        return Variant(
+            convert=self.convert or base.convert,
+            force_fp32=base.force_fp32 | self.force_fp32,
+            fp32_lines=base.fp32_lines | self.fp32_lines,
+            interventions=base.interventions | self.interventions,
+            at_places=base.at_places | self.at_places,
+            loss_scale_factor=base.loss_scale_factor * self.loss_scale_factor,
+            tensors=base.tensors | self.tensors,
+            capture=base.capture | self.capture,
+            zero_shares=base.zero_shares or self.zero_shares,
+            differentiate=self.differentiate or base.differentiate,
+            compiled=self.compiled or base.compiled,
+            within=self.within or base.within,
+        )
+
 
 AS_IT_RAN = Variant()
 

@@ -9,8 +9,6 @@ Not this       a divisor that only low precision turned into 0: see fp16-underfl
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ampguard import numerics
@@ -174,7 +172,7 @@ def guards(evidence: Evidence) -> list[Proposal]:
     if not divisor.values.is_complex() and bool((divisor.values >= 0).all()):
         proposals.append(clamp_fix(evidence, position, epsilon, None))
     root = under_the_root(evidence, position)
-    return [*root, *(dataclasses.replace(p, under_gradients=True) for p in proposals)] if root else proposals
+    return [*root, *proposals]
 
 
 def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:

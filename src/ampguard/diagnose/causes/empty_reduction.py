@@ -9,15 +9,18 @@ Instead        skip the term when the selection is empty, or divide its sum by m
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ampguard import compat
 from ampguard.diagnose import accused, lineage, rewrite, source_code, words
 from ampguard.diagnose.causes.division_by_zero import guards, is_count
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
 from ampguard.diagnose.loss_of_nothing import averaged_by_hand
-from ampguard.diagnose.proposals import changed_result
+from ampguard.diagnose.proposals import at_the_head, changed_result
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
 ONE_ELEMENT = "takes the spread of one element"
@@ -42,7 +45,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
         advice, shown = "leave the term out when there is nothing to reduce, or let it be 0", summed
     else:
         shown = _with_correction(evidence) or words.code(evidence)
-    trial = changed_result(lambda t: torch.nan_to_num(t, nan=0.0))
+    trial = at_the_head(_without_correction) if what == ONE_ELEMENT else changed_result(_left_out)
     safe = _divided_safely(evidence) if evidence.op.short_name == "div" else None
     if safe is not None:
         advice, shown, trial = "leave the term out when there is nothing to reduce, or let it be 0", *safe
@@ -125,6 +128,20 @@ def _as_sum(evidence: Evidence) -> str | None:
         dim, count = f"{number:g}", f"{text}.shape[{number:g}]"
     edit = (*line.source.span(node), f"({text}.sum({dim}) / max({count}, 1))")
     return rewrite.with_changes(line, [(chosen, operand)], lambda source, operand, takes_any: [edit])
+
+
+def _without_correction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A spread over the number of its values, and not over one less: 0 for a single one."""
+    if any(argument.name == "correction" for argument in compat.schema_of(func).arguments):
+        return func(*args, **{**kwargs, "correction": 0})
+    output = func(*args, **kwargs)
+    return _left_out(output) if isinstance(output, Tensor) else output
+
+
+def _left_out(result: Tensor) -> Tensor:
+    """0 in place of NaN; without a derivative where nothing else is there."""
+    filled = torch.nan_to_num(result, nan=0.0)
+    return filled.detach() if bool(result.isnan().all()) else filled
 
 
 def _with_correction(evidence: Evidence) -> str | None:

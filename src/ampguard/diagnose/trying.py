@@ -1,0 +1,136 @@
+"""Fixes, tried on the failing step: what works first, then what was not tried, then what did not work."""
+
+from __future__ import annotations
+
+import math
+
+from ampguard.diagnose.attempts import attempt
+from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import Finding, Proposal, find_cause
+from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
+from ampguard.diagnose.minimal import advice, smallest_float32_region
+from ampguard.diagnose.taken_out import stays_for_a_number
+from ampguard.incident import Fix
+from ampguard.replay.differentiated import has_finite_gradients, with_backward
+from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
+from ampguard.replay.variants import Variant
+
+RUNAWAY = 1e10
+"""A loss beyond it is finite and no use: a tighter bound is tried."""
+
+VERIFIED_FIRST = {True: 0, None: 1, False: 2}
+
+
+def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tuple[Fix, ...]:
+    """Try each proposal on the failing step; what works first, then what was not tried, then what did not work."""
+    fixes = [fix for proposal in finding.proposals if (fix := tried_in_turn(evidence, proposal, budget)) is not None]
+    if not any(fix.verified for fix in fixes):
+        fixes += fixes_behind(evidence, budget)
+    return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
+
+
+def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
+    """The proposal, or a tighter one that works where it does not."""
+    fix = tried(evidence, proposal, budget)
+    loss = evidence.losses_with.get(proposal.action)
+    is_enough = fix is not None and fix.verified is not False and (loss is None or abs(loss) < RUNAWAY)
+    if fix is None or is_enough or proposal.otherwise is None:
+        return fix
+    tighter = tried_in_turn(evidence, proposal.otherwise, budget)
+    return tighter if tighter is not None and tighter.verified else fix
+
+
+def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
+    """The fix as one replay shows it: verified, not tried (None), or not enough."""
+
+    def fix(verified: bool | None, effect: str | None = None, how: str | None = None, target: str | None = None) -> Fix:
+        return Fix(proposal.action, target or proposal.target, how or proposal.how, verified, effect)
+
+    if proposal.known is not None:
+        return fix(not proposal.known.is_bad, described(proposal.known, evidence))
+    replayer = evidence.replayer
+    is_trial = proposal.search or proposal.trial is not None
+    if not is_trial or replayer is None or budget.is_spent:
+        return fix(None, how=advice([evidence.op]) if proposal.search else None)
+    target, how = proposal.target, proposal.how
+    try:
+        if proposal.search:
+            how = advice([evidence.op])
+            found = smallest_float32_region(evidence, budget)
+            if found is None:
+                return fix(False, "the replayed step is still bad", how)
+            target, how, variant, outcome = found
+        else:
+            assert proposal.trial is not None
+            variant = proposal.trial(evidence)
+            outcome = attempt(evidence.bad, replayer, variant)
+    except Exception as error:
+        return fix(None, f"the replay with it raised: {error}"[:300], how)
+    verified, effect = judged(evidence, replayer, variant, outcome, budget, how)
+    if verified and outcome.loss is not None and not proposal.search:
+        evidence.losses_with[proposal.action] = outcome.loss
+    return fix(verified, effect, how, target)
+
+
+def judged(
+    evidence: Evidence, replayer: Replayer, variant: Variant, outcome: Outcome, budget: Budget, how: str
+) -> tuple[bool | None, str]:
+    """Whether a step that was replayed with a change is cured, and in words."""
+    if outcome.is_bad:
+        why_not = stays_for_a_number(evidence, variant)
+        return (None, why_not) if why_not is not None else (False, described(outcome, evidence))
+    changed = changed_loss(evidence, outcome)
+    if changed is not None:
+        return False, changed
+    gradients = has_finite_gradients(replayer, variant) if not budget.is_spent else None
+    if gradients is False:
+        evidence.half_cured.append((variant, how))
+        loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
+        return False, f"the loss is finite{loss}, its gradients are not"
+    return True, described(outcome, evidence, with_gradients=gradients is True)
+
+
+def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
+    """Where a fix leaves a loss that is finite and gradients that are not: what makes those finite, alone or beside it.
+
+    The step with that fix is a step with bad gradients; where they begin, and why, is asked as of any other.
+    """
+    replayer = evidence.replayer
+    for variant, how in evidence.half_cured[:1]:
+        try:
+            again = with_backward(replayer, variant) if replayer is not None else None
+            second = locate_gradient(again.bad, again, budget.deadline) if again is not None else None
+            found = find_cause(second) if second is not None else None
+        except Exception:
+            return []
+        for proposal in found.proposals if found is not None else ():
+            if proposal.trial is None or budget.is_spent or replayer is None or second is None:
+                continue
+            for text, change in ((proposal.how, proposal.trial(second)),
+                                 (f"{proposal.how}; and {how}", proposal.trial(second).with_base(variant))):  # fmt: skip
+                outcome = attempt(evidence.bad, replayer, change)
+                if not outcome.is_bad and has_finite_gradients(replayer, change):
+                    effect = described(outcome, evidence, with_gradients=True)
+                    return [Fix(proposal.action, proposal.target, text, True, effect)]
+    return []
+
+
+def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
+    """For a value that the loss does not see: a fix must leave the loss as it is. What it did where it does not."""
+    if not isinstance(evidence, GradientEvidence) or not evidence.is_hidden or outcome.is_bad:
+        return None
+    before, after = evidence.outcome.loss, outcome.loss
+    if before is None or after is None or math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-6):
+        return None
+    return f"the replayed step is finite, but its loss is no longer {before:.4g}: it is {after:.4g}"
+
+
+def described(outcome: Outcome, evidence: Evidence, with_gradients: bool = False) -> str:
+    """ "the replayed step is finite; the loss is 2.31"."""
+    if outcome.is_bad:
+        return "the replayed step is still bad"
+    what = "loss" if evidence.bad.mode == "train" else "result"  # (in evaluation any number that is read)
+    loss = f"; the {what} is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
+    return f"the replayed step is finite{', its gradients too' if with_gradients else ''}{loss}"
