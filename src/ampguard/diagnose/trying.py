@@ -97,24 +97,34 @@ def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
 
     The step with that fix is a step with bad gradients; where they begin, and why, is asked as of any other.
     """
-    replayer = evidence.replayer
-    for variant, how in evidence.half_cured[:1]:
-        try:
-            again = with_backward(replayer, variant) if replayer is not None else None
-            second = locate_gradient(again.bad, again, budget.deadline) if again is not None else None
-            found = find_cause(second) if second is not None else None
-        except Exception:
-            return []
-        for proposal in found.proposals if found is not None else ():
-            if proposal.trial is None or budget.is_spent or replayer is None or second is None:
-                continue
-            for text, change in ((proposal.how, proposal.trial(second)),
-                                 (f"{proposal.how}; and {how}", proposal.trial(second).with_base(variant))):  # fmt: skip
-                outcome = attempt(evidence.bad, replayer, change)
-                if not outcome.is_bad and has_finite_gradients(replayer, change):
-                    effect = described(outcome, evidence, with_gradients=True)
-                    return [Fix(proposal.action, proposal.target, text, True, effect)]
+    if evidence.replayer is None or not evidence.half_cured:
+        return []
+    variant, how = evidence.half_cured[0]
+    try:
+        again = with_backward(evidence.replayer, variant)
+        second = locate_gradient(again.bad, again, budget.deadline) if again is not None else None
+        found = find_cause(second) if second is not None else None
+    except Exception:  # that step cannot be followed: what is known of the fixes stands
+        return []
+    for proposal in found.proposals if found is not None else ():
+        if proposal.trial is None or second is None:
+            continue
+        alone = proposal.trial(second)
+        for text, change in ((proposal.how, alone), (f"{proposal.how}; and {how}", alone.with_base(variant))):
+            effect = _cures(evidence, evidence.replayer, change) if not budget.is_spent else None
+            if effect is not None:
+                return [Fix(proposal.action, proposal.target, text, True, effect)]
     return []
+
+
+def _cures(evidence: Evidence, replayer: Replayer, change: Variant) -> str | None:
+    """What a change comes to that makes the loss and its gradients finite; None for any other."""
+    try:
+        outcome = attempt(evidence.bad, replayer, change)
+        is_cured = not outcome.is_bad and has_finite_gradients(replayer, change)
+    except Exception:
+        return None
+    return described(outcome, evidence, with_gradients=True) if is_cured else None
 
 
 def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
