@@ -1,16 +1,20 @@
-"""A script that lets processes of its own train is told that nobody watches them."""
+"""Which of the processes that a script starts are its own, and what is said of those that nobody watches."""
 
 from __future__ import annotations
 
+import concurrent.futures.process
+import functools
 import multiprocessing
+import multiprocessing.pool
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.data._utils.worker
 from torch import nn
 
 import ampguard
-from ampguard.run.children import processes_made
+from ampguard.run.children import is_scripts, processes_made
 
 
 @pytest.mark.parametrize("computes", [False, True])
@@ -24,3 +28,39 @@ def test_processes_that_nobody_watches(computes: bool, tmp_path: Path, capsys: p
     said = capsys.readouterr().err
     assert ("torchrun" in said) is not computes
     assert "a fault of its own" not in said
+
+
+def train() -> None:
+    """A target of the script's."""
+
+
+class Learner(multiprocessing.Process):
+    def run(self) -> None:
+        train()
+
+
+def test_what_is_the_scripts_own() -> None:
+    process = multiprocessing.Process
+    assert is_scripts(process(target=train))
+    assert is_scripts(process(target=functools.partial(functools.partial(train))))
+    assert is_scripts(Learner())
+    assert not is_scripts(process())
+    assert not is_scripts(process(target=print))
+    assert not is_scripts(process(target=torch.utils.data._utils.worker._worker_loop))
+    assert not is_scripts(process(target=multiprocessing.pool.worker))
+    assert not is_scripts(process(target=concurrent.futures.process._process_worker))
+
+
+def test_a_process_is_as_it_was_once_it_was_started(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        process = multiprocessing.get_context("fork").Process(target=train)
+        process.start()
+        process.join()
+        assert "run" not in vars(process)
+        assert process.exitcode == 0
+        broken = multiprocessing.get_context("spawn").Process(target=lambda: None)
+        with pytest.raises((AttributeError, TypeError), match="pickle"):
+            broken.start()
+        assert "run" not in vars(broken)
+    assert session.report is not None
+    assert session.report.ranks is not None  # it trained nothing: no rank

@@ -13,16 +13,17 @@ NAMED = 64
 """Ranks that are named one by one; beyond that their number is told."""
 
 
-def merge(reports: Sequence[Report], ranks: Sequence[int] | None = None) -> Report:
+def merge(reports: Sequence[Report], ranks: Sequence[int | None] | None = None) -> Report:
     """One report from those of all ranks: what several ranks saw in the same step is one incident.
 
-    `ranks`: whose they are, one for each. `evidence["ranks"]` names the ranks that saw an incident, and
-    `evidence["reached_ranks"]` those to which it came with the gradients. Ordered by severity, step and rank.
+    `ranks`: whose they are, one for each; None is the process that started the ranks. Ordered by severity, step and rank.
+    `evidence["ranks"]` names the ranks that saw an incident, `evidence["reached_ranks"]` those to which it came with
+    the gradients.
     """
     first = reports[0]
     world_size = max(report.environment.world_size for report in reports)
     steps = max(report.steps for report in reports)
-    known = dict(zip(ranks, reports, strict=True)) if ranks is not None else {}
+    known = {rank: report for rank, report in zip(ranks or (), reports, strict=ranks is not None) if rank is not None}
     seen = _same_seen_by(incident for report in reports for incident in report.incidents)
     incidents = [_with_the_others(incident, known, world_size) for incident in _without_consequences(seen)]
     return Report(

@@ -25,7 +25,7 @@ from ampguard.incident import Report, from_json, to_json
 from ampguard.report.merging import merge
 
 REPORT_NAME = "report.json"
-_RANK_FILE = re.compile(r"rank-(?P<rank>\d+)(\.restart-(?P<restart>\d+))?\.json")
+_RANK_FILE = re.compile(r"rank-(?P<rank>\d+|main)(\.restart-(?P<restart>\d+))?\.json")
 _MERGED = ".merged"
 """A file that was written when the last merge began."""
 
@@ -48,15 +48,16 @@ def write_report(folder: Path, report: Report) -> str | None:
 
 
 def write_rank_report(
-    folder: Path, report: Report, rank: int, restart: int = 0, within_s: float = MERGE_WITHIN_S
+    folder: Path, report: Report, rank: int | None, restart: int = 0, within_s: float = MERGE_WITHIN_S
 ) -> str | None:
     """Write this rank's report and merge it with those that other ranks have written so far.
 
+    `rank` None: of the process that started the ranks itself and is none of them.
     `restart` counts the launcher's attempts: those of an earlier attempt are kept. `within_s`: how long to wait for a
     rank that is merging. Returns None or what went wrong.
     """
     attempt = f".restart-{restart}" if restart else ""
-    own = folder / f"rank-{rank}{attempt}.json"
+    own = folder / f"rank-{'main' if rank is None else rank}{attempt}.json"
     problem = _write(own, report)
     if problem is not None:
         return problem
@@ -167,8 +168,9 @@ def _merged(folder: Path, names: Iterable[str]) -> Report:
         match = _RANK_FILE.fullmatch(name)
         with contextlib.suppress(RunFolderError):
             if match is not None:
-                found.append((int(match["rank"]), int(match["restart"] or 0), read_report(folder / name)))
-    found.sort(key=lambda entry: entry[:2])
+                rank = None if match["rank"] == "main" else int(match["rank"])
+                found.append((rank, int(match["restart"] or 0), read_report(folder / name)))
+    found.sort(key=lambda entry: (entry[0] is None, *entry[:2]))
     return merge([report for *_, report in found], [rank for rank, *_ in found])
 
 

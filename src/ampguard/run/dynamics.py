@@ -93,9 +93,13 @@ class LearningDynamics:
         self._casebook.story_of = lambda cause: self._barrier.call(self._story_of, cause)
         self._probes.install()
 
+    def undo(self) -> None:
+        """Take the probes out."""
+        self._probes.undo()
+
     def finish(self) -> None:
         """Take the probes out and close the history."""
-        self._probes.undo()
+        self.undo()
         self._barrier.call(self._vitals.close)
         self._barrier.call(self._later.poll, True)
         self._barrier.call(self._end)

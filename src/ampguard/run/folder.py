@@ -31,6 +31,13 @@ class Launch:
     restart: int = 0
     max_restarts: int = 0
     identity: str = ""
+    is_child: bool = False
+    """Whether the guarded script started this process itself."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether the run folder is that of other processes too."""
+        return self.world_size > 1 or self.is_child
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
@@ -63,10 +70,27 @@ class RunFolder:
 
         `is_last`: whether to wait (a little) for another rank that is merging; else that is left to it.
         """
-        if self.launch.world_size == 1:
+        if not self.launch.shares:
             return write_report(self.path, report)
         waits = MERGE_WITHIN_S if is_last else 0.0
         return write_rank_report(self.path, report, self.launch.rank, self.launch.restart, waits)
+
+    def write_beside_children(self, report: Report) -> str | None:
+        """Write the report of a process whose children have theirs in this folder, and merge it with them."""
+        return write_rank_report(self.path, report, None)
+
+    def has_children(self) -> bool:
+        """Whether processes that this one started have put their names down."""
+        with contextlib.suppress(OSError):
+            return any(file.name.startswith(_SIGNATURE) for file in self.path.iterdir())
+        return False
+
+
+def join_run_folder(path: Path, launch: Launch) -> RunFolder:
+    """The folder of the process that started this one. Raises RunFolderError where another child has this one's number."""
+    if not _sign_in(path, launch):
+        raise RunFolderError(f"another process of this run is rank {launch.rank} already")
+    return RunFolder(path, launch)
 
 
 def make_run_folder(

@@ -51,11 +51,16 @@ class RankWatch:
         tell: Callable[[Incident], object],
         flush: Callable[[], None],
         on_fault: Callable[[Exception], None],
+        attempt: int = 0,
     ) -> None:
-        """`flush`: have every step's vital signs handed on, up to the last one."""
+        """`flush`: have every step's vital signs handed on, up to the last one.
+
+        `attempt`: how often the ranks were started anew in this folder; each attempt has notes of its own.
+        """
         self._recorder = recorder
         self._flush = flush
         self._folder = folder
+        self._attempt = attempt
         self._rank = rank
         self._tell = tell
         self._barrier = FaultBarrier(on_fault)
@@ -107,7 +112,7 @@ class RankWatch:
         first = first_here(self._folder, replica.ranks)
         if first is None or len(replica.ranks) < 2:
             return None
-        exchange = Exchange(self._folder, replica.number, first)
+        exchange = Exchange(self._folder, replica.number, first, self._attempt)
         pair = _Pair(exchange, self._rank, first, self._course, self._tell, replica.by_hand)
         self._pairs[replica.number] = pair
         return pair
@@ -212,9 +217,10 @@ def watch_ranks(
     folder: Path,
     rank: int,
     on_fault: Callable[[Exception], None],
+    attempt: int,
 ) -> RankWatch:
     """A watch that hears of every step and tells the casebook."""
-    watch = RankWatch(recorder, folder, rank, casebook.add, dynamics.flush, on_fault)
+    watch = RankWatch(recorder, folder, rank, casebook.add, dynamics.flush, on_fault, attempt)
     dynamics.on_vitals = watch.saw
     return watch
 

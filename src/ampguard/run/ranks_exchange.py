@@ -47,8 +47,9 @@ Note = TypeVar("Note", Check, Sums)
 class Exchange:
     """The notes about one model: `ranks/<model>-of-<rank>/<check>.json` and, read only on a difference, `<check>.sums`."""
 
-    def __init__(self, folder: Path, model: int, first: int) -> None:
-        self._folder = folder / "ranks" / f"{model}-of-{first}"
+    def __init__(self, folder: Path, model: int, first: int, attempt: int = 0) -> None:
+        again = f"-restart-{attempt}" if attempt else ""
+        self._folder = folder / "ranks" / f"{model}-of-{first}{again}"
 
     def write(self, check: Check, sums: Sums) -> None:
         """Leave a note, whole or not at all; the oldest go."""

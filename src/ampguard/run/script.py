@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from ampguard.errors import AmpguardError
-from ampguard.run.ending import end_as_interrupted, say_fault, say_how_it_ended, wait_for_threads
+from ampguard.run.ending import end_as_interrupted, say_how_it_ended, wait_for_threads
+from ampguard.run.held import HeldSession
 from ampguard.run.mainmodule import Program, ScriptTarget, absolute_path, prepare
 from ampguard.run.protocols import GuardSession
-from ampguard.run.sigterm import FinishOnSigterm
 
 __all__ = ["GuardSession", "ScriptTarget", "execute"]
 
@@ -30,13 +28,13 @@ def execute(target: ScriptTarget, session: GuardSession) -> int:
     except Exception as error:
         does_not_compile = error
     else:
-        guard = _Guard(session if program.starts else None)
+        guard = HeldSession(session if program.starts else None)
         guard.start()
         return _run(program, guard)
     return say_how_it_ended(does_not_compile)
 
 
-def _run(program: Program, guard: _Guard) -> int:
+def _run(program: Program, guard: HeldSession) -> int:
     error: BaseException | None = None
     try:
         program.run()
@@ -54,46 +52,3 @@ def _run(program: Program, guard: _Guard) -> int:
     if isinstance(error, KeyboardInterrupt):
         end_as_interrupted(error)
     return status
-
-
-class _Guard:
-    """The session, held so that no fault of its own can change how the script runs or ends."""
-
-    def __init__(self, session: GuardSession | None) -> None:
-        self._session = session
-        self._pid = os.getpid()
-        self._finished = False
-        self._sigterm = FinishOnSigterm(self.finish, self.leave)
-
-    def start(self) -> None:
-        if self._session is None:
-            return
-        try:
-            self._session.start()
-        except AmpguardError:
-            raise
-        except Exception as fault:
-            self._session = None
-            say_fault("could not start; the script runs unguarded", fault)
-            return
-        self._sigterm.install()
-
-    def is_other_process(self) -> bool:
-        """Whether the script forked and this is the child: the report is the parent's."""
-        return os.getpid() != self._pid
-
-    def finish(self, error: BaseException | None) -> None:
-        if self._session is None or self._finished:
-            return
-        with self._sigterm.deferred():
-            self._finished = True
-            try:
-                self._session.finish(error)
-            except Exception as fault:
-                say_fault("could not finish its report", fault)
-        self._sigterm.uninstall()
-
-    def leave(self) -> None:
-        """From another thread: the main one is blocked, and SIGTERM ends the process."""
-        if self._session is not None:
-            self._session.leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -24,11 +25,12 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.protocol.desk import ProtocolDesk
-from ampguard.errors import StopRun
+from ampguard.errors import RunFolderError, StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.report.history import EventRow
+from ampguard.report.store import read_report
 from ampguard.report.summary import print_summary
-from ampguard.run.children import processes_made, unwatched
+from ampguard.run.children import ChildProcesses, processes_made, unwatched
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.folder import RunFolder, make_run_folder
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
@@ -49,6 +51,8 @@ class RunOptions:
     on_nonfinite: OnNonfinite = "observe"
     script_name: str = "script"
     overrides: Overrides | None = None
+    joins: RunFolder | None = None
+    """The folder of the guarded process that started this one, and this one's place in it."""
 
 
 _guarding: Session | None = None
@@ -70,6 +74,8 @@ class Session:
         self._recorder = FlightRecorder(self, self._barrier)
         self._probes = Probes(self._recorder)
         self._rank = int(os.environ.get("RANK", "0")) if os.environ.get("RANK", "0").isdigit() else 0
+        if options.joins is not None:
+            self._rank = options.joins.launch.rank
         self._casebook = Casebook(
             self._recorder, options.max_incidents, self._rank, self._on_new_incident, self._on_small_fault
         )
@@ -81,6 +87,7 @@ class Session:
             options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook
         )
         self._ranks: RankWatch | None = None
+        self._children: ChildProcesses | None = None
         self._stop_at_next_forward: str | None = None
         self._finished = False
         self._told_fault = False
@@ -95,14 +102,19 @@ class Session:
             print("ampguard: a guard is on already; this one stays out of its way", file=sys.stderr)
             self._within = _guarding
             return
-        self._folder = make_run_folder(self._options.out, self._options.script_name)
+        self._folder = self._options.joins or make_run_folder(self._options.out, self._options.script_name)
         _guarding = self
-        rank = self._rank if self._folder.launch.world_size > 1 else None
+        launch = self._folder.launch
+        rank = self._rank if launch.shares else None
         self._dynamics.start(self._folder.path, lambda problem: print(f"ampguard: {problem}", file=sys.stderr), rank)
         if rank is not None:
             self._ranks = watch_ranks(
-                self._recorder, self._dynamics, self._casebook, self._folder.path, rank, self._on_ranks_fault
+                *(self._recorder, self._dynamics, self._casebook, self._folder.path, rank),
+                *(self._on_ranks_fault, launch.restart),
             )
+        else:
+            self._children = ChildProcesses(self._folder.path, self._options)
+            self._children.install()
         self._probes.install()
         self._calls.install()
         if self._overrides is not None:
@@ -145,39 +157,72 @@ class Session:
         except StopRun:
             pass  # it is ending already
         finally:
-            if self._overrides is not None:
-                self._overrides.undo()
-            self._calls.undo()
-            self._probes.undo()
-            if self._ranks is not None:
-                self._ranks.undo()
+            self._take_out()
             self._dynamics.finish()
         try:
             self._conclude(error)
         except Exception as fault:
             self._tell(fault, "the report could not be finished")
 
+    def abandon(self) -> None:
+        """In a forked child: nothing is watched any more and nothing is written. The run is the parent's."""
+        global _guarding
+        self._finished, _guarding = True, None
+        self._take_out()
+        self._dynamics.undo()
+
+    def _take_out(self) -> None:
+        if self._overrides is not None:
+            self._overrides.undo()
+        self._calls.undo()
+        self._probes.undo()
+        if self._ranks is not None:
+            self._ranks.undo()
+        if self._children is not None:
+            self._children.undo()
+
     def _conclude(self, error: BaseException | None) -> None:
         """Write the report and say where it is."""
         self.report = self._make_report()
-        problem = self._folder.write(self.report) if self._folder is not None else None
+        problem, shown = self._write(self.report)
         path = self._folder.report_path if self._folder is not None and problem is None else None
         if problem is not None:
             print(f"ampguard: {problem}", file=sys.stderr)
-        if self._ranks is None or self._rank == 0 or self.report.incidents:  # of many ranks not all say "no incident"
-            print_summary(self.report, path)
+        is_told = (
+            self._ranks is None or self._rank == 0 or self.report.incidents
+        )  # of many ranks not all say "no incident"
+        if is_told and self._options.joins is None:  # a child's part of it stands in its parent's summary
+            print_summary(shown, path)
         if self._ranks is not None and self._folder is not None:
             say_what_others_saw(self._folder.path, self._rank, error)
         made = processes_made()
-        if made and self._recorder.log.next_index == 0 and not self._recorder.steps.count:
+        if (
+            made
+            and shown is self.report
+            and self._options.joins is None
+            and self._recorder.log.next_index == 0
+            and not self._recorder.steps.count
+        ):
             print(f"ampguard: {unwatched(made)}", file=sys.stderr)
+
+    def _write(self, report: Report) -> tuple[str | None, Report]:
+        """Write the report. What went wrong, and what is to be shown: the report of the children too."""
+        if self._folder is None:
+            return None, report
+        if self._children is None or not self._folder.has_children():
+            return self._folder.write(report), report
+        problem = self._folder.write_beside_children(report)
+        with contextlib.suppress(RunFolderError):
+            return problem, read_report(self._folder.path)
+        return problem, report
 
     def leave(self) -> None:
         """Write the report and the history from what is known. To be called where the main thread is blocked for good."""
         if self._within is not None or self._folder is None or self.report is not None:
             return
         report = self._make_report()
-        problem = self._folder.write(report, is_last=False)
+        is_alone = self._children is None or not self._folder.has_children()
+        problem = self._folder.write(report, is_last=False) if is_alone else self._folder.write_beside_children(report)
         if self._dynamics.history is not None:
             self._dynamics.history.close()
         if report.incidents:
@@ -186,7 +231,7 @@ class Session:
     def report_now(self) -> Path | None:
         """Judge what is there and write the report so far; the guard goes on. Where it is; None where it cannot be written."""
         self._barrier.call(self._recorder.flush, None)
-        if self._folder is None or self._folder.write(self._make_report()) is not None:
+        if self._folder is None or self._write(self._make_report())[0] is not None:
             return None
         return self.report_path
 
@@ -215,9 +260,10 @@ class Session:
         incidents = self._casebook.incidents()
         device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
         world = os.environ.get("WORLD_SIZE", "1")
-        environment = Environment(
-            torch.__version__.split("+")[0], platform.python_version(), device, int(world) if world.isdigit() else 1
-        )
+        size = int(world) if world.isdigit() else 1
+        if self._options.joins is not None:
+            size = self._options.joins.launch.world_size
+        environment = Environment(torch.__version__.split("+")[0], platform.python_version(), device, size)
         report = Report(status_of(incidents), environment, self._recorder.steps.count, incidents)
         if self._overrides is not None:
             report = msgspec.structs.replace(report, run=self._overrides.as_dict())

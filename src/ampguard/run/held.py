@@ -1,0 +1,53 @@
+"""A session, held so that no fault of its own can change how the script runs or ends."""
+
+from __future__ import annotations
+
+import os
+
+from ampguard.errors import AmpguardError
+from ampguard.run.ending import say_fault
+from ampguard.run.protocols import GuardSession
+from ampguard.run.sigterm import FinishOnSigterm
+
+
+class HeldSession:
+    """Started once, finished once: by the script's end, or by SIGTERM."""
+
+    def __init__(self, session: GuardSession | None) -> None:
+        self._session = session
+        self._pid = os.getpid()
+        self._finished = False
+        self._sigterm = FinishOnSigterm(self.finish, self.leave)
+
+    def start(self) -> None:
+        if self._session is None:
+            return
+        try:
+            self._session.start()
+        except AmpguardError:
+            raise
+        except Exception as fault:
+            self._session = None
+            say_fault("could not start; the script runs unguarded", fault)
+            return
+        self._sigterm.install()
+
+    def is_other_process(self) -> bool:
+        """Whether the script forked and this is the child: the report is the parent's."""
+        return os.getpid() != self._pid
+
+    def finish(self, error: BaseException | None) -> None:
+        if self._session is None or self._finished:
+            return
+        with self._sigterm.deferred():
+            self._finished = True
+            try:
+                self._session.finish(error)
+            except Exception as fault:
+                say_fault("could not finish its report", fault)
+        self._sigterm.uninstall()
+
+    def leave(self) -> None:
+        """From another thread: the main one is blocked, and SIGTERM ends the process."""
+        if self._session is not None:
+            self._session.leave()
