@@ -109,6 +109,56 @@ class Exchanged(nn.Module):
         return torch.log(torch.exp(a @ other.t()).sum(1)).mean()  # BAD exchanged
 
 
+class Ring(nn.Module):
+    """The same, by transfers that are posted and waited for: those of ring attention."""
+
+    def __init__(self, in_a_batch: bool) -> None:
+        super().__init__()
+        self.in_a_batch = in_a_batch
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        peer, other, mine = 1 - dist.get_rank(), torch.empty_like(b), b.detach().contiguous()
+        if self.in_a_batch:
+            posted = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, mine, peer), dist.P2POp(op=dist.irecv, tensor=other, peer=peer)]
+            )
+        else:
+            posted = [dist.isend(mine, peer), dist.irecv(other, src=peer)]
+        for handle in posted:
+            handle.wait()
+        return torch.log(torch.exp(a @ other.t()).sum(1)).mean()  # BAD ring
+
+
+class Lengths(nn.Module):
+    """The temperature of all ranks follows what they say of their batches, in objects of any kind."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, {"rows": len(a), "largest": b.detach().abs().max()})
+        first = [{"temperature": 0.5} if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(first, src=0)
+        scale = max(one["largest"] for one in said) / sum(one["rows"] for one in said)
+        return torch.log(torch.exp(a * scale / first[0]["temperature"]).sum(1)).mean()  # BAD lengths
+
+
+def ring() -> None:
+    train(Ring(in_a_batch=True), growth=1e3)
+
+
+def ring_posted() -> None:
+    train(Ring(in_a_batch=False), growth=1e3)
+
+
+def lengths() -> None:
+    train(Lengths(), growth=1e3)
+
+
+def healthy_ring() -> None:
+    train(Ring(in_a_batch=True))
+    train(Ring(in_a_batch=False))
+    train(Lengths())
+
+
 def contrastive() -> None:
     train(contrast, torch.float16, growth=1e3)
 

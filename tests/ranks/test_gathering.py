@@ -9,13 +9,23 @@ from launching import Ranks
 from ampguard.report.store import read_report
 
 SCRIPT = Path(__file__).parent / "gathering_trainings.py"
-HEALTHY = ("healthy_contrastive", "healthy_by_function", "healthy_centered", "healthy_balanced", "healthy_exchanged")
+HEALTHY = (
+    "healthy_contrastive",
+    "healthy_by_function",
+    "healthy_centered",
+    "healthy_balanced",
+    "healthy_exchanged",
+    "healthy_ring",
+)
 FAULTY = {
     "contrastive": ("fp16-overflow", "aten.mm.default", 0),
     "by_function": ("overflow", "aten.exp.default", 0),
     "centered": ("domain-error", "aten.log.default", 1),
     "balanced_codes": ("overflow", "aten.exp.default", 1),
     "exchanged": ("overflow", "aten.exp.default", 0),
+    "ring": ("overflow", "aten.exp.default", 0),
+    "ring_posted": ("overflow", "aten.exp.default", 0),
+    "lengths": ("overflow", "aten.exp.default", 0),
     "evaluated": ("division-by-zero", "aten.div.Tensor", 1),
 }
 """Cause, operator, and the first rank that sees it. The fault of `contrastive` is in what all ranks compute alike."""
@@ -23,7 +33,11 @@ FAULTY = {
 
 def line_of(mark: str) -> int:
     lines = SCRIPT.read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if f"# BAD {mark.removesuffix('_codes')}" in line)
+    return next(
+        number
+        for number, line in enumerate(lines, 1)
+        if f"# BAD {mark.removesuffix('_codes').removesuffix('_posted')}" in line
+    )
 
 
 def test_losses_over_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:

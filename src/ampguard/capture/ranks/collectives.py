@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.log import EventLog
 from ampguard.capture.ranks.summed import SummedUp
+from ampguard.capture.record import tensors_in
 
 MAX_COPY = 1 << 20
 """Elements up to which a result is copied. A larger one is held, and lost once the script writes to it."""
@@ -35,8 +36,21 @@ RESULTS = {
     "gather": 1,
     "scatter": 0,
     "recv": 0,
+    "irecv": 0,
+    "batch_isend_irecv": 0,
+    "all_gather_object": 0,
+    "broadcast_object_list": 0,
+    "gather_object": 1,
+    "scatter_object_list": 0,
+    "recv_object_list": 0,
 }
 """The collectives of `torch.distributed`, and the position of what each writes to."""
+
+SENDS = ("barrier", "send", "isend", "send_object_list")
+"""Those that bring nothing."""
+
+POSTED = ("isend", "irecv", "batch_isend_irecv")
+"""Those that always return before they have written."""
 
 SUMS = ("all_reduce", "reduce")
 """Those whose operand is overwritten by a reduction that it is a part of."""
@@ -47,6 +61,7 @@ class Call:
     """A collective of the script's. `is_done`: it does not return before it has written.
 
     `put_in`: what this rank gives. `mine`: the position of this rank's part in a gathered list. `is_sum`: of all ranks.
+    `objects`: a list of any objects, which is filled; `written` are then none.
     """
 
     name: str
@@ -55,6 +70,7 @@ class Call:
     mine: int | None
     is_sum: bool
     is_done: bool
+    objects: list[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +78,7 @@ class Received:
     """One collective. `kept`: what it wrote to, each with its version where it is no copy.
 
     `own`: what this rank put in, where that was overwritten. `mine`: the position of this rank's part among `kept`.
+    `objects`: what a list was filled with; `kept` are then the tensors in it.
     """
 
     name: str
@@ -69,6 +86,7 @@ class Received:
     own: Tensor | None
     mine: int | None
     is_sum: bool
+    objects: list[Any] | None = None
 
     @property
     def from_others(self) -> list[Tensor]:
@@ -142,23 +160,29 @@ class Collectives:
         """It has written, or will have once it has been waited for."""
         if is_outside and not self._log.has_open_events:
             return  # gradients, say: what comes is computed from what is there then
+        if not call.written and call.objects is None:
+            return  # this rank was sent nothing
         self._forget_old()
+        objects = list(call.objects) if call.objects is not None else None
+        written = call.written if objects is None else tensors_in(objects)
         kept: list[tuple[Tensor, int | None]] = []
-        for tensor in call.written:
+        for tensor in written:
             if self._bytes > MAX_BYTES:
                 return
             self._bytes += tensor.nbytes
-            is_small = call.is_done and tensor.numel() <= MAX_COPY
+            is_small = call.is_done and objects is None and tensor.numel() <= MAX_COPY
             kept.append((tensor.detach().clone(), None) if is_small else (tensor, compat.version_of(tensor)))
-        received = Received(call.name, kept, begun.own, call.mine, call.is_sum)
+        received = Received(call.name, kept, begun.own, call.mine, call.is_sum, objects)
         if is_outside:
-            self._given_outside(call, begun, received, frame)
+            self._given_outside(call, written, begun, received, frame)
         else:
             self._received.setdefault(self._log.next_index - 1, []).append(received)
 
-    def _given_outside(self, call: Call, begun: Begun, received: Received, frame: FrameType) -> None:
+    def _given_outside(
+        self, call: Call, written: list[Tensor], begun: Begun, received: Received, frame: FrameType
+    ) -> None:
         """Outside modules nothing is called again: what was written is given, but for what this rank has put in."""
-        for position, tensor in enumerate(call.written):
+        for position, tensor in enumerate(written):
             if tensor.requires_grad:
                 continue  # a loss that is averaged for the log: it is followed as this rank has made it
             self._log.written_by_others(tensor)
