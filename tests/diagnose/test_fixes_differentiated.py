@@ -49,7 +49,9 @@ def test_bound_behind_an_absorbed_infinity(guard: Guard) -> None:
 
     first = first_of(guard, loss)
     cures, rest = first.fixes[0], first.fixes[1:]
-    assert (cures.verified, cures.how) == (True, "pooled = (x.abs() + 1e-6).log().mean(0).exp()")
+    code, _, place = cures.how.partition("  # ")
+    assert (cures.verified, code) == (True, "pooled = (x.abs() + 1e-6).log().mean(0).exp()")
+    assert place.startswith("test_fixes_differentiated.py:")
     assert "its gradients too" in str(cures.outcome)
     assert rest
     assert all(fix.verified is False and "its gradients are not" in str(fix.outcome) for fix in rest)
@@ -127,3 +129,36 @@ def test_module_of_the_scripts_own(guard: Guard) -> None:
     first = guard(body).first
     assert first.fixes[0].verified is True
     assert all("its gradients" in str(fix.outcome) for fix in first.fixes if fix.verified is not None)
+
+
+def test_line_behind_the_one_that_fails_in_low_precision(guard: Guard) -> None:
+    """An epsilon in the divisor cures the quotient; the root of 0 behind it needs one of its own."""
+
+    def loss(model: nn.Module, is_bad: bool) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            x = model(torch.ones(5, 4)) * (1e-5 if is_bad else 1.0)
+            length = x.half().pow(2).sum(-1, keepdim=True).sqrt()
+            return (x.half() / (length + 1e-8)).float().square().mean()
+
+    first = first_of(guard, loss)
+    assert first.cause == "fp16-underflow"
+    epsilons = [fix for fix in first.fixes if fix.action == "add-epsilon"]
+    assert [fix.verified for fix in epsilons] == [True, False]
+    assert epsilons[0].how.startswith("length = (x.half().pow(2).sum(-1, keepdim=True) + 0.001).sqrt()  # ")
+
+
+def test_root_written_to_a_part_of_a_tensor(guard: Guard) -> None:
+    """Autograd gives an operator that writes to a view a node of another kind: the line is that of the operator still."""
+
+    def loss(model: nn.Module, is_bad: bool) -> Tensor:
+        x = silenced(model(torch.ones(5, 4)), is_bad)
+        parts = torch.ones(5, 6)
+        parts[:, :3] = x.square()
+        parts[:, :3].sqrt_()
+        return parts.sum()
+
+    first = first_of(guard, loss)
+    assert (first.cause, first.phase) == ("singular-gradient", "backward")
+    assert first.location is not None
+    assert first.location.code == "parts[:, :3].sqrt_()"
+    assert (first.fixes[0].verified, first.fixes[0].how) == (True, "parts[:, :3].add_(1e-6).sqrt_()")

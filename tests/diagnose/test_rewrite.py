@@ -31,6 +31,21 @@ POSITIVE = clamped(1e-6, None)
 
 
 @pytest.mark.parametrize(
+    ("code", "operator", "change", "expected"),
+    [
+        ("x[:, :3].sqrt_()", "sqrt", EPSILON, "x[:, :3].add_(1e-6).sqrt_()"),
+        ("x.log_()", "log", POSITIVE, "x.clamp_(min=1e-6).log_()"),
+        ("torch.sqrt_(x)", "sqrt", EPSILON, "torch.sqrt_(x.add_(1e-6))"),
+        ("x **= 0.5", "pow", POSITIVE, "x.clamp_(min=1e-6); x **= 0.5"),
+    ],
+)
+def test_what_is_written_to_is_changed_in_place(
+    code: str, operator: str, change: rewrite.Change, expected: str
+) -> None:
+    assert changed(line_of_text(code), operator, 0, change, in_place=True) == expected
+
+
+@pytest.mark.parametrize(
     ("code", "operator", "argument", "change", "expected"),
     [
         # divisors

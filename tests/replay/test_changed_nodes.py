@@ -121,6 +121,37 @@ def test_operator_that_writes() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_operator_that_writes_to_a_view() -> None:
+    def below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0].copy_(func(args[0].clamp(min=0.5)))
+
+    def code(x: Tensor, w: Tensor, low: float | None) -> Tensor:
+        y = (x * w).expand(3, 7).clone().t()
+        part = y[2:, 1:]
+        if low is not None:
+            part.clamp_(min=low)
+        part.sqrt_()
+        return (y[:, 1] * w).sum() + y[:, 0].sum()
+
+    found = gradients(lambda x, w: code(x, w, None), (aten.sqrt_.default, below))
+    for one, other in zip(found, gradients(lambda x, w: code(x, w, 0.5)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_divisor_of_a_view() -> None:
+    def below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(args[0], args[1].clamp(min=0.5))
+
+    def code(x: Tensor, w: Tensor, low: float | None) -> Tensor:
+        y = torch.zeros(2, 7, dtype=torch.float64) + w
+        y[1] /= x if low is None else x.clamp(min=low)
+        return (y * w).sum()
+
+    found = gradients(lambda x, w: code(x, w, None), (aten.div_.Tensor, below))
+    for one, other in zip(found, gradients(lambda x, w: code(x, w, 0.5)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_derivative_of_a_derivative() -> None:
     def penalty(x: Tensor, w: Tensor, low: float | None) -> Tensor:
         inner = x.square() * w

@@ -100,6 +100,7 @@ from ampguard.compat.ranks import (
     sharded_compute_dtypes,
 )
 from ampguard.compat.tensors import (
+    base_of,
     cast_leaf,
     flattened,
     has_gradient_hooks,
@@ -157,6 +158,7 @@ __all__ = [
     "averaged_last_gradients",
     "backend_called",
     "backward_engine",
+    "base_of",
     "batch_dim",
     "before_fully_shard",
     "buffers_of",

@@ -14,6 +14,11 @@ _flatten: Callable[[Any], torch.Tensor] | None = getattr(torch._C._nn, "flatten_
 _is_zero: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "_is_zerotensor", None)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of, as autograd follows it; None for any other."""
+    return tensor._base if tensor._is_view() else None
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the memory behind `tensor`; 0 where it has none (sparse, meta of a subclass)."""
     try:

@@ -7,6 +7,7 @@ the text cannot tell, the fix is put in words, and tried on the runs that need i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +248,13 @@ def epsilon_fix(evidence: Evidence, position: int, epsilon: float) -> Proposal:
 def smallest_epsilon(evidence: Evidence) -> float:
     """An epsilon that survives in the precision in use, with room for a reciprocal of it."""
     return 1e-3 if evidence.precision == torch.float16 else 1e-6
+
+
+def or_larger(proposal: Proposal, with_epsilon: Callable[[float], Proposal | None], evidence: Evidence) -> Proposal:
+    """The same fix with room for the square of the reciprocal, where a derivative (that of `x / d` by d) has need of it."""
+    if evidence.precision != torch.float16 or evidence.bad.mode != "train" or proposal.otherwise is not None:
+        return proposal
+    return dataclasses.replace(proposal, otherwise=with_epsilon(1e-2))
 
 
 def _changed_line(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:

@@ -15,8 +15,8 @@ PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 LOOSE = (ast.IfExp, ast.Lambda, ast.BoolOp, ast.Compare, ast.NamedExpr)
 BITWISE = (ast.BitOr, ast.BitAnd, ast.BitXor, ast.LShift, ast.RShift)
 LOWEST = {"float32": torch.finfo(torch.float32).min, "bfloat16": torch.finfo(torch.bfloat16).min}
-Change = Callable[["Source", ast.expr, bool], list[Edit]]
-"""The edits for an operand; the flag says whether it stands where any expression may (an argument of a call)."""
+Change = Callable[[Source, ast.expr, Expression], list[Edit]]
+"""The edits for an operand of an expression."""
 
 
 def with_changes(line: LineOfCode, changes: list[tuple[Expression, ast.expr]], change: Change) -> str:
@@ -26,7 +26,7 @@ def with_changes(line: LineOfCode, changes: list[tuple[Expression, ast.expr]], c
         statement = expression.statement
         is_short = statement is not None and statement.lineno == statement.end_lineno
         shown = statement if statement is not None and is_short else expression.node
-        edits = change(line.source, operand, expression.takes_any(operand))
+        edits = change(line.source, operand, expression)
         regions.setdefault(line.source.span(shown), []).extend(edits)
     return "; ".join(joined_lines(spliced(line.source.text, *span, edits)) for span, edits in regions.items())
 
@@ -52,7 +52,9 @@ def plus(epsilon: float | str, is_dead: Callable[[float], bool] = lambda value: 
     """`d` -> `d + 1e-6`. An epsilon that the precision loses (`is_dead`) is replaced in place of adding a second one."""
     added = epsilon if isinstance(epsilon, str) else literal(epsilon)
 
-    def change(source: Source, operand: ast.expr, takes_any: bool) -> list[Edit]:
+    def change(source: Source, operand: ast.expr, expression: Expression) -> list[Edit]:
+        if expression.writes(operand):
+            return _before(source, operand, expression, f".add_({added})")
         if isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Add):
             for side in (operand.right, operand.left):
                 value = plain_number(side)
@@ -60,7 +62,7 @@ def plus(epsilon: float | str, is_dead: Callable[[float], bool] = lambda value: 
                     return [(*source.span(side), added)]
         start, end = source.span(operand)
         loose = isinstance(operand, LOOSE) or (isinstance(operand, ast.BinOp) and isinstance(operand.op, BITWISE))
-        stands = takes_any or source.in_parentheses(operand) is not None
+        stands = expression.takes_any(operand) or source.in_parentheses(operand) is not None
         opening, closing = "(" * (loose + (not stands)), ")" * (not stands)
         return [(start, start, opening), (end, end, f"{')' * loose} + {added}{closing}")]
 
@@ -70,19 +72,30 @@ def plus(epsilon: float | str, is_dead: Callable[[float], bool] = lambda value: 
 def clamped(low: float | None, high: float | None) -> Change:
     """`p` -> `p.clamp(min=1e-6)`. A looser bound that is written there already is replaced."""
     bounds = {n: b for n, b in (("min", low), ("max", high)) if b is not None}
-    call = f".clamp({', '.join(f'{n}={literal(b)}' for n, b in bounds.items())})"
+    written_bounds = f"({', '.join(f'{n}={literal(b)}' for n, b in bounds.items())})"
+    call = f".clamp{written_bounds}"
 
-    def change(source: Source, operand: ast.expr, takes_any: bool) -> list[Edit]:
+    def change(source: Source, operand: ast.expr, expression: Expression) -> list[Edit]:
+        if expression.writes(operand):
+            return _before(source, operand, expression, f".clamp_{written_bounds}")
         written = _bounds_of(operand)
         if all(n in written and (written[n][1] < b) == (n == "min") for n, b in bounds.items()):
             return [(*source.span(written[n][0]), literal(b)) for n, b in bounds.items()]
         start, end = source.span(operand)
         if isinstance(operand, PRIMARY):
             return [(end, end, call)]
-        around = None if takes_any else source.in_parentheses(operand)
+        around = None if expression.takes_any(operand) else source.in_parentheses(operand)
         return [(around[1], around[1], call)] if around is not None else [(start, start, "("), (end, end, f"){call}")]
 
     return change
+
+
+def _before(source: Source, operand: ast.expr, expression: Expression, call: str) -> list[Edit]:
+    """A change in place of what the expression then writes to: `x.sqrt_()` -> `x.add_(1e-6).sqrt_()`."""
+    start, end = source.span(operand)
+    if isinstance(expression.node, ast.AugAssign):
+        return [(start, start, f"{source.text[start:end].decode()}{call}; ")]
+    return [(end, end, call)]
 
 
 def literal(value: float) -> str:

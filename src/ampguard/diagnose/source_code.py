@@ -103,6 +103,10 @@ class Expression:
             return self.arguments[argument]
         return self.named.get(name) if name is not None else None
 
+    def writes(self, operand: ast.expr) -> bool:
+        """Whether the operand is what the expression overwrites."""
+        return self.in_place and bool(self.arguments) and operand is self.arguments[0]
+
     def takes_any(self, operand: ast.expr) -> bool:
         """Whether the operand stands where any expression may, without parentheses."""
         if isinstance(self.node, ast.AugAssign):

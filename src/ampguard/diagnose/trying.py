@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
@@ -20,13 +21,14 @@ from ampguard.replay.variants import Variant
 RUNAWAY = 1e10
 """A loss beyond it is finite and no use: a tighter bound is tried."""
 
+OTHER_PRECISION = frozenset({"force-fp32", "use-bf16", "disable-amp"})
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
 
 
 def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tuple[Fix, ...]:
     """Try each proposal on the failing step; what works first, then what was not tried, then what did not work."""
     fixes = [fix for proposal in finding.proposals if (fix := tried_in_turn(evidence, proposal, budget)) is not None]
-    if not any(fix.verified for fix in fixes):
+    if not any(fix.verified and fix.action not in OTHER_PRECISION for fix in fixes):
         fixes += fixes_behind(evidence, budget)
     return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
 
@@ -78,6 +80,8 @@ def judged(
     evidence: Evidence, replayer: Replayer, variant: Variant, outcome: Outcome, budget: Budget, how: str
 ) -> tuple[bool | None, str]:
     """Whether a step that was replayed with a change is cured, and in words."""
+    if evidence.bad.is_of_gradients and not outcome.has_true_derivatives:
+        return None, "a replay cannot show it: what it changes is differentiated as it was before"
     if outcome.is_bad:
         why_not = stays_for_a_number(evidence, variant)
         return (None, why_not) if why_not is not None else (False, described(outcome, evidence))
@@ -106,11 +110,13 @@ def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
         found = find_cause(second) if second is not None else None
     except Exception:  # that step cannot be followed: what is known of the fixes stands
         return []
+    op = second.forward.op if isinstance(second, GradientEvidence) else evidence.op
     for proposal in found.proposals if found is not None else ():
         if proposal.trial is None or second is None:
             continue
         alone = proposal.trial(second)
-        for text, change in ((proposal.how, alone), (f"{proposal.how}; and {how}", alone.with_base(variant))):
+        written = words.marked(proposal.how, op, evidence.op)
+        for text, change in ((written, alone), (f"{written}\n{how}", alone.with_base(variant))):
             effect = _cures(evidence, evidence.replayer, change) if not budget.is_spent else None
             if effect is not None:
                 return [Fix(proposal.action, proposal.target, text, True, effect)]

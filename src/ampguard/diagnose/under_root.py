@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ampguard.diagnose import lineage
+from ampguard.diagnose import lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.proposals import epsilon_fix, smallest_epsilon
@@ -27,7 +27,8 @@ def under_the_root(evidence: Evidence, divisor: int) -> list[Proposal]:
     low = evidence.low_precision_in_use is not None
     found = epsilon_fix(root, 0, smallest_epsilon(evidence) if low else 1e-12)
     trial = found.trial
-    return [dataclasses.replace(found, trial=lambda _: trial(root))] if trial is not None else []
+    how = words.marked(found.how, maker, evidence.op)
+    return [dataclasses.replace(found, how=how, trial=lambda _: trial(root))] if trial is not None else []
 
 
 def _is_root(op: TracedOp) -> bool:

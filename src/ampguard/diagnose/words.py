@@ -85,6 +85,16 @@ def code_at(line: Line | None) -> str | None:
     return (whole_statement(line) or without_comment(line.location().code)) if line is not None else None
 
 
+def marked(how: str, op: TracedOp, beside: TracedOp) -> str:
+    """A changed line of code with where it stands, if that is not the line that is shown above it."""
+    line = op.line
+    if line is None or (
+        beside.line is not None and line.code is beside.line.code and line.number == beside.line.number
+    ):
+        return how
+    return f"{how}  # {line.code.co_filename.rpartition('/')[2]}:{line.number}"
+
+
 def kind(link: Link) -> str:
     """What the bad element of a link of the chain is: "nan", "+inf" or "-inf"."""
     return KIND_NAMES[link.kind]

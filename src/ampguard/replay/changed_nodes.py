@@ -7,6 +7,7 @@ operator computes is replaced, when the backward pass comes to it, by the deriva
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,10 @@ class _Changed:
     """Where each operand's gradient goes: as the node's `next_functions` have it."""
     outputs: list[Tensor]
     number: int
+    view: Tensor | None = None
+    """What it writes to, where that is a view: autograd notes it at the base then, with a node of its own kind."""
+    written: int | None = None
+    """Which of `operands` that is, if any."""
 
 
 class ChangedNodes:
@@ -55,11 +60,14 @@ class ChangedNodes:
         operands = [t for t in flat_tensors(args, kwargs) if t.requires_grad]
         edges = [_edge(t) for t in operands]
         facts = facts_of(func)
+        written = args[facts.writes[0]] if facts.writes and facts.writes[0] < len(args) else None
+        view = written if isinstance(written, Tensor) and compat.base_of(written) is not None else None
+        own = next((i for i, t in enumerate(operands) if t is written), None)
         if facts.writes or facts.hidden_writes:
             kept = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in flat_tensors(args, kwargs)}
             args, kwargs = (map_tensors(value, lambda t: kept[id(t)]) for value in (args, kwargs))
             operands = [kept[id(t)] for t in operands]
-        return _Changed(run, func, tuple(args), kwargs, operands, edges, [], number)
+        return _Changed(run, func, tuple(args), kwargs, operands, edges, [], number, view, own)
 
     def after(self, changed: _Changed, output: Any) -> None:
         """It has run; autograd gives its results their node when we have returned them."""
@@ -70,7 +78,9 @@ class ChangedNodes:
         """By now the operators that have run have their nodes."""
         while self._waiting:
             changed = self._waiting.pop()
-            node = next((t.grad_fn for t in changed.outputs if t.grad_fn is not None), None)
+            base = compat.base_of(changed.view) if changed.view is not None else None
+            results = changed.outputs if base is None else [base]
+            node = next((t.grad_fn for t in results if t.grad_fn is not None), None)
             if node is None or not _is_of(node, changed):
                 self.are_known = False
                 continue
@@ -82,6 +92,8 @@ class ChangedNodes:
         def derivative(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> Any:
             try:
                 self.is_busy = True
+                if changed.view is not None:
+                    return _through_view(changed, changed.view, wanted, grad_inputs, grad_outputs[0])
                 found = _differentiated(changed, grad_outputs)
                 return _in_order(changed.edges, found, wanted, grad_inputs)
             except Exception:
@@ -94,7 +106,9 @@ class ChangedNodes:
 
 
 def _is_of(node: Any, changed: _Changed) -> bool:
-    """Whether it is the operator's own node, and not that of a view which it was written through."""
+    """Whether it is the operator's own node, or that of the base of a view which it has written to."""
+    if changed.view is not None:
+        return str(node.name()).endswith("CopySlices")
     name = facts_of(changed.func).name.replace("_", "")
     return compat.node_number(node) == changed.number or str(node.name()).lower().startswith(name.lower())
 
@@ -118,7 +132,9 @@ def _differentiated(changed: _Changed, grad_outputs: tuple[Tensor | None, ...]) 
             return leaf.clone() if writes else leaf  # (a leaf cannot be written to)
 
         args, kwargs = map_tensors(changed.args, stand_in), map_tensors(changed.kwargs, stand_in)
-        made = flat_tensors((changed.run(changed.func, args, kwargs),), {})
+        kept = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+        with kept if writes else contextlib.nullcontext():  # what is overwritten at the end was read before
+            made = flat_tensors((changed.run(changed.func, args, kwargs),), {})
     pairs = [(m, g) for m, g in zip(made, grad_outputs, strict=False) if g is not None and m.requires_grad]
     if not pairs:
         return [None for _ in changed.operands]
@@ -131,6 +147,25 @@ def _differentiated(changed: _Changed, grad_outputs: tuple[Tensor | None, ...]) 
     )
     by_leaf = dict(zip(leaves, found, strict=True))
     return [by_leaf.pop(id(t), None) for t in changed.operands]  # (of `x * x` all of it goes to the first)
+
+
+def _through_view(
+    changed: _Changed, view: Tensor, wanted: list[Any], old: tuple[Tensor | None, ...], gradient: Tensor | None
+) -> Any:
+    """What `CopySlices` computes: the base's gradient with the part behind the view replaced, and those of other operands."""
+    base = compat.base_of(view)
+    if gradient is None or base is None:
+        return None
+    whole = torch.empty_strided(base.shape, base.stride(), dtype=gradient.dtype, device=gradient.device)
+    whole.copy_(gradient)
+    part = whole.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+    found = _differentiated(changed, (part.clone(),))
+    own = changed.written
+    gradient_of_part = found[own] if own is not None else None
+    part.copy_(gradient_of_part if gradient_of_part is not None else torch.zeros_like(part))
+    others = [pair for i, pair in enumerate(zip(changed.edges, found, strict=True)) if i != own]
+    rest = _in_order([edge for edge, _ in others], [g for _, g in others], wanted[1:], old[1:])
+    return (whole if old[0] is not None else None, *rest)
 
 
 def _in_order(

@@ -29,9 +29,12 @@ class TraceWriter:
         self._kept_bytes = 0
         self._nodes: dict[int, int] = {}
         """For a node of the graph, by number: the operator that made it."""
+        self._through_views: list[tuple[int, Tensor]] = []
+        """Operators that wrote to a view, and its base: autograd is about to give that a node of its own (`CopySlices`)."""
 
     def begin(self, op: TracedOp, facts: OperatorFacts, args: Any, kwargs: Any) -> None:
         """An operator is about to run: its operands, and the key under which another replay of the step finds it."""
+        self._note_copied_slices()
         for tensor in flat_tensors(args, kwargs):
             op.inputs.append(traced(tensor, self._maker(tensor)))
         op.scalars = flat_scalars(args, kwargs)
@@ -69,11 +72,22 @@ class TraceWriter:
                 self._trace.note_write(result.storage, op.index, position, is_new=not facts.writes)
         if facts.writes and not results:
             self._note_written(op, flat_tensors(written, {}))
+        if facts.writes and torch.is_grad_enabled():
+            bases = (compat.base_of(t) for i in facts.writes[:1] for t in flat_tensors(written[i : i + 1], {}))
+            self._through_views += [(op.index, base) for base in bases if base is not None]
         if facts.hidden_writes:
             hidden = [written[i] for i in facts.hidden_writes if i < len(written) and isinstance(written[i], Tensor)]
             self._note_written(op, hidden)
         if op.is_bad:
             self._keep_operands(op, args, kwargs)
+
+    def _note_copied_slices(self) -> None:
+        while self._through_views:
+            index, base = self._through_views.pop()
+            node = base.grad_fn
+            number = compat.node_number(node) if node is not None else None
+            if node is not None and number is not None and node.name().endswith("CopySlices"):
+                self._nodes.setdefault(number, index)
 
     def _note_written(self, op: TracedOp, tensors: list[Tensor]) -> None:
         """What an operator wrote without returning it (`_foreach_*_`, BatchNorm's running statistics)."""
@@ -105,6 +119,7 @@ class TraceWriter:
 
     def differentiated(self) -> TracedOp | None:
         """Inside a backward pass: the operator whose derivative is being computed."""
+        self._note_copied_slices()
         node = compat.running_node_number()
         index = self._nodes.get(node) if node is not None else None
         if index is None or index >= len(self._trace.ops):

@@ -215,11 +215,17 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, str) and 0 < len(value) <= 24)
 
 
+_PLACED = re.compile(r"  # [^\s:]+:\d+$")
+"""A changed line that is not the one shown above it."""
+
+
 def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
     """One fix. What a replay cannot show (the order of calls) is not called untried."""
     label, style = _VERDICTS[fix.verified] if fix.verified is not None or can_be_replayed else ("fix", "cyan")
     first, *rest = fix.how.splitlines() or [fix.action]
     if len(label) + 2 + len(first) > width:
+        first, place, where = first.partition("  # ") if _PLACED.search(first) else (first, "", "")
+        rest = [f"# {where}", *rest] if place else rest
         first, *code = _words_and_code(first, fix.action)
         rest = [*code, *rest]
     yield from _folded(Text(f"{label}: ", style), first, width, indent=4)

@@ -21,6 +21,7 @@ from ampguard.diagnose.proposals import (
     changed_operand,
     clamp_fix,
     epsilon_fix,
+    or_larger,
     precision_fixes,
     smallest_epsilon,
 )
@@ -168,7 +169,8 @@ def guards(evidence: Evidence) -> list[Proposal]:
         )
     if not divisor.values.is_floating_point() and not divisor.values.is_complex():
         return proposals
-    proposals.append(epsilon_fix(evidence, position, epsilon))
+    added = epsilon_fix(evidence, position, epsilon)
+    proposals.append(or_larger(added, lambda larger: epsilon_fix(evidence, position, larger), evidence))
     if not divisor.values.is_complex() and bool((divisor.values >= 0).all()):
         proposals.append(clamp_fix(evidence, position, epsilon, None))
     root = under_the_root(evidence, position)

@@ -127,7 +127,7 @@ def _as_sum(evidence: Evidence) -> str | None:
             return None
         dim, count = f"{number:g}", f"{text}.shape[{number:g}]"
     edit = (*line.source.span(node), f"({text}.sum({dim}) / max({count}, 1))")
-    return rewrite.with_changes(line, [(chosen, operand)], lambda source, operand, takes_any: [edit])
+    return rewrite.with_changes(line, [(chosen, operand)], lambda source, operand, expression: [edit])
 
 
 def _without_correction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,4 +155,4 @@ def _with_correction(evidence: Evidence) -> str | None:
     node = chosen.node
     end = line.source.span(node)[1] - 1
     edit = (end, end, ", correction=0" if node.args else "correction=0")
-    return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, takes_any: [edit])
+    return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, expression: [edit])

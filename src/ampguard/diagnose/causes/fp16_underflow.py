@@ -17,8 +17,8 @@ from ampguard.diagnose.causes.division_by_zero import divisor_of
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.eps_argument import larger_eps
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Finding, cause
-from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, precision_fixes, smallest_epsilon, spelled
+from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, or_larger, precision_fixes, smallest_epsilon, spelled
 
 
 @cause("fp16-underflow")
@@ -36,8 +36,11 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     if evidence.op.short_name in ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "pow"):
         proposals.append(clamp_fix(evidence, position, smallest_epsilon(evidence), None))
     else:
-        epsilon = smallest_epsilon(evidence)
-        proposals.append(larger_eps(evidence, epsilon) or epsilon_fix(evidence, position, epsilon))
+
+        def with_epsilon(epsilon: float) -> Proposal:
+            return larger_eps(evidence, epsilon) or epsilon_fix(evidence, position, epsilon)
+
+        proposals.append(or_larger(with_epsilon(smallest_epsilon(evidence)), with_epsilon, evidence))
     return Finding(
         "fp16-underflow",
         f"An operand of {name} {words.place(evidence)} is 0 in low precision and {words.number(value)} in float32: it was "

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import changed_result
+from ampguard.diagnose.proposals import at_the_head
 from ampguard.diagnose.rows import logsumexps_of_empty_rows
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
@@ -60,11 +61,27 @@ def _ctc(evidence: Evidence) -> Finding | None:
                 "filter-sample",
                 words.region(evidence),
                 "drop samples whose target is longer than their input, or use zero_infinity=True",
-                trial=changed_result(lambda t: torch.where(torch.isinf(t), torch.zeros_like(t), t)),
+                trial=at_the_head(_left_out),
             ),
         ),
         phase="loss",
     )
+
+
+def _left_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Infinite losses count as 0, and have no derivative."""
+    names = [argument.name for argument in compat.schema_of(func).arguments]
+    if "zero_infinity" in names:
+        at, given = names.index("zero_infinity"), list(args)
+        if at < len(given):
+            given[at] = True
+        else:
+            kwargs = {**kwargs, "zero_infinity": True}
+        args = tuple(given)
+    output = func(*args, **kwargs)
+    losses = output[0] if isinstance(output, (tuple, list)) else output
+    finite = torch.where(torch.isinf(losses), torch.zeros_like(losses), losses)
+    return finite if losses is output else type(output)([finite, *output[1:]])
 
 
 def _lengths(args: tuple[object, ...]) -> tuple[list[int], list[int]] | None:
