@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from ampguard import compat
 
 LEAST_SECONDS, LEAST_SECONDS_OF_HEALING = 2.5, 25.0
 """What an investigation of the quickest step may take: for a card, and where its fixes are waited for."""
+
+STEPS_WORTH = 22.0
+"""And what it may take of any step: so many times its duration."""
 
 MOST_CROWDING = 4.0
 SCHEDULER = Path("/proc/thread-self/schedstat")
@@ -34,13 +38,16 @@ class Budget:
         These are seconds of a machine that is not crowded. Other ranks wait meanwhile, in a collective that gives up: at most
         a fifth of that time is used.
         """
-        seconds = max(least * crowding(), 22 * step_seconds)
+        seconds = max(least * crowding(), STEPS_WORTH * step_seconds)
         patience = compat.collective_timeout()
         return Budget(started + (seconds if patience is None else min(seconds, patience / 5)))
 
     @property
     def is_spent(self) -> bool:
         return time.perf_counter() > self.deadline
+
+
+UNLIMITED = Budget(math.inf)
 
 
 def crowding() -> float:

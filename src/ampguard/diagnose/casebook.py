@@ -19,9 +19,17 @@ from ampguard.diagnose.budget import LEAST_SECONDS, Budget
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import find_cause
+from ampguard.diagnose.finding import Finding, find_cause
+from ampguard.diagnose.further import FurtherFailures
 from ampguard.diagnose.hooked import changed_by_a_hook
-from ampguard.diagnose.investigate import explain, explain_trace, locate, locate_in_trace, unexplained_incident
+from ampguard.diagnose.investigate import (
+    explain,
+    explain_at_once,
+    explain_trace,
+    locate,
+    locate_in_trace,
+    unexplained_incident,
+)
 from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice
@@ -66,6 +74,7 @@ class Casebook:
         self._looks = 0
         self._proofs = 0
         self._skipped = SkippedSteps(recorder)
+        self._further = FurtherFailures()
         self._poison = Poison(recorder)
         self._past = BadSince(recorder)
         self._arming = Arming(recorder)
@@ -75,8 +84,11 @@ class Casebook:
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
-        self.story_of: Callable[[str], Case | None] = lambda cause: None
-        """Asked about a cause before fixes are tried: of which case that was told would it be one more end?"""
+        self.opinion_before_fixes: Callable[[Incident], Incident | Case | None] = lambda incident: None
+        """Asked the same before fixes are looked for: None where it is no end of a longer story."""
+        self.story_of: Callable[[str | None], Case | None] = lambda cause: None
+        """Asked about a cause (None: whatever it is) before fixes are tried: of which case that was told would it be one
+        more end?"""
         self.came_back: Callable[[Incident], None] = lambda incident: None
         """Told of a failure that is counted to an earlier one, as that with the step of this."""
 
@@ -157,12 +169,26 @@ class Casebook:
             return
         if self._skipped.is_known(bad, self.cases):
             return
-        self._looks += 1
         live = self._arming.live
-        if live is not None:
-            self._examine_trace(bad, live)
-        else:
-            self._investigate(bad, started)
+        if live is None and self._is_like_a_known_one(bad):
+            return
+        self._looks += 1
+        self._further.begin(bad)
+        try:
+            if live is not None:
+                self._examine_trace(bad, live)
+            else:
+                self._investigate(bad, started)
+        finally:
+            self._further.end()
+
+    def _is_like_a_known_one(self, bad: BadResult) -> bool:
+        """Whether a failure is counted to one that was told, without seeing where it begins."""
+        step_seconds = self._recorder.step_seconds
+        case = self._further.case_of(bad, lambda: self.story_of(None), step_seconds, self.least_seconds)
+        if case is not None:
+            self._came_back(case, bad, calls_behind(bad))
+        return case is not None
 
     def _investigate(self, bad: BadResult, started: float) -> None:
         """Run it again, and say what is seen."""
@@ -197,13 +223,13 @@ class Casebook:
         step_seconds = self._recorder.step_seconds
         if forward_seconds and self._recorder.steps.count <= FIRST_STEPS:  # which also load libraries and warm up
             step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
-        budget = Budget.for_step(max(step_seconds, forward_seconds), started, self.least_seconds)
         try:
             finding = find_cause(evidence)
-            story = self.story_of(finding.cause) if finding is not None else None
-            if finding is not None and story is not None:
-                self._join(story, evidence, bad)
+            opinion = self._known_before_fixes(evidence, finding) if finding is not None else None
+            if opinion is not None:
+                self._open_as(opinion, evidence, bad)
                 return
+            budget = Budget.for_step(max(step_seconds, forward_seconds), started, self.least_seconds)
             incident = explain(evidence, budget, self._rank, finding)
         except StopRun:
             raise
@@ -213,6 +239,13 @@ class Casebook:
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
         self._open(incident, evidence, bad)
+
+    def _known_before_fixes(self, evidence: Evidence, finding: Finding) -> Incident | Case | None:
+        """Of which story this failure is one more end, or the end; None where fixes are to be tried first."""
+        story = self.story_of(finding.cause)
+        if story is not None:
+            return story
+        return self.opinion_before_fixes(explain_at_once(evidence, finding, self._rank))
 
     def _is_lost_on_the_wire(self, bad: BadResult) -> bool:
         """Whether this rank's finite gradients were too large for the type in which they were sent: it is told then."""
@@ -315,24 +348,32 @@ class Casebook:
             if bad.has_ended_run and case.incident.severity == "info":
                 continue  # it was normal then
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
-                is_same = bad.kind == "buffer" or bool(case.calls & calls)
-                case.calls = calls or case.calls
-                self._skipped.note(bad, case)
-                case.came_back(bad.step, 0 if is_same else 1)
-                self._poison.note(bad, case.told_as)
-                if case.part_of is None and self._told_later is None:
-                    self.came_back(msgspec.structs.replace(case.incident, step=bad.step))
+                self._came_back(case, bad, calls)
+                self._further.led_to(bad, case)
                 return True
         return False
 
+    def _came_back(self, case: Case, bad: BadResult, calls: frozenset[int]) -> None:
+        """A failure is one more of `case`, or another result of the same calls."""
+        is_same = bad.kind == "buffer" or bool(case.calls & calls)
+        case.calls = calls or case.calls
+        self._skipped.note(bad, case)
+        case.came_back(bad.step, 0 if is_same else 1)
+        self._poison.note(bad, case.told_as)
+        if case.part_of is None and self._told_later is None:
+            self.came_back(msgspec.structs.replace(case.incident, step=bad.step))
+
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
-        opinion = self.second_opinion(self._with_past(incident))
+        self._open_as(self.second_opinion(self._with_past(incident)), evidence, bad)
+
+    def _open_as(self, opinion: Incident | Case, evidence: Evidence, bad: BadResult) -> None:
         if isinstance(opinion, Case):
             self._join(opinion, evidence, bad)
             return
         case = Case(opinion, place_of(evidence), self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         self.cases.append(case)
         self._skipped.note(bad, case)
+        self._further.led_to(bad, case, is_new=True)
         if opinion.severity == "info":  # normal operation takes none of the investigations
             case.is_investigated = False
             self._looks -= 1
@@ -342,10 +383,11 @@ class Casebook:
     def _join(self, story: Case, evidence: Evidence, bad: BadResult) -> None:
         """This failure is one more end of a story that was told."""
         part = Case(story.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
-        part.calls = calls_behind(bad)
+        part.calls = story.calls = calls_behind(bad)
         self.cases.append(part)
         self.merge(part, story)
         story.last_step = bad.step
+        self._further.led_to(bad, story)
         self._poison.note(bad, story)
 
     def _with_past(self, incident: Incident) -> Incident:

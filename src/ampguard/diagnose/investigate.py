@@ -13,7 +13,7 @@ from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in, refs_in
 from ampguard.diagnose import words
-from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.budget import UNLIMITED, Budget
 from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
@@ -23,7 +23,7 @@ from ampguard.diagnose.proposals import spelled
 from ampguard.diagnose.rows import is_masks_doing
 from ampguard.diagnose.slicing import COPIES, Chain, at_the_data, chain_from
 from ampguard.diagnose.terms import Term, in_words, terms_of
-from ampguard.diagnose.trying import verified_fixes
+from ampguard.diagnose.trying import tried, verified_fixes
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
@@ -93,6 +93,14 @@ def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding 
         evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact"
     )
     return incident if not isinstance(evidence, CompiledFault) else evidence.named(incident)
+
+
+def explain_at_once(evidence: Evidence, finding: Finding, rank: int) -> Incident:
+    """What is known before fixes are looked for; whether the step bears float32 is asked, which is one replay."""
+    in_float32 = (proposal for proposal in finding.proposals if proposal.action == "disable-amp")
+    fixes = [tried(evidence, proposal, UNLIMITED) for proposal in in_float32]
+    rung = "replay" if evidence.outcome.is_exact else "replay-inexact"
+    return incident_of(evidence, finding, tuple(fix for fix in fixes if fix is not None), rank, rung)
 
 
 def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:

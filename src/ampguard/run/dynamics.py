@@ -80,6 +80,8 @@ class LearningDynamics:
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._forecast: Case | None = None
         self._replays_left = MAX_STRETCH_REPLAYS
+        self._asked: Situation | None = None
+        """Of the failure that is being explained: what was replayed for it is not replayed again."""
         self.keeper = StretchKeeper(recorder, Alarm)
         self._probes = DynamicsProbes(self._vitals, self.keeper, self._barrier, recorder, self._stepping)
         self.on_vitals: Callable[[StepVitals], None] | None = None
@@ -90,6 +92,7 @@ class LearningDynamics:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
         self.history = HistoryWriter(folder, on_problem, rank)
         self._casebook.second_opinion = self.second_opinion
+        self._casebook.opinion_before_fixes = lambda incident: self._barrier.call(self._opinion_before_fixes, incident)
         self._casebook.story_of = lambda cause: self._barrier.call(self._story_of, cause)
         self._probes.install()
 
@@ -254,7 +257,23 @@ class LearningDynamics:
         since = self.trajectory.falling_since
         return since is not None and case.incident.step >= since and case.part_of is None
 
+    def _opinion_before_fixes(self, incident: Incident) -> Incident | Case | None:
+        """A failure was explained, and no fix was looked for. Does it end a longer story? Fixes of that one step would be
+        of no use then."""
+        if incident.cause not in OF_LARGE_NUMBERS:
+            return None
+        self._asked = situation = self._situation_of(incident)
+        answer = self._answer_to(situation, incident)
+        return self._in_its_story(answer) if answer.cause == "divergence" else None
+
     def _second_opinion(self, incident: Incident) -> Incident | Case:
+        asked, self._asked = self._asked, None
+        if asked is None or asked.failure is None or _place_of(asked.failure) != _place_of(incident):
+            asked = self._situation_of(incident)
+        asked.failure = incident
+        return self._in_its_story(self._answer_to(asked, incident))
+
+    def _situation_of(self, incident: Incident) -> Situation:
         self._vitals.flush()
         situation = self._situation(incident.step)
         situation.failure = incident
@@ -263,8 +282,15 @@ class LearningDynamics:
         stretch = self.keeper.with_running_step() if self._replays_left else None
         self._replays_left -= stretch is not None
         situation.stretch = StretchReplay(stretch, self._recorder) if stretch is not None else None
+        return situation
+
+    def _answer_to(self, situation: Situation, incident: Incident) -> Incident:
         for answer in ask("failure", situation):
             incident = answer
+        return incident
+
+    def _in_its_story(self, incident: Incident) -> Incident | Case:
+        """The case of a story that was told, where the failure belongs to it; a forecast is withdrawn for what it foretold."""
         told = self._case_of_story(incident)
         if told is not None:
             return told
@@ -294,9 +320,10 @@ class LearningDynamics:
         same = next((case for case in known if case.incident.step >= began), None)
         return same or self._thrown_away_by(began, incident)
 
-    def _story_of(self, cause: str) -> Case | None:
-        """The divergence that a failure of this cause would be one more end of, before it is looked at any closer."""
-        if cause not in OF_LARGE_NUMBERS:
+    def _story_of(self, cause: str | None) -> Case | None:
+        """The divergence that a failure of this cause (None: of any) would be one more end of, before it is looked at any
+        closer."""
+        if cause is not None and cause not in OF_LARGE_NUMBERS:
             return None
         self._vitals.flush()
         return self._divergence_that_goes_on()
@@ -368,6 +395,10 @@ class _OneCall:
     def watch(self, event: Event) -> AbstractContextManager[Any]:
         self._recorder.live = None
         return self._sampling.watch(event)
+
+
+def _place_of(incident: Incident) -> tuple[int, str, str | None, str | None]:
+    return incident.step, incident.cause, incident.module, incident.op
 
 
 def _line_of(incident: Incident) -> tuple[str, int] | None:

@@ -195,5 +195,7 @@ def is_giant(remedies: Remedies, situation: Situation) -> bool:
 
 def remedies_of(situation: Situation, even_if_data: bool) -> Remedies | None:
     """What lower rates and clipping come to on the steps before the failure; None where they were not kept."""
-    replay = situation.stretch
-    return try_remedies(replay, situation.trajectory, even_if_data) if replay is not None else None
+    replay, known = situation.stretch, situation.remedies
+    if replay is not None and even_if_data not in known:
+        known[even_if_data] = try_remedies(replay, situation.trajectory, even_if_data)
+    return known.get(even_if_data)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ampguard.capture.hand_updates import HandUpdate
 from ampguard.capture.record import Line
+from ampguard.diagnose.dynamics.remedies import Remedies
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
 from ampguard.replay.stretch import StretchReplay
@@ -45,6 +46,8 @@ class Situation:
     """The running iteration with each finite loss that it has differentiated so far."""
     stretch: StretchReplay | None = None
     """The steps up to the failure, where they were kept."""
+    remedies: dict[bool, Remedies] = field(default_factory=dict)
+    """What was tried on them already: also where the failing step fails on the weights of before (True), or not."""
 
 
 Rule = Callable[[Situation], "Incident | None"]
