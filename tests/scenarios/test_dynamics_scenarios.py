@@ -38,7 +38,7 @@ TRUTHS = {
     ),
     "scale-collapse": Truth(range(16, 26), "backward", "error", "2", "float16", "since_step"),
     "lost-update": Truth(
-        range(16, 40), "optimizer", "warning", "0", "bfloat16", "stuck_share", frozenset({"fp32-parameters"})
+        range(1), "optimizer", "warning", "0", "bfloat16", "stuck_share", frozenset({"fp32-parameters"})
     ),
     "optimizer-underflow": Truth(
         range(1), "optimizer", "error", "0", "float16", "eps", frozenset({"fp32-parameters", "add-epsilon"})

@@ -36,7 +36,7 @@ TRUTHS = {
     "no-gradients": Truth(
         0, "error", "call-order", ("optimizer", "body.weight"), raises="No inf checks", module="body"
     ),
-    "stale-parameters": Truth(1, "error", "rebuild-optimizer", ("optimizer", "head.weight"), module="head"),
+    "stale-parameters": Truth(0, "error", "rebuild-optimizer", ("optimizer", "head.weight"), module="head"),
     "unscaled-backward": Truth(0, "error", "call-order", ("optimizer", "scaler"), 1 / 1024),
     "bypassed-scaler": Truth(0, "error", "call-order", ("opt_head",), 64.0),
     "clip-before-unscale": Truth(0, "error", "call-order", ("optimizer", "scaler.unscale_(optimizer)"), 1024.0),
@@ -49,9 +49,9 @@ TRUTHS = {
     "scheduler-on-skipped-step": Truth(0, "warning", "gate-scheduler", ("optimizer", "scaler.get_scale()")),
     "missing-zero-grad": Truth(3, "error", "call-order", ("optimizer.zero_grad()",)),
     "autocast-cache": Truth(1, "error", "call-order", ("body.weight", "head.weight")),
-    "unused-parameters": Truth(7, "warning", "call-order", ("auxiliary.weight", "auxiliary.bias"), module="auxiliary"),
+    "unused-parameters": Truth(0, "warning", "call-order", ("auxiliary.weight", "auxiliary.bias"), module="auxiliary"),
     "scaler-not-saved": Truth(0, "warning", "save-scaler-state", ("scaler.state_dict()", "last.pt")),
-    "needless-scaler": Truth(2, "warning", "remove-scaler", ("scaler",)),
+    "needless-scaler": Truth(0, "warning", "remove-scaler", ("scaler",)),
 }
 PROTOCOL_CAUSES = [code for code in list(CAUSES) if code in TRUTHS]
 

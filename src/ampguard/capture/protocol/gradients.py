@@ -46,6 +46,7 @@ class OptimizerWatch:
         "divided",
         "divided_at",
         "divides_in_hook",
+        "first_step",
         "is_stale",
         "is_used",
         "lost_one",
@@ -59,6 +60,7 @@ class OptimizerWatch:
         "thread",
         "was_skipped",
         "weights",
+        "without_since",
     )
 
     def __init__(self, optimizer: Optimizer, number: int, created: Line | None) -> None:
@@ -78,6 +80,10 @@ class OptimizerWatch:
         self.was_skipped = False
         self.candidates: list[Tensor] | None = None
         """Parameters that have not been seen with a gradient; None before the first look."""
+        self.first_step: int | None = None
+        """The iteration in which it stepped first."""
+        self.without_since: dict[int, int] = {}
+        """The parameters that had no gradient when last looked at, by identity, and the iteration since which."""
         self.copy: tuple[Tensor, Tensor] | None = None
         """A parameter and a copy of its gradient right after backward, in iterations that are looked at closely."""
         self.divided = 1.0

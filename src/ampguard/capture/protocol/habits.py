@@ -123,7 +123,8 @@ class Habits:
             self._suspected.pop(of, None)
             self._moves.listener.on_suspicion(("needless", of), None, 0)
         elif steps < NEEDLESS_LIVE_STEPS:
-            since = self._suspected.setdefault(of, self._moves.attempt)
+            first = of.first_step if of.first_step is not None else self._moves.attempt
+            since = self._suspected.setdefault(of, first)
             self._moves.listener.on_suspicion(("needless", of), breach, since)
         else:
             self._told_needless.add(of)
@@ -247,6 +248,7 @@ class Habits:
         """A scaler begins to scale: does it begin anew beside an optimizer that goes on?"""
         of.first_scale = of.current_scale()
         of.first_scale.keep()
+        of.first_step = self._moves.recorder.steps.count
         resumed = [w for w in self._moves.watches.optimizers if w.resumed_at is not None and w.steps == 0]
         if resumed and not of.loaded and of.is_enabled:
             facts = {"resumed": True, "scale": float(of.current_scale())}

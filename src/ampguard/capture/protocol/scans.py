@@ -93,6 +93,10 @@ class Scans:
         trained = watch.trained()
         is_idle = self._moves.machine.ledger(watch).idle_steps > 0
         without = [p for p in trained if (p.grad is None or is_idle) and not is_empty(p)]
+        before, now = watch.without_since, self._moves.attempt
+        watch.without_since = {id(p): before.get(id(p), now) for p in without}
+        if watch.first_step is None:
+            watch.first_step = now
         known = None if watch.candidates is None else {id(p) for p in watch.candidates}
         watch.candidates = [p for p in without if known is None or id(p) in known]
         if watch.candidates:
@@ -113,7 +117,7 @@ class Scans:
             if ("stale", id(watch)) not in self._told:
                 self._told.add(("stale", id(watch)))
                 watch.is_stale = True
-                self._moves.tell([stale], self._moves.attempt)
+                self._moves.tell([stale], stale.facts["since"])
         elif watch.candidates:
             self._judge(watch)
         else:
@@ -131,12 +135,12 @@ class Scans:
             self._told.add(("stale", id(watch)))
             facts = {"parameters": moved, "moved_out": True, "of": len(watch.parameters())}
             stepped = self._moves.machine.ledger(watch).stepped_at
-            self._moves.tell(
-                [Breach("stale-parameters", watch, None, watch.created, stepped, None, facts)], self._moves.attempt
-            )
+            since = watch.first_step if watch.steps == STALE_STEPS else None
+            step = self._moves.attempt if since is None else since
+            self._moves.tell([Breach("stale-parameters", watch, None, watch.created, stepped, None, facts)], step)
 
     def _judge(self, watch: OptimizerWatch) -> None:
-        step = self._moves.attempt
+        step = watch.first_step if watch.first_step is not None else self._moves.attempt
         assert watch.candidates is not None
         none_at_all = len(watch.candidates) == len(watch.trained())
         if watch.steps >= (EARLY_STEPS if none_at_all else UNUSED_STEPS):
@@ -188,6 +192,7 @@ class Scans:
             "had_gradients": any(p.grad is not None for p in without),
             "same_memory": not flat and share_memory(lost, others),
             "of": len(watch.parameters()),
+            "since": min(watch.without_since.get(id(p), self._moves.attempt) for p in lost),
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
 

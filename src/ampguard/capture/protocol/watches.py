@@ -23,6 +23,7 @@ class ScalerWatch:
         "created",
         "driver",
         "first_scale",
+        "first_step",
         "is_enabled",
         "is_own",
         "loaded",
@@ -45,6 +46,8 @@ class ScalerWatch:
         self.scale: DeviceScale | None = None
         self.first_scale: DeviceScale | None = None
         """As it was when the first loss was scaled."""
+        self.first_step: int | None = None
+        """The iteration in which that was."""
         self.uses = 0
         self.steps = 0
         self.state_asked = False

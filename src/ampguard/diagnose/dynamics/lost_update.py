@@ -158,7 +158,7 @@ def told(lost: list[Lost], share: float, situation: Situation) -> Incident:
     since = worst.layer.since
     names = [item.name for item in lost[:SHOWN]]
     return Incident(
-        step=situation.step,
+        step=since,
         rank=situation.rank,
         mode="train",
         phase="optimizer",
@@ -177,6 +177,7 @@ def told(lost: list[Lost], share: float, situation: Situation) -> Incident:
         evidence={
             "stuck_share": share,
             "since_step": since,
+            "noticed_at_step": situation.step,
             "layers": names,
             "layer_stuck_share": worst.share,
             "update": worst.step_size,
