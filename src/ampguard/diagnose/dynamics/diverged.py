@@ -14,6 +14,9 @@ from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
 
+STILL_RISING = 1.2
+"""By which factor a rate that is being warmed up has risen since a loss began to climb, at least."""
+
 
 def told(
     incident: Incident,
@@ -52,7 +55,7 @@ def told(
         cause="divergence",
         explanation=text,
         evidence={**incident.evidence, **facts},
-        fixes=fixes(situation, remedies),
+        fixes=fixes(situation, remedies, rise.began),
     )
 
 
@@ -82,19 +85,33 @@ def course_in_words(incident: Incident, rise: Rise) -> str:
     return f"the loss was {number(rise.last)} and left the numbers after {incident.step - rise.began} update(s)"
 
 
-def fixes(situation: Situation, remedies: Remedies | None) -> tuple[Fix, ...]:
+def borne_rate(trajectory: Trajectory, began: int, now: float) -> tuple[int, float] | None:
+    """Of a learning rate that has risen all the time: what it was when last seen before the loss began to climb, and when."""
+    looks = [(look.step, look.rate) for look in trajectory.looks if look.rate > 0]
+    before = [point for point in looks if point[0] <= began]
+    rates = [rate for _, rate in looks]
+    is_rising = rates == sorted(rates) and bool(before) and now >= STILL_RISING * before[-1][1] > 0
+    return before[-1] if is_rising and before[-1][1] >= STILL_RISING * rates[0] else None
+
+
+def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[Fix, ...]:
     """A lower learning rate and clipping, each as it was tried; what works first."""
     rate = next((g["lr"] for o in situation.optimizers for g in o.param_groups if "lr" in g), None)
     now = f" (it is {float(rate):g})" if rate is not None else ""
+    instead = "or warm it up"
+    borne = borne_rate(situation.trajectory, began, float(rate)) if rate is not None else None
+    if borne is not None and rate is not None:
+        now = f" (it is {float(rate):g} and still rising: in step {borne[0]} it was {borne[1]:g})"
+        instead = f"or end its warm-up at {borne[1]:g}, which these weights bore"
     if remedies is None:
         remedies = untried("the steps before the failure were not kept")
     lower, clip = remedies.lower_rate, remedies.clip
     if lower.change is not None and lower.change.max_rate is not None:
-        how = f"keep the learning rate{now} at {lower.change.max_rate:g}, which it was before, or warm it up"
+        how = f"keep the learning rate{now} at {lower.change.max_rate:g}, which it was before, {instead}"
     elif lower.change is not None:
-        how = f"lower the learning rate{now} by a factor of {1 / lower.change.rate_factor:g}, or warm it up"
+        how = f"lower the learning rate{now} by a factor of {1 / lower.change.rate_factor:g}, {instead}"
     else:
-        how = f"lower the learning rate{now} by a factor of 3 to 10, or warm it up"
+        how = f"lower the learning rate{now} by a factor of 3 to 10, {instead}"
     limit = clip.change.max_norm if clip.change is not None else None
     clipping = (
         "before the optimizer's step (after scaler.unscale_(optimizer) where there is a scaler): "

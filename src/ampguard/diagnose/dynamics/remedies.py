@@ -2,7 +2,7 @@
 
 The steps are run again unchanged first: they must give the losses that were seen, and fail. Then with smaller learning
 rates, then with gradients clipped to the norm that was usual before. A remedy is verified if every step stays finite, no loss
-leaves the range that was seen before (or, where the first step that was kept had left it, it comes back), and the updates
+leaves the range that was seen before (or, where the first step that was kept had left it, it comes back into it), and the updates
 are still made.
 """
 
@@ -236,7 +236,7 @@ class Trial:
     def _what_is_wrong(self, course: Course) -> str | None:
         if course.failed_at is not None:
             return f"step {course.failed_at} is still not finite"
-        if course.highest > self.bound:
+        if course.highest > self._limit():
             return f"the loss still rises to {number(course.highest)}"
         if course.skipped > max(1, MANY_SKIPPED * (course.updates + course.skipped)):
             return f"{course.skipped} updates are still skipped"
@@ -244,6 +244,11 @@ class Trial:
         if abs(last) > LEFT_RANGE * usual > 0:
             return f"the loss does not come back: it is {number(last)}, and had been {number(usual)} at most"
         return None
+
+    def _limit(self) -> float:
+        """What the loss may rise to. Where it had left its range already, momentum carries it on before it comes back."""
+        first = abs(self.replay.stretch.steps[0].loss or 0.0)
+        return max(self.bound, LEFT_RANGE * first) if self._begins_too_late() else self.bound
 
     def _begins_too_late(self) -> bool:
         """Whether the updates that did it came before the first step that was kept: a remedy cannot undo them."""
