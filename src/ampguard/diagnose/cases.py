@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,6 +24,8 @@ class Case:
     occurrences: int = 1
     consequences: int = 0
     last_step: int = 0
+    steps: set[int] = field(default_factory=set)
+    """The steps in which it came back."""
     is_investigated: bool = True
     """False for what needed no replay: it takes none of the investigations that are allowed."""
     calls: frozenset[int] = frozenset()
@@ -40,6 +42,7 @@ class Case:
         """Count a failure of `step` to it, or (0) only that it was still there."""
         self.told_as.occurrences += occurrences
         self.told_as.last_step = step
+        self.told_as.steps.add(step)
 
     def result(self) -> Incident:
         """The incident as the report tells it."""

@@ -35,6 +35,7 @@ from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.fits import is_rising
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
 from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.skipped_by_script import SkippedByScript
 from ampguard.incident import Incident
 from ampguard.replay.activations import ActivationSampling, Peaks
 from ampguard.replay.names import parameter_name
@@ -80,6 +81,7 @@ class LearningDynamics:
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._forecast: Case | None = None
         self._replays_left = MAX_STRETCH_REPLAYS
+        self._by_script = SkippedByScript()
         self._asked: Situation | None = None
         """Of the failure that is being explained: what was replayed for it is not replayed again."""
         self.keeper = StretchKeeper(recorder, Alarm)
@@ -150,6 +152,7 @@ class LearningDynamics:
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)
+        self._by_script.ended(vitals)
         if self.on_vitals is not None:
             self.on_vitals(vitals)
         if self.keeper.is_late:
@@ -204,6 +207,7 @@ class LearningDynamics:
         if sample is not None:
             self.trajectory.look(sample)
             self._ask("end", self._step)
+        self._by_script.settle(self._casebook.cases, self._casebook.trained())
 
     def note(self, row: EventRow) -> None:
         if self.history is not None:

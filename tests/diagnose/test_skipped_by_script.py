@@ -1,0 +1,76 @@
+"""A script that skips a batch whose loss is not finite has lost that batch, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from watching import Watched, seed_everything
+
+Guard = Callable[..., Watched]
+
+
+def training(bad: set[int], skips: bool, steps: int = 30) -> Callable[[], None]:
+    def body() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in range(steps):
+            x, y = torch.randn(16, 8), torch.randn(16, 1)
+            if batch in bad:
+                x[3] = float("nan")
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            if skips and torch.isnan(loss):
+                continue
+            loss.backward()
+            optimizer.step()
+
+    return body
+
+
+def test_a_batch_that_is_skipped_is_a_warning_in_the_end(guard: Guard) -> None:
+    run = guard(training({11}, skips=True))
+    assert (run.first.cause, run.first.severity, run.first.step) == ("nonfinite-input", "warning", 11)
+    assert run.first.evidence["skipped_by_script"] is True
+    assert "a batch was lost" in run.first.explanation
+    assert "error[nonfinite-input]" in run.stderr  # at that moment nobody knew
+    assert run.report.status == "incidents"
+
+
+def test_two_of_them(guard: Guard) -> None:
+    run = guard(training({11, 20}, skips=True))
+    assert (run.first.severity, run.first.occurrences) == ("warning", 2)
+    assert "2 batches were lost" in run.first.explanation
+
+
+@pytest.mark.parametrize(
+    ("bad", "skips"),
+    [({11}, False), ({28}, True), (set(range(5, 20)), True)],
+    ids=["an update is made with it", "the run ends soon after", "half of all batches"],
+)
+def test_what_is_an_error_all_the_same(bad: set[int], skips: bool, guard: Guard) -> None:
+    run = guard(training(bad, skips))
+    assert (run.first.cause, run.first.severity) == ("nonfinite-input", "error")
+
+
+def test_a_step_that_the_scaler_skips_is_not_the_scripts_doing(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for batch in range(30):
+            x = torch.randn(16, 8) * (1e5 if batch == 11 else 1.0)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(x).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    run = guard(body)
+    assert [i.severity for i in run.report.incidents if i.cause != "loss-scale-overflow"] == ["error"]
