@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from watching import Watched
 
 from ampguard.incident import Fix, Incident
@@ -290,3 +291,29 @@ def test_infinities_are_spelled_one_way(name: str, guard: Guard, tmp_path: Path)
     assert first is not None
     for text in (first.explanation, *(f.how for f in first.fixes)):
         assert not re.search(r"(?<![\w.])[+-]?(nan|inf)\b|(?<![+-])\bInf\b", text), text
+
+
+def test_operators_outside_modules_may_have_run_under_autocast(guard: Callable[..., Any]) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        embedding, weight = nn.Embedding(50, 32), torch.randn(32, 32, requires_grad=True)
+        x = embedding(torch.randint(0, 50, (16,))) * 200
+        with torch.autocast("cpu", dtype=torch.float16):
+            scores = x @ weight
+            scores = torch.softmax(scores @ scores.t(), -1)
+        scores.float().square().mean().backward()
+
+    how = {fix.action: fix.how for fix in guard(body).first.fixes}
+    assert 'torch.autocast("cpu", dtype=torch.bfloat16)' in how["use-bf16"]
+    assert 'torch.autocast("cpu", enabled=False)' in how["disable-amp"]
+
+
+def test_casts_of_a_script_without_autocast(guard: Callable[..., Any]) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        embedding, weight = nn.Embedding(50, 32), torch.randn(32, 32, requires_grad=True)
+        x = (embedding(torch.randint(0, 50, (16,))) * 200).half() @ weight.half()
+        torch.softmax(x @ x.t(), -1).float().square().mean().backward()
+
+    how = {fix.action: fix.how for fix in guard(body).first.fixes}
+    assert "autocast" not in how["use-bf16"] + how["disable-amp"]

@@ -54,6 +54,11 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
             ".to(torch.bfloat16) in place of the casts to float16",
             f"leave out the casts to {words.precision(evidence)}",
         ),
+        "autocast or casts": (
+            f'torch.autocast("{device}", dtype=torch.bfloat16), and .to(torch.bfloat16) where the script casts to float16 itself',
+            f'leave autocast there (torch.autocast("{device}", enabled=False)), and out the casts to {words.precision(evidence)}'
+            f" of the script's own",
+        ),
     }[setting]
     fixes = [] if setting == "weights" else [Proposal("force-fp32", words.region(evidence), "", search=True)]
     if evidence.precision == torch.float16:
@@ -71,7 +76,7 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
 
 
 def _setting(evidence: Evidence) -> str:
-    """Where the low precision comes from: "autocast", the model's own "weights", or the script's "casts"."""
+    """Where the low precision comes from: "autocast", the model's own "weights", the script's "casts", or one of two."""
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     if any(root.modes.autocast_dtype is not None for root in roots) or _casts_weights(evidence, roots):
         return "autocast"
@@ -79,8 +84,11 @@ def _setting(evidence: Evidence) -> str:
     if any(numerics.is_low_precision(p.dtype) for p in weights):
         return "weights"
     givens = [held.value for _, _, held in evidence.held()]
-    if roots or any(numerics.is_low_precision(t.dtype) for t in givens):
+    if any(numerics.is_low_precision(t.dtype) for t in givens):
         return "casts"
+    if roots:  # operators outside modules: nothing says whether they ran under autocast
+        is_used = evidence.replayer is not None and evidence.replayer.is_autocast_used
+        return "autocast or casts" if is_used else "casts"
     return "autocast"
 
 

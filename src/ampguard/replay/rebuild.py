@@ -57,6 +57,8 @@ class Replayer:
         leaves = updated_leaves(bad.record)
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
         self._given = leaves | self._given
+        self.is_autocast_used = recorder.regions > 0 or any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+        """Whether the script has been within a region of autocast: calls outside modules do not say whether they were."""
         self._sandboxes = contextlib.ExitStack()
         self._casts = WeightCasts()
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
