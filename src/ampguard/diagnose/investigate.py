@@ -99,6 +99,7 @@ def explain_at_once(evidence: Evidence, finding: Finding, rank: int) -> Incident
     """What is known before fixes are looked for; whether the step bears float32 is asked, which is one replay."""
     in_float32 = (proposal for proposal in finding.proposals if proposal.action == "disable-amp")
     fixes = [tried(evidence, proposal, UNLIMITED) for proposal in in_float32]
+    evidence.half_cured.clear()  # that fix is tried again, in its turn
     rung = "replay" if evidence.outcome.is_exact else "replay-inexact"
     return incident_of(evidence, finding, tuple(fix for fix in fixes if fix is not None), rank, rung)
 
