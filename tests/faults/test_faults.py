@@ -37,7 +37,7 @@ from ampguard.capture import (
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.spoilt import SpoiltGradients
-from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal
+from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal, trying
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
 from ampguard.replay import live, rebuild, sandbox, tracer, writer
@@ -294,14 +294,14 @@ def test_investigation(
     assert run.stderr.count("injected") <= 2
 
 
-@pytest.mark.parametrize("owner", [minimal, investigate], ids=["minimal", "investigate"])
+@pytest.mark.parametrize("owner", [minimal, trying], ids=["minimal", "trying"])
 def test_fault_in_the_search_for_a_region_costs_that_fix_only(
     owner: Any, guard: Callable[..., Watched], plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if owner is minimal:
         monkeypatch.setattr(minimal, "region_of", raises)
     else:
-        monkeypatch.setattr(investigate, "smallest_float32_region", raises)
+        monkeypatch.setattr(trying, "smallest_float32_region", raises)
     run = guard(LOOPS["with_scaler"])
     assert_unharmed(run, plain["with_scaler"])
     assert run.faults == 0

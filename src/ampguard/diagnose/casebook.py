@@ -41,8 +41,6 @@ from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.sandbox import neutral_thread
 
-OpinionBeforeFixes = Callable[[str, Callable[[], Incident]], Incident | Case | None]
-
 LOOKS_PER_INVESTIGATION = 4
 """How many further failures are located, to see whether they are new, for each full investigation allowed."""
 
@@ -86,8 +84,10 @@ class Casebook:
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
-        self.opinion_before_fixes: OpinionBeforeFixes = lambda cause, explained: None
-        """Asked the same before fixes are looked for: None where it is no end of a longer story."""
+        self.ends_of_stories: frozenset[str] = frozenset()
+        """Causes of which the same is asked before fixes are looked for."""
+        self.opinion_before_fixes: Callable[[Incident], Incident | Case | None] = lambda incident: None
+        """Asked then; None where it is no end of a longer story."""
         self.story_of: Callable[[str | None], Case | None] = lambda cause: None
         """Asked about a cause (None: whatever it is) before fixes are tried: of which case that was told would it be one
         more end?"""
@@ -247,7 +247,9 @@ class Casebook:
         story = self.story_of(finding.cause)
         if story is not None:
             return story
-        return self.opinion_before_fixes(finding.cause, lambda: explain_at_once(evidence, finding, self._rank))
+        if finding.cause not in self.ends_of_stories:
+            return None
+        return self.opinion_before_fixes(explain_at_once(evidence, finding, self._rank))
 
     def _is_lost_on_the_wire(self, bad: BadResult) -> bool:
         """Whether this rank's finite gradients were too large for the type in which they were sent: it is told then."""

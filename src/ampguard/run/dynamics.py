@@ -94,7 +94,8 @@ class LearningDynamics:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
         self.history = HistoryWriter(folder, on_problem, rank)
         self._casebook.second_opinion = self.second_opinion
-        self._casebook.opinion_before_fixes = lambda *given: self._barrier.call(self._opinion_before_fixes, *given)
+        self._casebook.ends_of_stories = OF_LARGE_NUMBERS
+        self._casebook.opinion_before_fixes = lambda incident: self._barrier.call(self._opinion_before_fixes, incident)
         self._casebook.story_of = lambda cause: self._barrier.call(self._story_of, cause)
         self._probes.install()
 
@@ -261,12 +262,9 @@ class LearningDynamics:
         since = self.trajectory.falling_since
         return since is not None and case.incident.step >= since and case.part_of is None
 
-    def _opinion_before_fixes(self, cause: str, explained: Callable[[], Incident]) -> Incident | Case | None:
+    def _opinion_before_fixes(self, incident: Incident) -> Incident | Case | None:
         """The cause of a failure is known, and no fix was looked for. Does it end a longer story? Fixes of that one step would be
         of no use then."""
-        if cause not in OF_LARGE_NUMBERS:
-            return None
-        incident = explained()
         self._asked = situation = self._situation_of(incident)
         answer = self._answer_to(situation, incident)
         return self._in_its_story(answer) if answer.cause == "divergence" else None
