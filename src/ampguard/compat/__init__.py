@@ -72,12 +72,14 @@ from ampguard.compat.modules import (
 )
 from ampguard.compat.operators import (
     backward_engine,
+    first_node_of,
     functional_gradient,
     next_node_number,
     node_number,
     positions_written,
     running_node_number,
     schema_of,
+    tensor_factors,
     tree_leaves,
     tree_map,
 )
@@ -99,6 +101,7 @@ from ampguard.compat.ranks import (
     several_ranks,
     sharded_compute_dtypes,
 )
+from ampguard.compat.scalers import follow_scalers, has_been_updated, has_divided, scaler_with, scalers_since
 from ampguard.compat.tensors import (
     base_of,
     cast_leaf,
@@ -177,8 +180,10 @@ __all__ = [
     "dispatch_modes_on",
     "distributed_is_on",
     "dynamo_is_loaded",
+    "first_node_of",
     "flat_weights_of",
     "flattened",
+    "follow_scalers",
     "force_eager",
     "forget_functions",
     "forget_optimizer",
@@ -194,7 +199,9 @@ __all__ = [
     "functional_call",
     "functional_gradient",
     "graph_task",
+    "has_been_updated",
     "has_compiled",
+    "has_divided",
     "has_gradient_hooks",
     "has_graphs_of_device",
     "has_kernel",
@@ -249,6 +256,8 @@ __all__ = [
     "run_uncompiled",
     "running_node_number",
     "scaler_is_watched",
+    "scaler_with",
+    "scalers_since",
     "schema_of",
     "several_ranks",
     "sharded_compute_dtypes",
@@ -258,6 +267,7 @@ __all__ = [
     "storage_key",
     "stored_rows",
     "stored_values",
+    "tensor_factors",
     "top_dispatch_mode",
     "total_norm_function",
     "tracing_state",

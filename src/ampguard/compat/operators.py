@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,3 +64,47 @@ def tree_map(visit: Callable[[Any], Any], tree: Any) -> Any:
 def backward_engine() -> tuple[Any, str] | None:
     """Where `torch.autograd.backward` and `grad` look up the call that runs a backward pass."""
     return (torch.autograd, "_engine_run_backward") if hasattr(torch.autograd, "_engine_run_backward") else None
+
+
+_KEEPS_FACTORS = frozenset(
+    f"{name}Backward0"
+    for name in ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "ToCopy", "View", "Squeeze", "Stack")
+)
+_LOOKED_AT = 16
+
+
+def tensor_factors(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Single float32 numbers on a device, by which a loss (or a term of it) was multiplied last: no Python numbers."""
+    found: list[torch.Tensor] = []
+    nodes = [loss.grad_fn]
+    for node in nodes:  # grows
+        if node is None or type(node).__name__ not in _KEEPS_FACTORS or len(nodes) > _LOOKED_AT:
+            continue
+        saved = [_saved(node, name) for name in ("_saved_self", "_saved_other")]
+        found += [f for f in saved if f is not None and not f.dim() and f.dtype == torch.float32 and f.grad_fn is None]
+        nodes += [inner for inner, _ in node.next_functions]
+    return found
+
+
+def _saved(node: Any, name: str) -> torch.Tensor | None:
+    try:
+        value = getattr(node, name, None)
+    except RuntimeError:  # the graph was freed, or the value was written to since
+        return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def first_node_of(losses: Iterable[torch.Tensor], dtype: torch.dtype, at_most: int = 2000) -> str | None:
+    """The name of an operator with results of this type among those that the losses were made by; None for none."""
+    nodes = [loss.grad_fn for loss in losses]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        if node is None or len(nodes) > at_most:
+            continue
+        metadata = getattr(node, "_input_metadata", ())
+        if metadata and getattr(metadata[0], "dtype", None) == dtype:
+            return type(node).__name__.partition("Backward")[0]
+        inner = [other for other, _ in node.next_functions if other not in seen]
+        seen.update(inner)
+        nodes += inner
+    return None

@@ -99,6 +99,11 @@ class Holding:
     def has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._sample) or any(p.grad is not None for p in self.parameters)
 
+    def has_nonzero_gradients(self) -> bool:
+        """Whether any that is glanced at holds something else than zeros. Waits for the device."""
+        gradients = [compat.local_part(p.grad) for p in self._sample if p.grad is not None]
+        return any(g.layout != torch.strided or bool(g.any()) for g in gradients)
+
     def inputs(self) -> list[Tensor]:
         """The leaves that backward has to reach, for gradients of this optimizer only."""
         leaves = self._inside_flat or [self._leaf_of(p) for p in self.parameters]

@@ -41,8 +41,9 @@ def never_differentiated(name: str, has_gradients: bool) -> ProtocolError:
     if has_gradients:
         return error(
             "unscaled-backward",
-            f"`{name}` holds gradients, but amp.backward() was not called since its last step: their loss was not scaled",
-            "call amp.backward(loss) instead of loss.backward()",
+            f"`{name}` holds gradients, but amp.backward() was not called since its last step: their loss was not scaled, nor "
+            "divided by accumulate, as its step expects",
+            "call amp.backward(loss) instead of loss.backward(), or of scaler.scale(loss).backward()",
             again=calling_line(),
         )
     return error(
@@ -50,6 +51,62 @@ def never_differentiated(name: str, has_gradients: bool) -> ProtocolError:
         f"amp.step() of `{name}`, but none of its parameters has a gradient",
         "call amp.backward(loss) before it, on a loss that depends on these parameters; where this loss does not, "
         "step the other optimizers by name: amp.step(optimizer)",
+        again=calling_line(),
+    )
+
+
+_DELETE_SCALER = (
+    "delete the GradScaler: amp.backward(loss) and amp.step() do what scale, unscale_, step and update did; clip with "
+    "Amp(max_grad_norm=...), or after amp.unscale_()"
+)
+
+
+def scaled_already(scale: float) -> ProtocolError:
+    return error(
+        "bypassed-scaler",
+        f"amp.backward() of a loss that scaler.scale() has multiplied by {scale:g}: a GradScaler is used beside this Amp, "
+        "which never divides by its scale",
+        _DELETE_SCALER,
+        again=calling_line(),
+    )
+
+
+def scaled_by_another(name: str, scale: float) -> ProtocolError:
+    return error(
+        "bypassed-scaler",
+        f"`{name}` holds gradients of scaler.scale(loss).backward(), {scale:g} times too large: a GradScaler is used beside "
+        "this Amp, which never divides by its scale",
+        _DELETE_SCALER,
+        again=calling_line(),
+    )
+
+
+def unscaled_by_another(name: str, scale: float, backward: Line | None) -> ProtocolError:
+    return error(
+        "double-unscale",
+        f"scaler.unscale_() has divided the gradients of `{name}` by {scale:g}: a GradScaler is used beside this Amp, which "
+        "divides by its own scale",
+        _DELETE_SCALER,
+        first=backward,
+        again=calling_line(),
+    )
+
+
+def left_over_scaler(call: str) -> ProtocolError:
+    return error(
+        "unscaled-backward",
+        f"scaler.{call}() of a GradScaler that has scaled no loss, beside an Amp, which scales by itself",
+        _DELETE_SCALER,
+        again=calling_line(),
+    )
+
+
+def foreign_gradients(name: str) -> ProtocolError:
+    return error(
+        "unscaled-backward",
+        f"`{name}` holds gradients already, which amp.backward() did not make: it would add scaled ones to them",
+        "call amp.backward(loss) instead of loss.backward() for every loss; gradients that are left from before go with "
+        "amp.zero_grad()",
         again=calling_line(),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ampguard.engine import misuse
 from ampguard.engine.holding import Fingerprint, Holding
+from ampguard.engine.left_over import LeftOver
 from ampguard.engine.misuse import Line
 from ampguard.protocol.events import Backward, Breach, Clear, Step, Unscale, Update
 from ampguard.protocol.machine import Machine
@@ -28,8 +29,16 @@ class _CurrentScale:
 class Rules:
     """Told of every call of an `Amp`. Raises ProtocolError before anything has changed."""
 
-    def __init__(self, holdings: Sequence[Holding], is_scaled: bool, window: int, read_scale: Callable[[], float]):
+    def __init__(
+        self,
+        holdings: Sequence[Holding],
+        is_scaled: bool,
+        window: int,
+        read_scale: Callable[[], float],
+        left_over: LeftOver,
+    ) -> None:
         self._holdings = holdings
+        self._left_over = left_over
         self._window = window
         self._is_scaled = is_scaled
         self._machine = Machine()
@@ -41,16 +50,35 @@ class Rules:
     def stage(self, holding: Holding) -> Stage:
         return self._machine.stage(holding.name)
 
-    def before_backward(self) -> None:
-        """Somebody may have cleared gradients, or written to them."""
+    def before_backward(self, only: Sequence[Holding] | None) -> None:
+        """Somebody may have cleared gradients, or written to them. `only`: whose will be reached; None: anybody's."""
         for holding in self._holdings:
             if self.stage(holding) is Stage.EMPTY and not holding.micro_steps:
+                if only is None or holding in only:
+                    self._refuse_foreign_gradients(holding)
                 continue
             if not holding.has_gradients():
                 if holding.micro_steps:
                     raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
                 self._machine.feed(Clear(holding.name))
         self._before = {h.name: h.fingerprint() for h in self._holdings}
+
+    def _refuse_foreign_gradients(self, holding: Holding) -> None:
+        """Those of a backward pass of the loop's own; zeros are none."""
+        if not holding.has_gradients():
+            return
+        if (
+            self._is_scaled
+            and self._left_over.is_worth_a_look(f"held {holding.name}")
+            and holding.has_nonzero_gradients()
+        ):
+            raise misuse.foreign_gradients(holding.name)
+        self._refuse_multiplied(holding)
+
+    def _refuse_multiplied(self, holding: Holding) -> None:
+        scale = self._left_over.multiplied(holding)
+        if scale is not None:
+            raise misuse.scaled_by_another(holding.name, scale)
 
     def after_backward(self, only: Sequence[Holding] | None) -> None:
         """Whose gradients have changed has been reached. `only`: whose could; None: anybody's."""
@@ -94,9 +122,14 @@ class Rules:
     def step(self, holding: Holding) -> None:
         """`amp.step`, before it reads the gradients."""
         if not self._is_scaled:
+            if self._is_written_to(holding):
+                self._refuse_multiplied(holding)
             return self._raise_first(holding, self._machine.feed(Step(holding.name)))
         if self.stage(holding) is Stage.SCALED:
-            self._tell_of_foreign_writes(holding)
+            self._refuse_divided(holding)
+            if self._is_written_to(holding):
+                self._refuse_multiplied(holding)
+                self._tell_of_foreign_writes(holding)
             self._divide(holding)
         breaches = self._machine.feed(Step(holding.name, "amp", misuse.calling_line()))
         return self._raise_first(holding, breaches)
@@ -153,14 +186,24 @@ class Rules:
         if self.stage(holding) in (Stage.EMPTY, Stage.USED) and (self._is_scaled or self._window > 1):
             raise misuse.never_differentiated(holding.name, True)
 
+    def _is_written_to(self, holding: Holding) -> bool:
+        """Whether somebody has changed gradients since the last call of ours that did, or has made them."""
+        return self._seen.get(holding.name) != holding.fingerprint()
+
+    def _refuse_divided(self, holding: Holding) -> None:
+        scale = self._left_over.divided(holding)
+        if scale is not None:
+            raise misuse.unscaled_by_another(holding.name, scale, self._backward_at)
+
     def _tell_of_foreign_writes(self, holding: Holding) -> None:
-        if holding.foreign_writes_told or self._seen.get(holding.name) == holding.fingerprint():
+        if holding.foreign_writes_told:
             return
         holding.foreign_writes_told = True
         logger.warning(
             "the gradients of `%s` were changed by something else between amp.backward() and amp.step(), while they "
             "carry the loss scale %g. Where that was clipping, it has clipped too much: use Amp(max_grad_norm=...), or "
-            "call amp.unscale_(optimizer) first.",
+            "call amp.unscale_(optimizer) first. Where it was a loss.backward(), its gradients count for nothing: call "
+            "amp.backward(loss).",
             holding.name,
             float(self._scale),
         )

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ampguard.engine import closures, misuse
 from ampguard.engine.announce import Announcer
 from ampguard.engine.holding import Holding
+from ampguard.engine.left_over import LeftOver
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.rules import Rules
 from ampguard.engine.step import GradientCheck, LossScale, check_for_update, check_gradients
@@ -39,7 +40,8 @@ class Stepper:
         self._loss_scale = loss_scale
         self._window = window
         self._max_norm = max_norm
-        self.rules = Rules(holdings, mode.scales_loss, window, lambda: float(loss_scale.value))
+        self._left_over = LeftOver(mode.scales_loss, mode.autocast_dtype or mode.weights_dtype)
+        self.rules = Rules(holdings, mode.scales_loss, window, lambda: float(loss_scale.value), self._left_over)
         self._announcer = Announcer(loss_scale.value if mode.scales_loss else None)
         self.found_infs: dict[str, Tensor] = {}
         """The answers of the optimizers that have been stepped since the last update of the scale."""
@@ -64,7 +66,8 @@ class Stepper:
             if holding.has_new_parameters():
                 self._mode.refuse_new_parameters(holding.name)
                 holding.refresh()
-        self.rules.before_backward()
+        self._left_over.before_backward(losses)
+        self.rules.before_backward(only)
         self._mode.before_backward()
         inputs = None if only is None else self._inputs_of(only)
         with self._mode.computing():
