@@ -13,7 +13,7 @@ from ampguard.engine.casting import is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.precision.masters import Masters
-from ampguard.engine.precision.weights import LowWeights, norms_in
+from ampguard.engine.precision.weights import LowWeights, norms_in, parametrizations_in
 from ampguard.engine.step import GradientCheck
 from ampguard.errors import CheckpointError, ProtocolError
 
@@ -37,7 +37,8 @@ class O2(Precision):
         norms = {f"norm {i}": m for i, m in enumerate(n for model in models for n in norms_in(model))}
         ForcedModules(norms)
         kept = [*in_fp32, *norms.values()]
-        to_cast = _castable(models) - {id(p) for module in kept for p in module.parameters()}
+        without_masters = [*kept, *parametrizations_in(models)]
+        to_cast = _castable(models) - {id(p) for module in without_masters for p in module.parameters()}
         self._masters = Masters(optimizers, to_cast)
         self.low_weights = LowWeights(models, self.weights_dtype, kept)
         self._masters.note()

@@ -7,7 +7,7 @@ whose `.data` gets another type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,8 +95,16 @@ class StandIns:
     Inside of each other too: a compiler differentiates while it traces a call. The outermost `leave` puts back.
     """
 
-    def __init__(self, root: nn.Module, standing_in: Iterable[tuple[Place, Tensor]]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        standing_in: Iterable[tuple[Place, Tensor]],
+        beside: Callable[[], Callable[[], None]] | None = None,
+    ) -> None:
+        """`beside`: what is done too when they are put there; it gives what undoes it."""
         self._standing_in = list(standing_in)
+        self._beside = beside
+        self._undo: list[Callable[[], None]] = []
         self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
         self._entered: list[_Entered] = []
 
@@ -111,10 +119,14 @@ class StandIns:
         for place, stand_in, _ in replaced:
             place.entries[place.name] = stand_in
         self._entered.append(_Entered(replaced, flat))
+        if self._beside is not None:
+            self._undo.append(self._beside())
 
     @torch.no_grad()
     def leave(self) -> None:
         """Put the model's own back, and into them what was written to buffers meanwhile."""
+        if self._undo:
+            self._undo.pop()()
         entered = self._entered.pop()
         for place, stand_in, before in entered.replaced:
             now = place.entries.get(place.name)

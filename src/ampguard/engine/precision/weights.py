@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ampguard.compat import hooks_of, unwrapped
 from ampguard.engine.casting import cast_floats, is_castable
+from ampguard.engine.force_fp32.modules import ForcedModules, is_forced
 from ampguard.engine.precision.stand_ins import StandIns, places_in
 
 
@@ -31,6 +33,20 @@ class CastOutputs:
         return cast_floats(output, torch.float32)
 
 
+class CastToInputs:
+    """A forward hook: what a module returns gets the type that the model's inputs get.
+
+    Not inside a module that runs in float32; `around` are those that the hooked one lies in.
+    """
+
+    def __init__(self, inputs: CastInputs, around: Sequence[nn.Module]) -> None:
+        self._inputs = inputs
+        self._around = around
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output if any(map(is_forced, self._around)) else cast_floats(output, self._inputs.dtype)
+
+
 @contextlib.contextmanager
 def inputs_cast_to(root: nn.Module, dtype: torch.dtype) -> Iterator[bool]:
     """Inside, models that an engine has cast get inputs of this type. Gives whether the root holds any such model."""
@@ -46,12 +62,20 @@ def inputs_cast_to(root: nn.Module, dtype: torch.dtype) -> Iterator[bool]:
 
 
 class LowWeights:
-    """Models that were cast to `dtype`; the modules in `kept` were not."""
+    """Models that were cast to `dtype`; the modules in `kept` were not, and parametrizations are not.
+
+    What weights are made from stays float32, and so does their making: many of its operators (QR, LU, a matrix
+    exponential) do not exist in float16, or are not finite in it. The weights that are made are cast.
+    """
 
     def __init__(self, models: Sequence[nn.Module], dtype: torch.dtype, kept: Sequence[nn.Module]) -> None:
         self._models = [unwrapped(model) for model in models]
         self._inputs = CastInputs(dtype)
-        own = {id(t) for module in kept for t in (*module.parameters(), *module.buffers())}
+        made = parametrizations_in(self._models)
+        ForcedModules({f"parametrization {i}": module for i, module in enumerate(made)}, cast_back=False)
+        for module, around in made.items():
+            module.register_forward_hook(CastToInputs(self._inputs, around))
+        own = {id(t) for module in (*kept, *made) for t in (*module.parameters(), *module.buffers())}
         tensors = {id(t): t for m in self._models for t in (*m.parameters(), *m.buffers()) if is_castable(t)}
         self.cast = [t for key, t in tensors.items() if key not in own]
         """Parameters and buffers that changed their type."""
@@ -93,6 +117,18 @@ def _in_float32(tensor: Tensor, wide: Callable[[Tensor], Tensor | None]) -> Tens
     is_on = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_on):  # what is written to buffers is seen by versions
         return tensor.float()
+
+
+def parametrizations_in(models: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """What computes weights of other modules (`torch.nn.utils.parametrize`), and the modules that each lies in."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for model in models:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for path, module in modules.items():
+            if isinstance(module, ParametrizationList):
+                parts = path.split(".") if path else []
+                found.setdefault(module, [modules[".".join(parts[:depth])] for depth in range(len(parts))])
+    return found
 
 
 NORMS = (

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 from ampguard import compat, numerics
 from ampguard.capture.patches import Patches
 from ampguard.engine.force_fp32 import ForcedModules
+from ampguard.engine.force_fp32.modules import is_forced
 from ampguard.engine.precision.stand_ins import Place, StandIns, places_in
-from ampguard.engine.precision.weights import norms_in
+from ampguard.engine.precision.weights import CastInputs, CastToInputs, norms_in, parametrizations_in
 from ampguard.errors import PatternError
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.ledger import Ledger
@@ -56,14 +57,16 @@ def cast(tensor: Tensor, dtype: torch.dtype, gets_sparse: bool) -> Tensor:
     return made
 
 
-def casts_of(root: nn.Module, places: list[Place], dtype: torch.dtype) -> StandIns:
-    """Casts of what stands in these places of a root; tied weights have one."""
+def casts_of(
+    root: nn.Module, places: list[Place], dtype: torch.dtype, beside: Callable[[], Callable[[], None]] | None = None
+) -> StandIns:
+    """Casts of what stands in these places of a root; tied weights have one. `beside`: see `StandIns`."""
     made: dict[int, Tensor] = {}
     with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
         for place in places:
             if id(place.tensor) not in made:
                 made[id(place.tensor)] = cast(place.tensor, dtype, place.gets_sparse)
-    return StandIns(root, [(place, made[id(place.tensor)]) for place in places])
+    return StandIns(root, [(place, made[id(place.tensor)]) for place in places], beside)
 
 
 class CastWeights:
@@ -74,7 +77,11 @@ class CastWeights:
         self._ledger = ledger
         self._last: weakref.WeakKeyDictionary[nn.Module, list[StandIns]] = weakref.WeakKeyDictionary()
         self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._norms: list[ForcedModules] = []
+        self._in_float32: list[ForcedModules] = []
+        """Norms (in O2) and parametrizations."""
+        self._inputs = CastInputs(torch.float32)
+        """The type of the weights in the call that is running: that of weights which parametrizations make."""
+        self._hooks: list[Any] = []
         self._cast: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """What calls run on casts of, by identity."""
         self._stored = StoredLow(ledger)
@@ -87,9 +94,12 @@ class CastWeights:
             patches.replace(*engine, self._watch_engine)
 
     def undo(self) -> None:
-        for norms in self._norms:
-            norms.undo()
-        self._norms.clear()
+        for forced in self._in_float32:
+            forced.undo()
+        self._in_float32.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._last.clear()
 
     def enter(self, root: nn.Module, replay: Variant | None) -> Callable[[], None] | None:
@@ -97,8 +107,7 @@ class CastWeights:
         own, dtype = self.types_of(root)
         if own == dtype or root in self._given_up or self._stays(root):
             return None
-        if self._plan.keeps_masters:
-            self._put_norms_in_float32(root)
+        self._put_in_float32(root)
         if replay is None:
             self._last.pop(root, None)
         forced = replay.force_fp32 if replay is not None else frozenset()
@@ -112,7 +121,7 @@ class CastWeights:
             return None
         if replay is None and dtype != torch.float32:
             self._cast.update((id(place.tensor), place.tensor) for place in places)
-        casts = casts_of(root, places, dtype)
+        casts = casts_of(root, places, dtype, functools.partial(self._computing_in, dtype))
         if torch.is_grad_enabled():
             self._last.setdefault(root, []).append(casts)
         casts.enter()
@@ -167,14 +176,23 @@ class CastWeights:
             self._ledger.failed(why)
         return why is not None or is_not_made_yet(root)
 
-    def _put_norms_in_float32(self, root: nn.Module) -> None:
+    def _computing_in(self, dtype: torch.dtype) -> Callable[[], None]:
+        before, self._inputs.dtype = self._inputs.dtype, dtype
+        return lambda: setattr(self._inputs, "dtype", before)
+
+    def _put_in_float32(self, root: nn.Module) -> None:
+        """What weights are made from, and norms where there are master weights."""
         size = sum(1 for _ in root.modules())
         if self._sizes.get(root) == size:
             return
         self._sizes[root] = size
-        for norm in norms_in(root):
+        made = {module: around for module, around in parametrizations_in([root]).items() if not is_forced(module)}
+        hooks = ((module, CastToInputs(self._inputs, around)) for module, around in made.items())
+        self._hooks += [module.register_forward_hook(hook) for module, hook in hooks]
+        for module in (*made, *(norms_in(root) if self._plan.keeps_masters else ())):
             try:
-                self._norms.append(ForcedModules({type(norm).__name__: norm}, copies_too=False))
+                forced = ForcedModules({type(module).__name__: module}, module not in made, copies_too=False)
+                self._in_float32.append(forced)
             except PatternError as error:
                 self._ledger.failed(str(error).splitlines()[0])
 
