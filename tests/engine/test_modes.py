@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from engine_loops import MODES, Net, batch, loss_of, made, model_of, train
 from torch import nn
 
 import ampguard
-from ampguard.errors import PrecisionError, SetupError
+from ampguard.errors import PrecisionError, ProtocolError, SetupError
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -115,16 +113,46 @@ def test_zero_grad_of_the_optimizer_clears_o2s_gradients() -> None:
     assert amp.steps == 2
 
 
-def test_o3_raises_an_eps_that_vanishes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "ampguard"):
-        amp = made("O3")
-    assert amp.optimizers["AdamW"].param_groups[0]["eps"] == 1e-4
-    assert "eps of optimizer 0 raised from 1e-08" in caplog.text
-    model = nn.Linear(4, 4).half()
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-8, foreach=False)
+def test_o3_updates_by_small_gradients_as_float32_does() -> None:
+    """Their squares, and an eps of 1e-8, are 0 in float16."""
+    moved = {}
+    for mode in ("fp32", "O3"):
+        model = nn.Linear(64, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        amp = ampguard.Amp(model, optimizer, mode, init_scale=1024.0)
+        for _ in range(10):
+            with amp.autocast():
+                loss = model(torch.ones(1, 64)).sum() * 1e-5
+            amp.backward(loss)
+            assert amp.step().stepped
+        moved[mode] = model.weight.detach().float()
+        assert optimizer.state[model.weight]["exp_avg_sq"].dtype == torch.float32
+        assert optimizer.param_groups[0]["eps"] == 1e-8
+    torch.testing.assert_close(moved["O3"], moved["fp32"], rtol=5e-3, atol=0.0)
+
+
+def test_the_optimizers_own_step_is_refused_in_o3() -> None:
+    amp = made("O3")
+    amp.backward(loss_of(amp, 0))
+    with pytest.raises(ProtocolError, match=r"would compute in float16") as caught:
+        amp.optimizers["AdamW"].step()
+    assert caught.value.cause == "optimizer-underflow"
+    assert amp.step().stepped
+
+
+def test_a_loop_of_ones_own_in_o3_gets_an_eps_that_does_not_vanish() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-8, foreach=False)
+    precision = ampguard.precision("O3")
+    precision.prepare(model, optimizer)
+    assert optimizer.param_groups[0]["eps"] == 1e-4
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    plain.step()
+    optimizer.step()
+    assert torch.isfinite(model.weight).all()
+    optimizer.param_groups[0]["eps"] = 1e-8
+    optimizer.step()
     assert not torch.isfinite(model.weight).all()  # what it is for
 
 

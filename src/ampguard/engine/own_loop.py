@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ampguard.engine import arguments
 from ampguard.engine.precision import mode_named
 from ampguard.engine.precision.o2 import O2
+from ampguard.engine.precision.o3 import O3
 from ampguard.engine.setup import named, refuse_strangers
 from ampguard.errors import PrecisionError, ProtocolError
 
@@ -49,6 +50,8 @@ class LoopPrecision:
         arguments.refuse_combinations(self._mode, self._mode, refuse_strangers(models_by_name, optimizers_by_name))
         roots, updating = list(models_by_name.values()), list(optimizers_by_name.values())
         self._is_ready = True
+        if isinstance(self._mode, O3):
+            self._mode.updates_in_float32 = False
         self._mode.convert(roots, updating, [])
         arguments.note_converted(models_by_name, optimizers_by_name, self._mode)
         if isinstance(self._mode, O2):

@@ -194,5 +194,5 @@ def test_mixed_and_unused_parameters_and_written_back_gradients() -> None:
 
 
 def test_an_unknown_rounding() -> None:
-    with pytest.raises(UsageError, match="'nearest'"):
-        RoundedUpdate(optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "nearest")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'upwards'"):
+        RoundedUpdate(optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "upwards")  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_o3_is_the_engines(overridden: Callable[..., Any]) -> None:
     for mine, theirs in zip(weights(net), control, strict=True):
         assert torch.equal(mine, mine.half().float())
         assert torch.allclose(mine, theirs.float(), atol=4e-3, rtol=4e-3)
-    assert any("eps of AdamW raised" in line for line in session.report.run["did"])
+    assert not any("eps of AdamW raised" in line for line in session.report.run["did"])
 
 
 @pytest.mark.parametrize("precision", ["O2", "O3", "bf16-true"])
@@ -405,7 +405,7 @@ def test_an_optimizer_from_a_checkpoint_goes_on(overridden: Callable[..., Any]) 
             optimizer.step()
     for p, state in optimizer.state.items():
         assert torch.equal(p, p.half().float())
-        assert torch.equal(state["exp_avg"], state["exp_avg"].half().float())
+        assert state["exp_avg"].dtype == torch.float32
         assert float(state["step"]) == 3
 
 
@@ -593,9 +593,11 @@ def test_sparse_gradients_stay_sparse(overridden: Callable[..., Any], precision:
         assert torch.allclose(mine, theirs, atol=0.03)
 
 
-@pytest.mark.parametrize(("own", "eps"), [(torch.bfloat16, 1e-8), (torch.float16, 1e-4), (torch.float32, 1e-4)])
-def test_eps_is_raised_where_weights_are_float16(overridden: Callable[..., Any], own: torch.dtype, eps: float) -> None:
-    """Weights that the script has made bfloat16 stay so under O3, and so does all that is computed with them."""
+@pytest.mark.parametrize(("own", "eps"), [(torch.bfloat16, 1e-8), (torch.float16, 1e-4), (torch.float32, 1e-8)])
+def test_eps_is_raised_where_the_script_made_its_weights_float16(
+    overridden: Callable[..., Any], own: torch.dtype, eps: float
+) -> None:
+    """These are updated in float16; float32 ones in float32, and what the script has made bfloat16 stays so under O3."""
     net = model().to(own)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     with overridden("O3") as session:

@@ -1,4 +1,4 @@
-"""O3: everything in float16, the update too. The fastest mode, and the one that loses most."""
+"""O3: the model and its weights in float16. Updates are computed in float32 and rounded, so small ones are lost."""
 
 from __future__ import annotations
 
@@ -10,29 +10,55 @@ from torch.optim import Optimizer
 
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.precision.weights import LowWeights
+from ampguard.engine.step import GradientCheck, RoundedUpdate
+from ampguard.errors import ProtocolError
 
 EPS = 1e-4
 """Above float16's smallest normal number (6.1e-5): an eps of 1e-8 is 0 in float16, and 0 / (0 + eps) is NaN."""
 
 
 class O3(Precision):
-    """float16 weights, updated in float16; the loss scale keeps the backward pass above zero."""
+    """float16 weights without float32 copies; the loss scale keeps the backward pass above zero.
+
+    What an optimizer keeps (moments) is float32: the square of a gradient below 2e-4 is 0 in float16.
+    """
 
     name = "O3"
     weights_dtype = torch.float16
     scales_loss = True
     takes_closures = False
 
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.updates_in_float32 = True
+        """Not where the loop calls the optimizer's own step: that computes in the type of the weights."""
+        self._updates: dict[int, RoundedUpdate] = {}
+
     def convert(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
     ) -> None:
         self.low_weights = LowWeights(models, self.weights_dtype, in_fp32)
+        if self.updates_in_float32:
+            self._updates = {id(optimizer): RoundedUpdate(optimizer, "nearest") for optimizer in optimizers}
+            return
         for number, optimizer in enumerate(optimizers):
             for before, after in raise_eps(optimizer):
                 self.notes.append(
                     f"eps of optimizer {number} raised from {before:g}, {too_small(before)}, to {after:g}"
                 )
             lower_state(optimizer)
+
+    def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
+        self._updates[id(optimizer)].apply(check, max_norm)
+
+    def refuse_direct_step(self, name: str) -> None:
+        if self._updates:
+            raise ProtocolError(
+                f"optimizer.step() of `{name}` in O3: it would compute in float16, where eps and the squares of small "
+                "gradients are 0\n"
+                "  do    call amp.step(optimizer) instead   (ampguard explain optimizer-underflow)",
+                "optimizer-underflow",
+            )
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Any optimizer of `torch.optim` on bfloat16 parameters, with its arithmetic and its state in float32.
+"""Any optimizer of `torch.optim` on bfloat16 or float16 parameters, with its arithmetic and its state in float32.
 
-For the time of a step every bfloat16 parameter has a float32 stand-in, on which the optimizer works as on any
-parameter; then the parameter takes the stand-in's value by a rounding that loses no small update.
+For the time of a step every such parameter has a float32 stand-in, on which the optimizer works as on any
+parameter; then the parameter takes the stand-in's value: in bfloat16 by a rounding that loses no small update, in float16 by
+rounding to nearest.
 """
 
 from __future__ import annotations
@@ -19,25 +20,29 @@ from ampguard.engine.step.rounding import compensated_round_, joined, stochastic
 from ampguard.engine.step.update import apply_update
 from ampguard.errors import UsageError
 
+_LOW = (torch.bfloat16, torch.float16)
+
 REST = "rounding_rest"
 """The key in an optimizer's state under which a parameter's rest is kept."""
 
 
 class RoundedUpdate:
-    """Updates an optimizer's bfloat16 parameters in float32 and rounds them at random, or with compensation.
+    """Updates an optimizer's low-precision parameters in float32 and rounds them at random, or with compensation.
 
     "stochastic" keeps nothing beside the parameters; "kahan" keeps a bfloat16 rest for each in the optimizer's state.
+    Both are for bfloat16; float16 parameters are rounded to nearest with "nearest", and that is for them only.
     That state is float32, also after `optimizer.load_state_dict`. A step needs 8 bytes a parameter for its own time.
     Random bits come from generators of its own, so the script's random numbers are left alone, and replicas with the
     same `seed` round alike. Parameters of other types are updated as always.
     """
 
     def __init__(
-        self, optimizer: Optimizer, rounding: Literal["stochastic", "kahan"] = "stochastic", seed: int = 0
+        self, optimizer: Optimizer, rounding: Literal["stochastic", "kahan", "nearest"] = "stochastic", seed: int = 0
     ) -> None:
-        if rounding not in ("stochastic", "kahan"):
-            raise UsageError(f'rounding={rounding!r} is not known; choose "stochastic" or "kahan".')
+        if rounding not in ("stochastic", "kahan", "nearest"):
+            raise UsageError(f'rounding={rounding!r} is not known; choose "stochastic", "kahan" or "nearest".')
         self.optimizer, self.rounding, self.seed = optimizer, rounding, seed
+        self._dtype = torch.float16 if rounding == "nearest" else torch.bfloat16
         self._generators: dict[str, torch.Generator] = {}
         self._coming: Mapping[str, Any] | None = None
         optimizer.register_load_state_dict_pre_hook(self._note_coming_state)
@@ -52,10 +57,10 @@ class RoundedUpdate:
 
     @contextlib.contextmanager
     def in_float32(self, *, write_back: bool = False) -> Iterator[None]:
-        """Inside, the optimizer's bfloat16 parameters that have a gradient are float32 stand-ins; after it, rounded."""
+        """Inside, the optimizer's low-precision parameters that have a gradient are float32 stand-ins; after it, rounded."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         theirs = [group["params"] for group in groups]
-        due = [p for params in theirs for p in params if _is_due(p)]
+        due = [p for params in theirs for p in params if p.dtype is self._dtype and p.grad is not None]
         rests = {p: state[p].pop(REST) for p in due if REST in state.get(p, ())}
         stand_ins = {p: _stand_in(p, rests.get(p)) for p in due}
         for p, stand_in in stand_ins.items():
@@ -100,6 +105,8 @@ class RoundedUpdate:
                 if REST not in kept:
                     kept[REST] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 compensated_round_(p, kept[REST], stand_in)
+            elif self.rounding == "nearest":
+                p.copy_(stand_in)
             else:
                 stochastic_round_(p, stand_in, self._generator(p.device))
             if write_back and stand_in.grad is not None and p.grad is not None:
@@ -123,12 +130,8 @@ class RoundedUpdate:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for name, p in zip(names, parameters, strict=True):
             for key, value in coming["state"].get(name, {}).items():
-                if p.dtype is torch.bfloat16 and _is_moment(value, p):
+                if p.dtype is self._dtype and _is_moment(value, p):
                     optimizer.state[p][key] = value.detach().to(p.device, copy=True)
-
-
-def _is_due(p: Tensor) -> bool:
-    return p.dtype is torch.bfloat16 and p.grad is not None
 
 
 def _is_moment(value: object, p: Tensor) -> bool:
@@ -148,6 +151,6 @@ def _move(state: dict[Tensor, Any], here: Tensor, there: Tensor) -> None:
     values = state.pop(here)
     wide = there.dtype is torch.float32
     state[there] = {
-        key: value.float() if wide and isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
+        key: value.float() if wide and isinstance(value, Tensor) and value.dtype in _LOW else value
         for key, value in values.items()
     }

@@ -1,9 +1,9 @@
 """O3 and bf16-true from outside: between two steps, weights hold nothing that the low precision cannot.
 
 The script's parameters stay float32 tensors, because averages of weights, DDP and code outside modules rely on it; what
-is in them is float16 or bfloat16. An update is computed in float32, as PyTorch's fused kernels compute it for
-low-precision weights, and rounded as it is stored: in O3 to the nearest float16, the optimizer's moments too, with an
-eps that does not vanish; in bf16-true at random, so that small updates are not lost, with moments in float32.
+is in them is float16 or bfloat16. An update is computed in float32, with moments in float32, and rounded as it is
+stored: in O3 to the nearest float16, in bf16-true at random, so that small updates are not lost. Weights that the script
+itself made float16 are updated in float16, by its own optimizer: there an eps that vanishes is raised.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StoredLow:
             if id(weight) not in self._rounded:
                 weight.copy_(weight.to(dtype))
                 self._rounded[id(weight)] = weight
-        is_stored_so = bool(weights) or any(p.dtype == dtype for p in parameters_of(optimizer))
-        for before, after in raise_eps(optimizer) if dtype == torch.float16 and is_stored_so else ():
+        own = dtype == torch.float16 and any(p.dtype == dtype for p in parameters_of(optimizer))
+        for before, after in raise_eps(optimizer) if own else ():
             self._ledger.done(
                 f"eps of {type(optimizer).__name__} raised from {before:g}, {too_small(before)}, to {after:g}"
             )
@@ -54,9 +54,6 @@ class StoredLow:
                 weight.copy_(low)
                 continue
             weight.copy_(weight.to(dtype))
-            for name, value in optimizer.state.get(weight, {}).items():
-                if isinstance(value, Tensor) and value.dtype == torch.float32 and name != "step":
-                    value.copy_(value.to(dtype))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """Of our own: the script's random numbers are left alone."""
