@@ -39,7 +39,7 @@ generator = torch.Generator().manual_seed(7)
 
 # ---- pretraining, bfloat16, one constant, bold rate
 optimizer = AdamW(model.parameters(), lr=3.3e-1, weight_decay=0.0)
-for step in range(24):
+for step in range(32):
     ids, labels = span_corruption(4, 20, generator)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(input_ids=ids, labels=labels).loss

@@ -66,7 +66,7 @@ class MaskedAutoencoderViT(nn.Module):
         img_size=16,
         patch_size=4,
         embed_dim=64,
-        qkv_std=4.5,
+        qkv_std=7.0,
         depth=2,
         num_heads=2,
         decoder_embed_dim=48,
