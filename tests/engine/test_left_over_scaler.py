@@ -164,3 +164,20 @@ def test_float16_without_a_loss_scale_is_said_once(mode: str, caplog: pytest.Log
             amp.backward(loss)
             amp.step()
     assert caplog.text.count("has no loss scale") == (0 if mode == "fp16" else 1)
+
+
+def test_a_closure_whose_loss_a_scaler_has_multiplied_is_refused() -> None:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(8, 1), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp = ampguard.Amp(model, optimizer, "bf16")
+    x, y = batch(0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        return loss
+
+    with pytest.raises(ProtocolError, match="65536 times too large"):
+        amp.step(optimizer, closure)

@@ -35,10 +35,11 @@ def refusal(name: str, mode: Precision) -> SetupError:
 
 
 def step_with_closure(
-    holding: Holding, closure: Callable[[], Any], max_norm: float | None
+    holding: Holding, closure: Callable[[], Any], max_norm: float | None, evaluated: Callable[[Holding], None]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Let the optimizer step; if any of it was not finite, everything is put back.
 
+    `evaluated` is called with the gradients of each evaluation, and raises where they are not what they should be.
     Returns the first gradient norm, whether it was undone (0.0 or 1.0), and the losses. Waits for the device.
     """
     optimizer = holding.optimizer
@@ -51,6 +52,7 @@ def step_with_closure(
         loss = closure()
         if not holding.has_gradients():
             raise misuse.never_differentiated(holding.name, False)
+        evaluated(holding)
         norm = check_gradients(holding.parameters).norm
         assert norm is not None, "measured unless told otherwise"
         if max_norm is not None:

@@ -134,6 +134,11 @@ class Rules:
         breaches = self._machine.feed(Step(holding.name, "amp", misuse.calling_line()))
         return self._raise_first(holding, breaches)
 
+    def evaluated(self, holding: Holding) -> None:
+        """A closure has computed gradients, inside the step of an optimizer that asks for them."""
+        if self._is_written_to(holding):
+            self._refuse_multiplied(holding)
+
     def in_window(self, holding: Holding) -> None:
         """`amp.step` that only counts, or one that completes the window."""
         self._expect_gradients(holding)

@@ -137,7 +137,7 @@ class Stepper:
     def evaluate(self, holding: Holding, closure: Callable[[], Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """A step of an optimizer that computes its losses itself: first norm, whether it was undone, losses."""
         with self.stepping():
-            return closures.step_with_closure(holding, closure, self._max_norm)
+            return closures.step_with_closure(holding, closure, self._max_norm, self.rules.evaluated)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
