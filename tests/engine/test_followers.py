@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampguard
+from ampguard.engine.policies import Rollback
 from ampguard.errors import SetupError
 
 NAN = float("nan")
@@ -112,3 +114,39 @@ def test_an_average_of_low_weights_is_kept_in_float32(mode: str) -> None:
     if mode == "O2":
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(torch.equal(new, master) for new, master in zip(now, held, strict=True))
+
+
+class CopiedEma:
+    """As many scripts write it: a copy of the model, and no state of its own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.module, self.decay = copy.deepcopy(model), 0.9
+
+    def update(self, model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 1 - self.decay)
+
+
+def test_an_average_that_keeps_a_copy_is_rolled_back_and_saved_with_it() -> None:
+    model, optimizer = setup()
+    amp = ampguard.Amp(model, optimizer, "bf16", ema=(average := CopiedEma(model)), on_nonfinite=Rollback(every=1))
+    train(amp, range(3))
+    before = [p.clone() for p in average.module.parameters()]
+    saved = copy.deepcopy(amp.state_dict())
+    train(amp, range(3, 4), spoil={3: NAN})
+    assert all(torch.equal(p, b) for p, b in zip(average.module.parameters(), before, strict=True))
+    train(amp, range(4, 6))
+    amp.load_state_dict(saved)
+    assert all(torch.equal(p, b) for p, b in zip(average.module.parameters(), before, strict=True))
+
+
+def test_an_average_that_cannot_be_saved_is_refused_with_what_to_do() -> None:
+    class Shadow:
+        def update(self, model: torch.nn.Module) -> None:
+            pass
+
+    model, optimizer = setup()
+    amp = ampguard.Amp(model, optimizer, "bf16", ema=Shadow())
+    with pytest.raises(SetupError, match=r"the Shadow in ema= cannot be saved.*\n.*give it both"):
+        amp.state_dict()

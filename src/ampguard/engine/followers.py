@@ -48,7 +48,7 @@ class Followers:
     def state_dict(self) -> dict[str, Any]:
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "averages": [average.state_dict() for average, _ in self.averages],
+            "averages": [_keeper_of(average).state_dict() for average, _ in self.averages],
             "kinds": {
                 "schedulers": [_kind(scheduler) for scheduler in self.schedulers],
                 "averages": [type(average).__name__ for average, _ in self.averages],
@@ -70,12 +70,26 @@ class Followers:
                 "  do    give Amp the schedulers that the checkpoint was made with"
             ) from error
         for (average, _), saved in zip(self.averages, state["averages"], strict=True):
-            average.load_state_dict(saved)
+            _keeper_of(average).load_state_dict(saved)
 
 
 def _kind(scheduler: Any) -> str:
     inside = scheduler.state_dict().get("_schedulers", ())  # of SequentialLR and ChainedScheduler
     return type(scheduler).__name__ + (f" of {len(inside)}" if inside else "")
+
+
+def _keeper_of(average: Any) -> Any:
+    """What saves an average and takes it back: itself, or the copy of the model that it keeps."""
+    if callable(getattr(average, "state_dict", None)) and callable(getattr(average, "load_state_dict", None)):
+        return average
+    copies = [value for value in getattr(average, "__dict__", {}).values() if isinstance(value, nn.Module)]
+    if len(copies) == 1:
+        return copies[0]
+    raise SetupError(
+        f"the {type(average).__name__} in ema= cannot be saved, or put back by a rollback: it has no state_dict() and "
+        "load_state_dict()\n"
+        "  do    give it both, or use torch.optim.swa_utils.AveragedModel"
+    )
 
 
 def _listed(given: Any) -> list[Any]:
