@@ -159,6 +159,39 @@ def healthy_ring() -> None:
     train(Lengths())
 
 
+class Scaled(nn.Module):
+    """The first stage of a pipeline: each row by its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x / x.norm(dim=1, keepdim=True)))  # BAD pipeline
+
+
+def pipeline() -> None:
+    """Two stages by hand. What the first one sends, and what it is sent back, is bad from its own failure on."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    stage = Scaled() if rank == 0 else nn.Sequential(nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    for step in range(8):
+        optimizer.zero_grad()
+        if rank == 0:
+            out = stage(torch.randn(4, 6) * (step != 5))
+            dist.send(out.detach(), 1)
+            grad = torch.empty_like(out)
+            dist.recv(grad, 1)
+            out.backward(grad)
+        else:
+            x = torch.empty(4, 8)
+            dist.irecv(x, 0).wait()
+            stage(x.requires_grad_()).square().mean().backward()
+            dist.send(x.grad, 0)
+        optimizer.step()
+
+
 def contrastive() -> None:
     train(contrast, torch.float16, growth=1e3)
 

@@ -26,6 +26,7 @@ FAULTY = {
     "ring": ("overflow", "aten.exp.default", 0),
     "ring_posted": ("overflow", "aten.exp.default", 0),
     "lengths": ("overflow", "aten.exp.default", 0),
+    "pipeline": ("division-by-zero", "aten.div.Tensor", 0),
     "evaluated": ("division-by-zero", "aten.div.Tensor", 1),
 }
 """Cause, operator, and the first rank that sees it. The fault of `contrastive` is in what all ranks compute alike."""
@@ -55,4 +56,6 @@ def test_losses_over_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
         assert incident.location.line == line_of(name), name
         assert any(fix.verified for fix in incident.fixes), (name, incident.fixes)
     assert "was not bit for bit" not in said
-    assert [i.cause for i in read_report(tmp_path / "evaluated").incidents] == ["division-by-zero"]
+    for name in ("evaluated", "pipeline"):
+        assert [i.cause for i in read_report(tmp_path / name).incidents] == ["division-by-zero"]
+    assert read_report(tmp_path / "pipeline").incidents[0].evidence["reached_ranks"] == [1]

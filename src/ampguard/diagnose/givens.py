@@ -54,6 +54,8 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
     element = evidence.given_tensor
     if element is not None and element.is_leaf and (element.requires_grad or isinstance(element, nn.Parameter)):
         named = _state_by_identity(evidence, element)
+        if named is None and sent_by(evidence, element) is not None:
+            return None  # what a stage of a pipeline was sent, and whose gradient it sends back
         name = variable_name(element) or f"a parameter read in: {_code(evidence)}"
         return named or NamedTensor(name, "parameter", element, element, [])
     for root in evidence.events():
@@ -160,6 +162,12 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
     except RuntimeError:
         return False
+
+
+def sent_by(evidence: Evidence, tensor: Tensor) -> str | None:
+    """The collective by which another rank sent it to the script; None where it is this rank's own."""
+    brought = evidence.replayer.brought() if evidence.replayer is not None else []
+    return next((name for sent, name in brought if sent is tensor or shares_memory(sent, tensor)), None)
 
 
 def _is_poisoned(state: NamedTensor) -> bool:

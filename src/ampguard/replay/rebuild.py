@@ -116,6 +116,10 @@ class Replayer:
         """Whether a DataLoader has given the step its batch."""
         return self._recorder.last_batch is not None
 
+    def brought(self) -> list[tuple[Tensor, str]]:
+        """What other ranks have sent lately, and the name of the collective; the latest first."""
+        return self._recorder.collectives.brought()
+
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
         stack: list[tuple[str, Any]] = [("batch", self._recorder.last_batch)]

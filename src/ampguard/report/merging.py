@@ -83,6 +83,12 @@ def _began_in(origin: Incident, later: Incident) -> bool:
         return False
     if WAS_SENT in str(later.evidence.get("not_replayed_because")):
         return origin.cause != "unexplained" and (origin.step, origin.mode) == (later.step, later.mode)
+    if (
+        later.evidence.get("sent_by") is not None
+    ):  # by a rank that failed in this step, or whose weights are poisoned since
+        is_next = origin.mode == "train" and later.step == origin.step + 1
+        is_reached = (origin.step, origin.mode) == (later.step, later.mode) or is_next
+        return is_reached and origin.cause != "unexplained" and origin.evidence.get("sent_by") is None
     if origin.mode != "train":
         return False
     if origin.cause == "unexplained" and (origin.phase == "backward" or later.phase != "backward"):

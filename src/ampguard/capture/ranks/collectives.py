@@ -6,6 +6,8 @@ replay of one rank must not wait for the others, and need not: what they sent is
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -51,6 +53,12 @@ SENDS = ("barrier", "send", "isend", "send_object_list")
 
 POSTED = ("isend", "irecv", "batch_isend_irecv")
 """Those that always return before they have written."""
+
+BRING_DATA = ("recv", "irecv", "batch_isend_irecv", "broadcast", "scatter")
+"""Those by which a rank is given what another one has computed or read: a stage of a pipeline, its gradient, a batch."""
+
+NOTED = 64
+"""Tensors that such a collective wrote to, of the last ones."""
 
 SUMS = ("all_reduce", "reduce")
 """Those whose operand is overwritten by a reduction that it is a part of."""
@@ -127,6 +135,7 @@ class Collectives:
         """By identity: tensors outside modules that a collective wrote to."""
         self._given_before: dict[int, tuple[Tensor, Received]] = {}
         """In the last iteration."""
+        self._brought: deque[tuple[weakref.ref[Tensor], str]] = deque(maxlen=NOTED)
         self._bytes = 0
         self._iteration = 0
         self._before = 0
@@ -139,6 +148,10 @@ class Collectives:
         """The collective that gave a tensor outside modules its value."""
         known = self._given.get(id(tensor)) or self._given_before.get(id(tensor))
         return known[1] if known is not None and known[0] is tensor else None
+
+    def brought(self) -> list[tuple[Tensor, str]]:
+        """What other ranks have sent outside modules, and the name of the collective; the latest first."""
+        return [(tensor, name) for known, name in reversed(self._brought) if (tensor := known()) is not None]
 
     def before(self, call: Call, is_outside: bool, frame: FrameType) -> Begun:
         """A collective is about to write. What it overwrites and reads, too, is kept as far as that is small."""
@@ -158,6 +171,8 @@ class Collectives:
 
     def after(self, call: Call, begun: Begun, is_outside: bool, frame: FrameType) -> None:
         """It has written, or will have once it has been waited for."""
+        if is_outside and call.name in BRING_DATA:
+            self._brought.extend((weakref.ref(tensor), call.name) for tensor in call.written)
         if is_outside and not self._log.has_open_events:
             return  # gradients, say: what comes is computed from what is there then
         if not call.written and call.objects is None:

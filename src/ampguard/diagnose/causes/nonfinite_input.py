@@ -14,7 +14,7 @@ from ampguard.capture.record import Ref
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import NamedTensor, describe_input
+from ampguard.diagnose.givens import NamedTensor, describe_input, sent_by
 from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
@@ -48,13 +48,18 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     if not _has_good_sample(given.tensor):  # none would be left
         skipping = Proposal("filter-sample", given.name, "leave this batch out: no sample of it is finite")
         proposals = (cleaning, skipping)
+    sender = sent_by(evidence, given.tensor)
+    facts_of_input = {"name": given.name, "role": given.role, "samples": samples, "values": facts.as_dict()}
+    if sender is not None:
+        facts_of_input["sent_by"] = sender
+    sent = f" Another rank sent it ({sender}): look there first." if sender is not None else ""
     what = f"{given.role} `{given.name}` of the step" if given.is_batch else f"{given.role} that `{given.name}` read"
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.name(reader)}.",
+        f"passed them on, first in {words.name(reader)}.{sent}",
         weight=100,
-        evidence={"name": given.name, "role": given.role, "samples": samples, "values": facts.as_dict()},
+        evidence=facts_of_input,
         proposals=(cleaning,) if given.role == "table" else proposals,
         phase="data",
         op=reader,
