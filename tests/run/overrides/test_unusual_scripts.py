@@ -243,3 +243,21 @@ def test_a_script_whose_own_regions_are_overridden_needs_no_module(overridden: C
         product.float().sum().backward()
     assert product.dtype == torch.float16
     assert session.report.run["could_not"] == []
+
+
+def test_an_optimizer_that_evaluates_losses_by_itself_gets_no_loss_scale(overridden: Callable[..., Any]) -> None:
+    """Its first gradients would overflow at 65536, nothing could hold its step off, and its history would keep them."""
+    with overridden("fp16") as session:
+        net = net_of()
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
+        (x, y), *_ = batches(1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(x), y * 4)
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses[-1] < 0.2 * losses[0]
+    assert any("LBFGS" in what and "no loss scale" in what for what in session.report.run["could_not"])

@@ -72,6 +72,8 @@ class Updates:
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those from before the guard: nobody knows whether they are in use."""
         self._stray: tuple[tuple[int, int], list[Tensor]] = ((-1, -1), [])
+        self._is_searching = False
+        """Whether an optimizer evaluates losses inside its own step (LBFGS)."""
         self._is_spoilt: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Optimizers whose gradients were not finite as the last backward pass left them."""
         self._bad_loss = False
@@ -174,7 +176,7 @@ class Updates:
         return zero_grad
 
     def _is_to_be_scaled(self, losses: tuple[Tensor, ...], args: Any, kwargs: Any) -> bool:
-        if not self._plan.scales_loss or self._scalers.scales or not losses:
+        if not self._plan.scales_loss or self._scalers.scales or not losses or self._is_searching:
             return False
         if kwargs.get("create_graph") or (len(args) > 2 and args[2]):
             self._ledger.failed("a backward pass with create_graph=True runs without a loss scale")
@@ -262,10 +264,11 @@ class Updates:
         result = None
         if closure is not None:
             if not calls_closure_once(optimizer):
+                unscaled = ", and get no loss scale" if is_scaled else ""
                 self._ledger.failed(
-                    f"steps of {type(optimizer).__name__} are not held off: it calls its closure by itself"
+                    f"steps of {type(optimizer).__name__} are not held off{unscaled}: it calls its closure by itself"
                 )
-                return original(optimizer, closure, *args, **kwargs)
+                return self._search(lambda: original(optimizer, closure, *args, **kwargs))
             with torch.enable_grad():
                 result = closure()
             self._stepped_since_backward = True
@@ -277,6 +280,14 @@ class Updates:
             return returned if closure is None else result
         self._hold(optimizer, is_scaled)
         return result
+
+    def _search(self, step: Callable[[], Any]) -> Any:
+        """A step that evaluates losses by itself. An overflow of scaled gradients would stay in its history for good."""
+        self._is_searching = True
+        try:
+            return step()
+        finally:
+            self._is_searching = False
 
     def _say_unscaled(self) -> None:
         """An optimizer has gradients, and no backward pass has made them that could be scaled."""
