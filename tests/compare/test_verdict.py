@@ -90,6 +90,7 @@ def test_nothing_gained() -> None:
     assert (verdict.recommended, verdict.reason) == ("fp32", "no other precision is faster or smaller on this device")
     few = recommend([course("fp32", steps=5), course("bf16", steps=5, step_seconds=0.01)])
     assert (few.recommended, few.reason) == ("fp32", "5 steps are too few to compare times")
+    assert all("times would be compared" in why for why in few.against.values())
 
 
 def test_memory_is_worth_something_where_time_is_the_same() -> None:

@@ -43,8 +43,9 @@ def recommend(courses: Sequence[Course]) -> Verdict:
         return Verdict(reference.precision, alone, against)
     gain = _gain(best, reference)
     if gain is None:
-        others = {c.precision: "no cheaper here" for c in sound if c is not reference}
         few = reference.steps < TIMED_STEPS
+        why_not = f"no smaller, and from {TIMED_STEPS} steps on times would be compared" if few else "no cheaper here"
+        others = {c.precision: why_not for c in sound if c is not reference}
         reason = f"{reference.steps} steps are too few to compare times" if few else NOTHING_GAINED
         return Verdict(reference.precision, reason, {**others, **against})
     moved = shift(best, reference) or 0.0
