@@ -75,13 +75,23 @@ def test_lattice_of_infinities_gets_finite_ones(guard: Guard) -> None:
     assert "torch.logaddexp(alpha.clamp(min=-1e30), moved.clamp(min=-1e30))" in fix.how
 
 
-def test_eigenvalues_are_kept_apart_by_what_is_printed(guard: Guard, tmp_path: Path) -> None:
-    line = "c = torch.eye(3) * 4 + 0 * h.sum(); r = torch.linalg.eigh(c)[1].abs()"
+@pytest.mark.parametrize(
+    ("made", "function", "term"),
+    [
+        ("torch.eye(3)", "torch.linalg.eigh(c)[1]", "torch.diag(torch.arange(3))"),
+        ("torch.eye(3)", "torch.linalg.svd(c)[0]", "torch.diag(torch.arange(3))"),
+        ("torch.eye(3, 4)", "torch.linalg.svd(c, full_matrices=False)[2]", "torch.arange(4) * torch.eye(3, 4)"),
+    ],
+)
+def test_eigenvalues_are_kept_apart_by_what_is_printed(
+    made: str, function: str, term: str, guard: Guard, tmp_path: Path
+) -> None:
+    line = f"c = {made} * 4 + 0 * h.sum(); r = {function}.abs() * (1 + torch.arange({made[-2]}))"
     first, _ = run(script(line, "outside"), tmp_path / "script.py", guard)
     assert first is not None
     assert first.cause == "singular-gradient"
     fix = first.fixes[0]
-    changed = line.replace("eigh(c)", "eigh(c + 0.0001 * torch.diag(torch.arange(3)))")
+    changed = line.replace("(c", f"(c + 0.0001 * {term}")
     assert fix.verified
     assert fix.how == changed.split("; ")[1]
     namespace: dict[str, Any] = {}

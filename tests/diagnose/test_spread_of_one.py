@@ -20,6 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:std\\(\\):UserWarning", "ignore:
         ("one = h[0, :1]; r = one / (one.std() + 1e-3)", "r = one / (one.std(correction=0) + 1e-3)"),
         ("one = h[:1, 0]; r = one * torch.std(one)", "r = one * torch.std(one, correction=0)"),
         ("one = h[0, :1]; r = h.std() + one.var() + one", "r = h.std() + one.var(correction=0) + one"),
+        ("one = h[:1]; r = one * one.std(0)", "r = one * one.std(0, correction=0)"),
+        ("one = h[:1]; r = one * one.var(dim=0, keepdim=True)", "r = one * one.var(dim=0, keepdim=True, correction=0)"),
+        ("one = h[:1]; r = one * torch.var(one, (0,),)", "r = one * torch.var(one, (0,),correction=0)"),
+        ("one = h[:1]; r = one * one.std(0, unbiased=True)", "r = one * one.std(0, unbiased=False)"),
+        ("one = h[:1]; r = one * one.var(dim=0, correction=1)", "r = one * one.var(dim=0, correction=0)"),
     ],
 )
 def test_printed_line_is_what_was_tried(line: str, changed: str, guard: Guard, tmp_path: Path) -> None:
@@ -34,9 +39,10 @@ def test_printed_line_is_what_was_tried(line: str, changed: str, guard: Guard, t
     assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
 
 
-def test_spread_over_a_dimension_stays_as_it_is_written(guard: Guard, tmp_path: Path) -> None:
-    first, _ = run(script("r = h[:1].std(0)", "outside"), tmp_path / "script.py", guard)
+def test_argument_that_may_be_unbiased_stays_as_it_is_written(guard: Guard, tmp_path: Path) -> None:
+    line = "dim = 0; r = h[:1].std(dim)"
+    first, _ = run(script(line, "outside"), tmp_path / "script.py", guard)
     assert first is not None
     (fix,) = [fix for fix in first.fixes if fix.action == "guard-empty"]
     assert "correction=0" in fix.how.partition(":")[0]
-    assert fix.how.endswith(": r = h[:1].std(0)")
+    assert fix.how.endswith(f": {line}")

@@ -147,11 +147,12 @@ def _spread_eigenvalues(evidence: Evidence) -> Proposal:
         steps[range(size), range(size)] = torch.arange(size, dtype=matrix.dtype, device=matrix.device) * apart
         return matrix + steps
 
-    shape = evidence.op.inputs[0].shape[-2:]
-    size = str(shape[0]) if len(shape) == 2 and shape[0] == shape[1] else "n"
-    term = f"{rewrite.literal(apart)} * torch.diag(torch.arange({size}))"
+    rows, columns = evidence.op.inputs[0].shape[-2:]
+    steps = f"torch.arange({columns}) * torch.eye({rows}, {columns})"
+    term = f"{rewrite.literal(apart)} * {f'torch.diag(torch.arange({rows}))' if rows == columns else steps}"
+    kind = "singular values" if "svd" in evidence.op.short_name else "eigenvalues"
     return OperandFix(
-        "add-epsilon", 0, rewrite.plus(term), spread, lambda t: True, f"keep the eigenvalues apart: x + {term}"
+        "add-epsilon", 0, rewrite.plus(term), spread, lambda t: True, f"keep the {kind} apart: x + {term}"
     ).proposal(evidence)
 
 

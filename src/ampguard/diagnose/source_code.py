@@ -23,12 +23,12 @@ SYMBOLS: dict[type[ast.operator], str] = {
 ALIASES = {
     "true_divide": "div", "divide": "div", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh",
     "square": "pow", "slogdet": "_linalg_slogdet", "logdet": "_linalg_slogdet",
-    "eigh": "_linalg_eigh",
+    "eigh": "_linalg_eigh", "svd": "_linalg_svd",
 }  # fmt: skip
 """Other spellings of an operator, by the name that runs."""
 FAMILIES = (frozenset({"div", "reciprocal"}),)
 """Operators that one spelling can run: `a / b` is `reciprocal` and `mul` where `a` is a plain number."""
-UNARY_METHODS = frozenset({"pow", "div", "floor_divide", "remainder", "xlogy", "fmod", "mean"})
+UNARY_METHODS = frozenset({"pow", "div", "floor_divide", "remainder", "xlogy", "fmod", "mean", "var", "std"})
 """Methods that take an argument; those of every other operator here take none (`self.log("loss", x)` is no logarithm)."""
 LONGEST_STATEMENT = 200
 """Characters of a statement over several lines that a fix may quote whole."""

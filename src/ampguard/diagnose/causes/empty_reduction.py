@@ -24,6 +24,7 @@ from ampguard.diagnose.proposals import at_the_head, changed_result
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
 ONE_ELEMENT = "takes the spread of one element"
+SPREAD_OPTIONS = frozenset({"dim", "axis", "keepdim", "correction", "unbiased"})
 LONGEST = 60
 """Letters of what is reduced, up to which it can stand in the line twice."""
 
@@ -145,14 +146,28 @@ def _left_out(result: Tensor) -> Tensor:
 
 
 def _with_correction(evidence: Evidence) -> str | None:
-    """The line with `x.std(correction=0)` for the accused `x.std()`; None where the text does not tell which it is."""
+    """The line with `x.std(0, correction=0)` for the accused `x.std(0)`; None where the text does not tell which it is."""
     line, name = accused.line_of(evidence), evidence.op.short_name
     if line is None or name not in SPREADS:
         return None
     chosen = accused.accused_alone(evidence, line.expressions(name, accused.is_in_place(evidence.op)))
-    if chosen is None or not isinstance(chosen.node, ast.Call) or len(chosen.arguments) != 1 or chosen.named:
-        return None  # (a second argument may be the dimension, or `unbiased`)
-    node = chosen.node
-    end = line.source.span(node)[1] - 1
-    edit = (end, end, ", correction=0" if node.args else "correction=0")
+    if chosen is None or not isinstance(chosen.node, ast.Call) or not chosen.arguments:
+        return None
+    node, source = chosen.node, line.source
+    said = {k.arg: k.value for k in node.keywords}
+    if not set(said) <= SPREAD_OPTIONS or not all(_is_dimension(a) for a in chosen.arguments[1:2]) or chosen.arguments[2:]:
+        return None  # (the second argument may be `unbiased`)
+    number = next((said[option] for option in ("correction", "unbiased") if option in said), None)
+    if number is not None:
+        edit = (*source.span(number), "0" if "correction" in said else "False")
+    else:
+        end = source.span(node)[1] - 1
+        is_first = source.text[:end].rstrip()[-1:] in (b"(", b",")
+        edit = (end, end, "correction=0" if is_first else ", correction=0")
     return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, expression: [edit])
+
+
+def _is_dimension(argument: ast.expr) -> bool:
+    """`0`, `-1`, `(2, 3)`: not `True`, and no name, which may stand for either."""
+    parts = argument.elts if isinstance(argument, (ast.Tuple, ast.List)) else [argument]
+    return all(source_code.plain_number(part) is not None for part in parts)
