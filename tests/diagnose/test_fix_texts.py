@@ -96,6 +96,8 @@ LINES = {
     "half power": "r = (h * 0 - 1e-3) ** 0.5",
     "exponential": "r = torch.exp(h * 1e3)",
     "hyperbolic cosine": "r = torch.cosh(h * -1e3)",
+    "Bessel function": "r = torch.i0(h * 200)",
+    "beside Python's numbers": "r = h * (4 / math.pi ** 2) + h / math.sqrt(len(h)) + h / zero",
     "product": "r = (h * 1e30) ** 4",
     "beside a call that divides": "r = F.normalize(h) / zero",
 }
@@ -153,6 +155,13 @@ def test_mean_of_nothing(line: str, changed: str | None, guard: Guard, tmp_path:
     namespace: dict[str, Any] = {}
     exec(script(changed, "outside"), namespace)
     assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
+
+
+def test_bound_changes_no_more_than_it_must(guard: Guard, tmp_path: Path) -> None:
+    first, _ = run(script("r = torch.i0(h * 200)", "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    (fix,) = [fix for fix in first.fixes if fix.action == "clamp"]
+    assert fix.how == "r = torch.i0((h * 200).clamp(min=-70, max=70))"
 
 
 def test_dead_epsilon_is_replaced(guard: Guard, tmp_path: Path) -> None:

@@ -79,3 +79,38 @@ def test_table_that_was_written_to_in_training_was_spoiled_since(guard: Guard) -
 
 def test_a_schedule_that_keeps_some_signal_is_silent(guard: Guard) -> None:
     assert guard(lambda: train(last=0.99)).causes == []
+
+
+def test_weights_that_the_script_has_just_written_are_told_with_their_line(guard: Guard) -> None:
+    """Averaged weights, corrected for their start at 0, before anything was averaged: 0/0."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        shadow, updates = [torch.zeros_like(p) for p in model.parameters()], 0
+        for step in range(3):
+            backup = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p, s in zip(model.parameters(), shadow, strict=True):
+                    p.copy_(s / (1 - 0.9**updates))
+                with torch.inference_mode():
+                    model.eval()(torch.ones(2, 4))
+                for p, b in zip(model.parameters(), backup, strict=True):
+                    p.copy_(b)
+            model.train()(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                updates += 1
+                torch._foreach_lerp_(shadow, list(model.parameters()), 0.1)
+
+    run = guard(body)
+    incident = run.first
+    assert [i.cause for i in run.report.incidents] == ["nonfinite-parameter"]
+    assert (incident.step, incident.mode) == (0, "eval")
+    assert incident.evidence["written_at"]["code"] == "p.copy_(s / (1 - 0.9**updates))"
+    assert "The script itself has given it these values in this step, at test_nonfinite_parameter.py:" in incident.explanation
+    (fix,) = incident.fixes
+    assert fix.verified is True
+    assert fix.how.endswith("in: p.copy_(s / (1 - 0.9**updates))")

@@ -116,7 +116,7 @@ def has_another_number(expression: source_code.Expression, op: TracedOp) -> bool
 def _has_a_plain_number(expression: source_code.Expression, operator: str) -> bool:
     """`x / 2`: no run of it has a tensor that could be changed."""
     operand = expression.operand(operator, 1, "other")
-    return operator == "div" and operand is not None and source_code.plain_number(operand) is not None
+    return operator == "div" and operand is not None and source_code.is_python_number(operand)
 
 
 def turn_of(evidence: Evidence, expressions: list[source_code.Expression]) -> int | None:

@@ -189,6 +189,22 @@ def plain_number(node: ast.expr) -> float | None:
         return None
 
 
+def is_python_number(node: ast.expr) -> bool:
+    """Whether it is certain from the text that no tensor takes part: `4 / math.pi ** 2`, `math.sqrt(d)`, `2 * len(x)`."""
+    match node:
+        case ast.UnaryOp():
+            return is_python_number(node.operand)
+        case ast.BinOp():
+            return is_python_number(node.left) and is_python_number(node.right)
+        case ast.Attribute(value=ast.Name(id="math")) | ast.Call(func=ast.Attribute(value=ast.Name(id="math"))):
+            return True
+        case ast.Attribute(value=ast.Name(id="np" | "numpy" | "torch"), attr="pi" | "e" | "inf"):
+            return True
+        case ast.Call(func=ast.Name(id="len" | "float" | "int")):
+            return True
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
 # --- the line in its file ---------------------------------------------------------------------------------------------
 
 
@@ -247,7 +263,7 @@ def _expressions(source: Source, node: ast.AST, statement: ast.stmt | None, in_o
     for child in ast.iter_child_nodes(node):
         yield from _expressions(source, child, statement, inside)
     if isinstance(node, ast.BinOp) and (name := SYMBOLS.get(type(node.op))):
-        if plain_number(node) is None:
+        if not is_python_number(node):
             yield Expression(node, name, False, (node.left, node.right), {}, statement, in_order)
     elif isinstance(node, ast.AugAssign) and (name := SYMBOLS.get(type(node.op))):
         if isinstance(node.target, ast.expr):

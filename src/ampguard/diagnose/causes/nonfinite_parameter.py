@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from ampguard import compat
+from ampguard.capture.record import GlueOp, Held
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
@@ -18,6 +20,8 @@ from ampguard.diagnose.givens import describe_state, repaired_state
 from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
+OVERWRITES = frozenset({"copy_", "fill_"})
+"""Operators that leave nothing of what was there before."""
 SHOWN = 3
 """Places named, where there are no more than these."""
 
@@ -29,6 +33,8 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         return None
     facts = stats(state.tensor)
     bad = state.tensor.numel() - round(facts.finite_share * state.tensor.numel())
+    write = _last_overwritten(evidence, state.held)
+    at = write.line.location() if write is not None and write.line is not None else None
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
@@ -43,19 +49,41 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "is_trained": state.held.requires_grad,
             "times_written": version_of(state.held),
             "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
+            "written_at": {"file": at.file, "line": at.line, "code": at.code} if at is not None else None,
         },
         proposals=(
             Proposal(
                 "initialise-parameter",
                 state.name,
                 f"initialise {state.name} before training (or reset it): its values come from uninitialised memory, a bad "
-                f"checkpoint or an earlier poisoned update",
+                f"checkpoint or an earlier poisoned update"
+                if at is None
+                else f"write finite values to {state.name} in: {at.code}",
                 trial=lambda e: Variant(tensors=repaired_state(e)),
             ),
             Proposal("load-weights", state.name, "load a checkpoint from before the first bad step"),
         ),
         phase="parameters",
     )
+
+
+def _last_overwritten(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:
+    """Where the script itself gave it all its values in this step, before it was read (weights swapped for averaged ones)."""
+    memory = compat.storage_key(state)
+
+    def is_it(target: object) -> bool:
+        return isinstance(target, Held) and (target.tensor is state or compat.storage_key(target.tensor) == memory != 0)
+
+    writes = [
+        event
+        for event in evidence.bad.record.events
+        if isinstance(event, GlueOp)
+        and event.index < evidence.op.event
+        and event.args
+        and event.func.__name__.partition(".")[0] in OVERWRITES
+        and is_it(event.args[0])
+    ]
+    return writes[-1] if writes else None
 
 
 def _where(places: list[list[int]]) -> str:

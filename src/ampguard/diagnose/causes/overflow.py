@@ -34,6 +34,9 @@ LARGEST_EXPONENT = {
 BOTH_WAYS = frozenset({"sinh", "cosh"})
 """They grow with negative exponents as well."""
 
+LARGE = 1000.0
+"""From here on a bound is a round power of ten."""
+
 TIGHTER_EXPONENTS = (80.0, 10.0)
 """Where the largest exponential is cast, multiplied or squared later on, and overflows there."""
 
@@ -132,12 +135,18 @@ def _bounded_exponent(evidence: Evidence, bound: float) -> Proposal:
 
 
 def _bounded_operand(evidence: Evidence, peak: float) -> Proposal:
-    """The largest power of ten to which the operand can be clamped so that the result keeps well inside its type."""
+    """The largest power of ten to which the operand can be clamped so that the result keeps well inside its type.
+
+    Of a small one (a function that grows exponentially) the largest multiple: the less a bound changes, the better.
+    """
     floats = [i for i, o in enumerate(evidence.operands) if o.values.is_floating_point()]
     position = max(floats, key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
     bound = 10.0 ** math.floor(math.log10(max(peak, 10.0)))
     while bound > 1.0 and not _fits_with(evidence, position, bound):
         bound /= 10
+    if bound < LARGE:
+        multiples = (n * bound for n in range(9, 1, -1) if n * bound < peak)
+        bound = next((m for m in multiples if _fits_with(evidence, position, m)), bound)
     bound = float(f"{bound:.6g}")
     return clamp_fix(evidence, position, -bound, bound, every_use=True)
 
