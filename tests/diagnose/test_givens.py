@@ -279,7 +279,8 @@ def test_weights_that_no_optimizer_trains_were_not_poisoned_by_an_update(guard: 
 
     assert (run.first.step, run.first.cause) == (3, "nonfinite-parameter")
     assert "update" not in run.first.explanation
-    assert "was written to since" in run.first.explanation
+    assert "The script itself has given it these values in this step" in run.first.explanation
+    assert "teacher.load_state_dict(" in run.first.explanation
 
 
 def test_name_of_what_a_line_read_has_no_comment(guard: Guard) -> None:

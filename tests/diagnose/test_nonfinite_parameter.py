@@ -110,7 +110,10 @@ def test_weights_that_the_script_has_just_written_are_told_with_their_line(guard
     assert [i.cause for i in run.report.incidents] == ["nonfinite-parameter"]
     assert (incident.step, incident.mode) == (0, "eval")
     assert incident.evidence["written_at"]["code"] == "p.copy_(s / (1 - 0.9**updates))"
-    assert "The script itself has given it these values in this step, at test_nonfinite_parameter.py:" in incident.explanation
-    (fix,) = incident.fixes
+    assert (
+        "The script itself has given it these values in this step, at test_nonfinite_parameter.py:"
+        in incident.explanation
+    )
+    fix = incident.fixes[0]
     assert fix.verified is True
     assert fix.how.endswith("in: p.copy_(s / (1 - 0.9**updates))")

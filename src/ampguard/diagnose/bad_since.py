@@ -40,10 +40,9 @@ class BadSince:
         if spoiled_by is not None:
             text = _spoiled(spoiled_by, facts)
         elif (written := facts.get("written_at")) is not None:
+            facts["since_step"] = incident.step
             where = f"{Path(written['file']).name}:{written['line']}"
             text = f"The script itself has given it these values in this step, at {where}: {written['code']}"
-            kept = tuple(fix for fix in incident.fixes if fix.action != "load-weights")
-            incident = msgspec.structs.replace(incident, fixes=kept)
         elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
             text = (
                 "PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "

@@ -155,7 +155,11 @@ def _with_correction(evidence: Evidence) -> str | None:
         return None
     node, source = chosen.node, line.source
     said = {k.arg: k.value for k in node.keywords}
-    if not set(said) <= SPREAD_OPTIONS or not all(_is_dimension(a) for a in chosen.arguments[1:2]) or chosen.arguments[2:]:
+    if (
+        not set(said) <= SPREAD_OPTIONS
+        or not all(_is_dimension(a) for a in chosen.arguments[1:2])
+        or chosen.arguments[2:]
+    ):
         return None  # (the second argument may be `unbiased`)
     number = next((said[option] for option in ("correction", "unbiased") if option in said), None)
     if number is not None:

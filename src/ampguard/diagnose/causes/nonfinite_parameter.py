@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ampguard import compat
-from ampguard.capture.record import GlueOp, Held
+from ampguard.capture.record import GlueOp, held_in
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
@@ -20,7 +20,7 @@ from ampguard.diagnose.givens import describe_state, repaired_state
 from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
-OVERWRITES = frozenset({"copy_", "fill_"})
+OVERWRITES = frozenset({"copy_", "fill_", "_foreach_copy_"})
 """Operators that leave nothing of what was there before."""
 SHOWN = 3
 """Places named, where there are no more than these."""
@@ -71,19 +71,13 @@ def _last_overwritten(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:
     """Where the script itself gave it all its values in this step, before it was read (weights swapped for averaged ones)."""
     memory = compat.storage_key(state)
 
-    def is_it(target: object) -> bool:
-        return isinstance(target, Held) and (target.tensor is state or compat.storage_key(target.tensor) == memory != 0)
+    def is_written_by(event: GlueOp) -> bool:
+        targets = held_in([event.args[position] for position in compat.positions_written(event.func) & {0}])
+        return any(h.tensor is state or compat.storage_key(h.tensor) == memory != 0 for h in targets)
 
-    writes = [
-        event
-        for event in evidence.bad.record.events
-        if isinstance(event, GlueOp)
-        and event.index < evidence.op.event
-        and event.args
-        and event.func.__name__.partition(".")[0] in OVERWRITES
-        and is_it(event.args[0])
-    ]
-    return writes[-1] if writes else None
+    before = (e for e in evidence.bad.record.events if isinstance(e, GlueOp) and e.index < evidence.op.event and e.args)
+    last = next(reversed([event for event in before if is_written_by(event)]), None)
+    return last if last is not None and last.func.__name__.partition(".")[0] in OVERWRITES else None
 
 
 def _where(places: list[list[int]]) -> str:
