@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,14 @@ class Ended:
     err: str
 
 
-def launch(ranks: int, command: Sequence[str], folder: Path, within_s: float, **environ: str) -> list[Ended]:
+def launch(
+    ranks: int,
+    command: Sequence[str],
+    folder: Path,
+    within_s: float,
+    start: Callable[..., Any] = subprocess.Popen,
+    **environ: str,
+) -> list[Ended]:
     """Run `python <command>` as each of `ranks` ranks in `folder`; those that have not ended `within_s` are killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -41,9 +49,7 @@ def launch(ranks: int, command: Sequence[str], folder: Path, within_s: float, **
         own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         out, err = (folder / f"rank-{rank}.{name}" for name in ("out", "err"))
         with out.open("w") as out_file, err.open("w") as err_file:
-            process = subprocess.Popen(
-                [sys.executable, *command], cwd=folder, env=own, stdout=out_file, stderr=err_file
-            )
+            process = start([sys.executable, *command], cwd=folder, env=own, stdout=out_file, stderr=err_file)
         running.append((process, out, err))
     ended = []
     for process, out, err in running:

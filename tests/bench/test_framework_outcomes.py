@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "overhead"), str(ROOT / "bench" / "frameworks")]
@@ -60,7 +61,7 @@ sys.exit(3)
 """
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "bench.frameworks.bare", str(tmp_path / "ending.json"), str(tmp_path / "train.py")]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 3
+    assert warm.run(command, cwd=ROOT).returncode == 3
     ending = json.loads((tmp_path / "ending.json").read_bytes())
     assert {**ending, "checksum": 0} == {
         "tensors": 4, "nonfinite": 0, "unmoved": 2, "attempted": 4, "made": 3, "checksum": 0,

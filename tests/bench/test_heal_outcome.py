@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import bench.heal.outcome  # noqa: E402
 from bench.faults.truth import CASES, load_case, load_cases  # noqa: E402
 from bench.heal.nudged import nudging  # noqa: E402
 from bench.heal.outcome import (  # noqa: E402
@@ -155,7 +160,13 @@ def test_the_broken_steps_loss_is_not_compared() -> None:
     assert without_steps(course, [1]).losses == (1.0, None, 2.0)
 
 
-def test_one_case_is_healed(tmp_path: Path) -> None:
+def forked(command: list[str], **how: Any) -> subprocess.CompletedProcess[bytes]:
+    done = warm.run(command, cwd=how["cwd"], env=how["env"], timeout=how["timeout"])
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout.encode(), done.stderr.encode())
+
+
+def test_one_case_is_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.heal.outcome.subprocess, "run", forked)
     case = load_case(CASES / "p-where-scalar-pointer")
     run_case(case, tmp_path, timeout=120.0)
     assert outcome_of(case, tmp_path).repeats == ()

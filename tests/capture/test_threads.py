@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from watching import Watched, bits
 
+import warm
 from ampguard.capture.protocol.gradients import OptimizerWatch
 
 Guard = Callable[..., Watched]
@@ -67,7 +67,7 @@ def test_four_threads_that_train_at_once_do_not_crash(tmp_path: Path) -> None:
     script.write_text(FOUR_THREADS)
     command = [sys.executable, str(script), str(tmp_path / "runs")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    run = warm.run(command, timeout=120, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == "[0, 1, 2, 3]"
 

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 SOURCES = Path(__file__).parents[2] / "src"
 
 
 def ampguard(*words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ampguard", *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return warm.run(command, env=env, timeout=120)
 
 
 def test_text() -> None:

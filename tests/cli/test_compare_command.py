@@ -13,9 +13,10 @@ import pytest
 SOURCES = Path(__file__).parents[2] / "src"
 
 SCRIPT = """
-import random, sys, numpy, torch
-from torch import nn
+import sys
 assert sys.argv[1:] == ["--width", "16"], sys.argv
+import random, numpy, torch
+from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+import warm
+
 SOURCES = Path(__file__).parents[2] / "src"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
 
 SCRIPT = """
 import random, sys, torch
@@ -70,9 +73,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ampguard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ampguard", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
 
 
 def test_modules_are_compared_and_the_script_does_not_notice(folder: Path) -> None:
@@ -90,7 +92,8 @@ def test_modules_are_compared_and_the_script_does_not_notice(folder: Path) -> No
     assert by_name["inner.0", "bf16"]["input_error"] == 0.0
     assert all(d["lost"] == 0.0 for d in modules if d["precision"] == "bf16")
 
-    alone = ampguard(folder, "run", "--precision", "fp32", "--seed", "0", "--out", "alone", "train.py")
+    words = ("run", "--precision", "fp32", "--seed", "0", "--out", "alone", "train.py")
+    alone = warm.run([sys.executable, "-m", "ampguard", *words], cwd=folder, env=ENVIRONMENT)
     printed = (folder / "runs" / "fp32-output.txt").read_text()
     assert all(line in printed.splitlines() for line in alone.stdout.splitlines())
 

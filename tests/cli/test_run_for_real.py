@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from ampguard.report.store import read_report
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -50,16 +51,18 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 def python(tmp_path: Path) -> Python:
     (tmp_path / "train.py").write_text(TRAINING)
 
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
+    def call(*words: str, is_real: bool = False) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *words]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        if is_real:
+            return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+        return warm.run(command, cwd=tmp_path, env=env, timeout=240)
 
     return call
 
 
 def test_a_failure_is_explained_and_the_scripts_end_is_its_own(python: Python, tmp_path: Path) -> None:
-    done = python(*GUARD, "--out", "out", "train.py", "nan", "exit")
+    done = python(*GUARD, "--out", "out", "train.py", "nan", "exit", is_real=True)
     assert done.returncode == 1
     assert done.stdout == "0\n1\n2\n3\n"
     card, own_words, summary = done.stderr.partition("the loss is not finite\n")
@@ -90,7 +93,7 @@ def test_sigterm_and_steps(python: Python, tmp_path: Path) -> None:
 
 def test_two_ranks_leave_one_report(python: Python, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.05")
-    done = python(*launcher, *GUARD, "--out", "both", "train.py", "nan")
+    done = python(*launcher, *GUARD, "--out", "both", "train.py", "nan", is_real=True)
     assert done.returncode == 0, done.stderr
     report = read_report(tmp_path / "both")
     assert report.environment.world_size == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, seed_everything
 
+import warm
 from ampguard.replay.rebuild import Replayer
 
 Guard = Callable[..., Watched]
@@ -200,7 +200,7 @@ def test_exit_status(policy: str, status: int, at: int, tmp_path: Path) -> None:
         str(script),
     ]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = warm.run(command, env=environment, timeout=60)
     assert done.returncode == status, done.stderr
     assert done.stdout == f"cleaned up at {at}\n"
     report = json.loads((tmp_path / "run" / "report.json").read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ampguard
+import warm
 from ampguard.errors import RunFolderError
 from ampguard.report.store import read_report
 from ampguard.run.session import RunOptions, Session
@@ -63,7 +63,7 @@ def ran(folder: Path, *command: str) -> tuple[int, float, str]:
     """(steps made, last loss, stderr) of the loop."""
     (folder / "train.py").write_text(LOOP)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=True)
+    done = warm.run([sys.executable, *command], cwd=folder, env=env, check=True)
     made, loss = done.stdout.split()
     return int(made), float(loss), done.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from engine_loops import loss_of, made, model_of, same, train, weights
 from torch import nn
 
 import ampguard
+import warm
 from ampguard.report.store import read_report
 
 SCRIPT = """
@@ -61,7 +61,7 @@ def guarded(tmp_path: Path, precision: str, bad: int = -1) -> tuple[str, ampguar
         precision,
         str(bad),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    ran = warm.run(command, check=True)
     return ran.stdout, read_report(tmp_path / "run")
 
 
@@ -140,6 +140,6 @@ def test_an_override_that_switches_scalers_off_is_survived(override: list[str], 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "ampguard", "run", *override, "--out", str(tmp_path / "run"), str(script)]
-    ran = subprocess.run([*command, "fp16", "-1"], capture_output=True, text=True, check=True)
+    ran = warm.run([*command, "fp16", "-1"], check=True)
     assert ran.stdout == "made 20\n"
     assert "Traceback" not in ran.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from digits_loops import batches, furthest, network, train
 from torch import Tensor, nn
 
 import ampguard
+import warm
 from ampguard.integrations.d2 import AMPTrainer
 from ampguard.integrations.timm import NativeScaler, NativeScalerWithGradNormCount
 from ampguard.report.store import read_report
@@ -130,7 +130,7 @@ def test_the_command_line(options: list[str], scale: str, expected: list[tuple[s
     command = [sys.executable, "-m", "ampguard", "run", *options, "--out", str(tmp_path / "run"), str(script)]
     source = Path(ampguard.__file__).parents[1]
     environment = {"PYTHONPATH": f"{Path(__file__).parent}:{source}", "PATH": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    ran = warm.run(command, check=True, env=environment)
     assert ran.stdout == f"{scale}\n"
     report = read_report(tmp_path / "run")
     assert [(i.cause, i.step) for i in report.incidents if i.severity == "error"] == expected

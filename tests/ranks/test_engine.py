@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import ROOT, WITHIN_S, Ranks
+
+import warm
 
 SCRIPT = str(Path(__file__).parent / "engine_of_two.py")
 
@@ -24,7 +25,7 @@ def test_two_ranks_step_as_one_process_does(two_ranks: Ranks, tmp_path: Path) ->
     assert first["partly sharded"] == [False, True, False]
     paths = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, "one"]
-    alone = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=WITHIN_S)
+    alone = warm.run(command, cwd=tmp_path, env=paths, timeout=WITHIN_S, modules=warm.RANKS)
     assert alone.returncode == 0, alone.stderr
     one = json.loads(alone.stdout.splitlines()[-1])
     for precision in ("fp32", "fp16"):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import warm
 
 SOURCES = Path(__file__).parents[3] / "src"
 
@@ -111,29 +113,29 @@ CASES = [
 """Each run takes some seconds to import its framework: the others of the nine were the same when they were tried."""
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> Callable[..., list[str]]:
-    def call(*words: str) -> list[str]:
-        env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr
-        return [line for line in done.stdout.splitlines() if line.startswith("losses ")]
+def python(folder: Path, script: str, *options: str) -> list[str]:
+    (folder / "train.py").write_text(script + MAIN)
+    env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    done = warm.run([sys.executable, *options, "train.py"], cwd=folder, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("losses ")]
 
-    return call
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """What a script prints without a guard; each is run once."""
+    return functools.cache(lambda script: python(tmp_path_factory.mktemp("plain"), script))
 
 
 @pytest.mark.parametrize(("framework", "script", "wanted"), CASES)
 def test_every_setting_becomes_the_one_wanted(
-    python: Callable[..., list[str]], tmp_path: Path, framework: str, script: str, wanted: str
+    plain: Callable[[str], list[str]], tmp_path: Path, framework: str, script: str, wanted: str
 ) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    (tmp_path / "train.py").write_text(script + MAIN)
-    float32, bf16 = python("train.py")
+    float32, bf16 = plain(script)
     assert float32 != bf16
-    one, other = python("-m", "ampguard", "run", "--precision", wanted, "train.py")
+    one, other = python(tmp_path, script, "-m", "ampguard", "run", "--precision", wanted)
     assert one == other
     known = {"fp32": float32, "bf16": bf16}
     if wanted in known:
