@@ -74,3 +74,32 @@ def test_a_step_that_the_scaler_skips_is_not_the_scripts_doing(guard: Guard) -> 
 
     run = guard(body)
     assert [i.severity for i in run.report.incidents if i.cause != "loss-scale-overflow"] == ["error"]
+
+
+def test_a_statistic_that_is_poisoned_is_no_batch_that_was_lost(guard: Guard) -> None:
+    """The loss was finite, and the update was made; what evaluation will read is NaN."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+            self.register_buffer("spread", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            with torch.no_grad():
+                self.spread.lerp_(h.std(0), 0.1)
+            return h.square().mean()
+
+    def body() -> None:
+        seed_everything()
+        model = Spread()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(1 if batch == 7 else 16, 8)).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="degrees of freedom"):
+        run = guard(body)
+    assert (run.first.cause, run.first.severity, run.first.step) == ("empty-reduction", "error", 7)

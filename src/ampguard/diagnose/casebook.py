@@ -375,6 +375,7 @@ class Casebook:
             self._join(opinion, evidence, bad)
             return
         case = Case(opinion, place_of(evidence), self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
+        case.kind = bad.kind
         self.cases.append(case)
         self._skipped.note(bad, case)
         self._further.led_to(bad, case, is_new=True)
@@ -445,6 +446,7 @@ class Casebook:
             known.came_back(bad.step)
             return
         case = Case(incident, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
+        case.kind = bad.kind
         self.cases.append(case)
         self._poison.note(bad, case)
         self._tell(incident)

@@ -30,6 +30,8 @@ class Case:
     """False for what needed no replay: it takes none of the investigations that are allowed."""
     calls: frozenset[int] = frozenset()
     """The calls of the model that its last bad result was made from: another result of theirs is no new occurrence."""
+    kind: str = ""
+    """What was bad: a "loss", a "buffer", ... as `BadResult.kind` has it."""
     part_of: Case | None = None
     """The case of the longer story that this failure belongs to: it is told there."""
 

@@ -27,6 +27,8 @@ class SkippedByScript:
     """Follows which steps were made with a bad loss, to tell at the end which bad losses no update was made with."""
 
     def __init__(self) -> None:
+        self.somebody_else_does = False
+        """Whether the guard itself, or an engine, holds off bad steps or makes them again."""
         self._spoiled: set[int] = set()
         """Steps whose update was made with a bad loss, or skipped by a scaler."""
         self._finite_since: int | None = None
@@ -45,6 +47,8 @@ class SkippedByScript:
 
     def settle(self, cases: Iterable[Case], weights: Iterable[Tensor]) -> None:
         """The run is over: tell those that the script has steered round as what they were."""
+        if self.somebody_else_does:
+            return
         found = [case for case in cases if self._is_steered_round(case)]
         if found and all(is_finite(weight.detach()) for weight in weights):
             for case in found:
@@ -52,7 +56,13 @@ class SkippedByScript:
 
     def _is_steered_round(self, case: Case) -> bool:
         incident, since = case.incident, self._finite_since
-        if incident.mode != "train" or incident.severity != "error" or case.consequences or case.part_of is not None:
+        if (
+            case.kind != "loss"
+            or incident.mode != "train"
+            or incident.severity != "error"
+            or case.consequences
+            or case.part_of is not None
+        ):
             return False
         if incident.phase not in ("data", "forward", "loss") or incident.cause == "divergence" or since is None:
             return False

@@ -81,7 +81,7 @@ class LearningDynamics:
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._forecast: Case | None = None
         self._replays_left = MAX_STRETCH_REPLAYS
-        self._by_script = SkippedByScript()
+        self.by_script = SkippedByScript()
         self._asked: Situation | None = None
         """Of the failure that is being explained: what was replayed for it is not replayed again."""
         self.keeper = StretchKeeper(recorder, Alarm)
@@ -153,7 +153,7 @@ class LearningDynamics:
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)
-        self._by_script.ended(vitals)
+        self.by_script.ended(vitals)
         if self.on_vitals is not None:
             self.on_vitals(vitals)
         if self.keeper.is_late:
@@ -208,7 +208,7 @@ class LearningDynamics:
         if sample is not None:
             self.trajectory.look(sample)
             self._ask("end", self._step)
-        self._by_script.settle(self._casebook.cases, self._casebook.trained())
+        self.by_script.settle(self._casebook.cases, self._casebook.trained())
 
     def note(self, row: EventRow) -> None:
         if self.history is not None:

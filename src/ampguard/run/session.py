@@ -86,6 +86,7 @@ class Session:
         self._overrides = overrides_under(
             options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook
         )
+        self._dynamics.by_script.somebody_else_does = options.on_nonfinite != "observe"
         self._ranks: RankWatch | None = None
         self._children: ChildProcesses | None = None
         self._stop_at_next_forward: str | None = None
@@ -125,6 +126,7 @@ class Session:
 
         `optimizers`: those that will step, perhaps from before the guard.
         """
+        self._dynamics.by_script.somebody_else_does = True
         for optimizer in optimizers:
             self._recorder.steps.created(optimizer)
         if self._overrides is not None:
