@@ -220,3 +220,27 @@ def test_bound_that_is_not_enough_is_tightened(guard: Guard) -> None:
     assert [(fix.how, fix.verified) for fix in first.fixes if fix.action == "clamp"] == [
         ("(model(torch.ones(3, 2)).clamp(max=10).exp() ** 2).mean().backward()", True)
     ]
+
+
+class Likelihood(nn.Module):
+    """A criterion beside the model: its epsilon is 0 in float16."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return -torch.log(scores.half().softmax(-1)[:, 0] + 1e-24).mean()
+
+
+def test_a_criterion_is_called_by_its_class(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model, criterion = nn.Linear(4, 3), Likelihood()
+        with torch.no_grad():
+            model.bias[0] = -40.0
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = criterion(model(torch.ones(5, 4)))
+        loss.backward()
+
+    fix = next(fix for fix in guard(body).first.fixes if fix.action == "force-fp32")
+    assert (fix.verified, fix.how.partition(": ")[2]) == (
+        True,
+        "Likelihood on x.float()  # where Likelihood is called (its results stay float32)",
+    )

@@ -7,8 +7,10 @@ and Isolating Failure-Inducing Input", IEEE TSE 2002).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
+from ampguard.capture.record import Event, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
@@ -60,7 +62,7 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if not smaller.is_bad:
             members, outcome = fewer, smaller
     names = [_name(region, replayer.names) for region in members]
-    return ", ".join(names), advice(list(members.values()), names), _variant(members), outcome
+    return ", ".join(names), advice(list(members.values()), replayer.events, names), _variant(members), outcome
 
 
 def region_of(op: TracedOp) -> Region | None:
@@ -95,15 +97,19 @@ def _name(region: Region, names: dict[int, str]) -> str:
     return names.get(place, "")
 
 
-def advice(ops: list[TracedOp], names: list[str] | None = None) -> str:
+def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None = None) -> str:
     """The lines to write. What leaves autocast of the same device is written under it once, each with its place."""
+    roots = [event for event in events if isinstance(event, RootCall)]
+    is_alone = len({id(root.module) for root in roots}) == 1
+    kinds = {root.index: "the model" if is_alone else type(root.module).__name__ for root in roots}
     bodies: dict[str, dict[str, None]] = {}
     for position, op in enumerate(ops):
         name = names[position] if names is not None else (op.module or "")
         off = f'with torch.autocast("{op.device}", enabled=False):'
         if op.root is not None:
-            call = f"{attribute_path(name)}(x.float())" if name else "the model on x.float()"
-            body = f"{call}  # where {name or 'the model'} is called (its results stay float32)"
+            own = kinds.get(op.root, "the model")
+            call = f"{attribute_path(name)}(x.float())" if name else f"{own} on x.float()"
+            body = f"{call}  # where {name or own} is called (its results stay float32)"
         else:
             code = words.code_at(op.line) or ""
             body = f"{code}  # on .float() operands"

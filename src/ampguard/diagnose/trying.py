@@ -55,11 +55,11 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     replayer = evidence.replayer
     is_trial = proposal.search or proposal.trial is not None
     if not is_trial or replayer is None or budget.is_spent:
-        return fix(None, how=advice([evidence.op]) if proposal.search else None)
+        return fix(None, how=advice([evidence.op], evidence.events()) if proposal.search else None)
     target, how = proposal.target, proposal.how
     try:
         if proposal.search:
-            how = advice([evidence.op])
+            how = advice([evidence.op], evidence.events())
             found = smallest_float32_region(evidence, budget)
             if found is None:
                 return fix(False, "the replayed step is still bad", how)
