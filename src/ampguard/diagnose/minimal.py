@@ -7,6 +7,7 @@ and Isolating Failure-Inducing Input", IEEE TSE 2002).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,7 +15,10 @@ from ampguard.capture.record import Event, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
+from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
@@ -61,8 +65,32 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         smaller = attempt(evidence.bad, replayer, _variant(fewer))
         if not smaller.is_bad:
             members, outcome = fewer, smaller
+    with contextlib.suppress(Exception):  # what cannot be differentiated is as good as it is
+        if _with_finite_gradients(members, replayer, budget):
+            outcome = attempt(evidence.bad, replayer, _variant(members))
     names = [_name(region, replayer.names) for region in members]
     return ", ".join(names), advice(list(members.values()), replayer.events, names), _variant(members), outcome
+
+
+def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, budget: Budget) -> bool:
+    """Add the regions in which the gradients of a loss that is finite by now begin to be bad. Whether there were any."""
+    added: list[Region] = []
+    while len(members) < MAX_REGIONS and not budget.is_spent:
+        again = with_backward(replayer, _variant(members))
+        if again is None or has_finite_gradients(replayer, _variant(members)) is not False:
+            return bool(added)
+        found = locate_gradient(again.bad, again, budget.deadline)
+        op = found.forward.op if isinstance(found, GradientEvidence) else found.op
+        region = region_of(op)
+        if region is None or region in members:
+            region = _wider(op, members, replayer.names)
+        if region is None:
+            break
+        members[region] = op
+        added.append(region)
+    for region in added:  # not enough: the forward pass needs none of them
+        del members[region]
+    return False
 
 
 def region_of(op: TracedOp) -> Region | None:
