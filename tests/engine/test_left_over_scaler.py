@@ -181,3 +181,12 @@ def test_a_closure_whose_loss_a_scaler_has_multiplied_is_refused() -> None:
 
     with pytest.raises(ProtocolError, match="65536 times too large"):
         amp.step(optimizer, closure)
+
+
+def test_a_loop_of_its_own_beside_an_amp_hears_what_pytorch_says() -> None:
+    amp = made("fp16")
+    other = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    for call in (torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_):
+        with pytest.raises(AssertionError, match="_scale is None"):
+            call(torch.amp.GradScaler("cpu"), other)
+    train(amp, range(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +16,18 @@ from ampguard.compat.updates import GRAD_SCALER, BorrowedScaler, loss_scale
 
 Scaler = torch.amp.GradScaler
 
+Explain = Callable[[str, object | None], Exception | None]
+"""Given the name of a call and the optimizer that it was given, if any."""
+
 _moments = itertools.count(1)
 _began: weakref.WeakKeyDictionary[Scaler, int] = weakref.WeakKeyDictionary()
 """When each scaler has scaled for the first time, of those that began while they were followed."""
 
 
-def follow_scalers(explain_unused: Callable[[str], Exception | None]) -> int:
+def follow_scalers(explain_unused: Explain) -> int:
     """Notice from now on which GradScalers begin to scale. Returns the present moment, for `scalers_since`.
 
-    One that never scaled raises what `explain_unused` gives for the name of the call, if anything. The two methods of
+    One that never scaled raises what `explain_unused` gives for the call, if anything. The two methods of
     GradScaler's that are replaced, once and for good, are those that it calls at its first use and where it refuses.
     """
     _replace("_lazy_init_scale_growth_tracker", _noting)
@@ -46,12 +50,13 @@ def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _explaining(explain: Callable[[str], Exception | None], check: Callable[..., Any]) -> Callable[..., Any]:
+def _explaining(explain: Explain, check: Callable[..., Any]) -> Callable[..., Any]:
     def explained(self: Scaler, call: str) -> Any:
         try:
             return check(self, call)
         except AssertionError as error:
-            better = None if isinstance(self, BorrowedScaler) else explain(call)
+            optimizer = sys._getframe(1).f_locals.get("optimizer")  # the method's that asks for the check
+            better = None if isinstance(self, BorrowedScaler) else explain(call, optimizer)
             if better is None:
                 raise
             raise better from error

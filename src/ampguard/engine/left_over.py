@@ -29,7 +29,9 @@ class LeftOver:
     fourth, the eighth and so on.
     """
 
-    def __init__(self, scales_loss: bool, computes_in: torch.dtype) -> None:
+    def __init__(self, scales_loss: bool, computes_in: torch.dtype, holdings: Sequence[Holding]) -> None:
+        self.optimizers = frozenset(id(holding.optimizer) for holding in holdings)
+        """By identity: the Amp keeps them alive."""
         self._may_compute_in_float16 = scales_loss or computes_in == torch.float16
         self._odd: dict[str, int] = {}
         self._looks = 0
@@ -85,6 +87,7 @@ def _scale(scaler: object) -> float:
     return float(scale) if scale is not None else 1.0
 
 
-def _explain_unused(call: str) -> Exception | None:
-    """What a GradScaler raises that is asked to unscale, step or update, and has scaled nothing."""
-    return misuse.left_over_scaler(call) if _alive else None
+def _explain_unused(call: str, optimizer: object | None) -> Exception | None:
+    """What a GradScaler raises that is asked to unscale or step an Amp's optimizer, or to update, and has scaled nothing."""
+    is_ours = any(optimizer is None or id(optimizer) in left_over.optimizers for left_over in _alive)
+    return misuse.left_over_scaler(call) if is_ours else None

@@ -40,7 +40,7 @@ class Stepper:
         self._loss_scale = loss_scale
         self._window = window
         self._max_norm = max_norm
-        self._left_over = LeftOver(mode.scales_loss, mode.autocast_dtype or mode.weights_dtype)
+        self._left_over = LeftOver(mode.scales_loss, mode.autocast_dtype or mode.weights_dtype, holdings)
         self.rules = Rules(holdings, mode.scales_loss, window, lambda: float(loss_scale.value), self._left_over)
         self._announcer = Announcer(loss_scale.value if mode.scales_loss else None)
         self.found_infs: dict[str, Tensor] = {}
