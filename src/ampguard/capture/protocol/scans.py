@@ -35,6 +35,9 @@ UNUSED_STEPS = 8
 may miss a branch; in a long run it is said live after `LIVE_STEPS`, when a warm-up or a rare task would have shown."""
 
 LIVE_STEPS = 256
+MAX_COLLECTIONS = 3
+"""Of garbage, in a run: each takes as long as all of its objects ask for."""
+
 STALE_STEPS = 2
 RESCAN_STEPS = 32
 """A layer may be replaced at any time."""
@@ -51,6 +54,7 @@ class Scans:
         self._moves = moves
         self._models = models
         self._told: set[tuple[str, int]] = set()
+        self._collections = 0
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
 
@@ -173,6 +177,10 @@ class Scans:
     def stale(self, watch: OptimizerWatch, without: list[Tensor]) -> Breach | None:
         """Whether the optimizer holds other tensors than those that receive the gradients."""
         lost = orphans(self._models, without)  # what it has left over from earlier steps is no gradient either
+        if not lost and self._collections < MAX_COLLECTIONS:  # a model that was thrown away may lie about as garbage
+            self._collections += 1
+            gc.collect()
+            lost = orphans(self._models, without)
         if not lost:
             return None
         held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
