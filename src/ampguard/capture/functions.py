@@ -6,9 +6,7 @@ Taped operator by operator they would lose their own backward; so each is record
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from types import MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -62,18 +60,3 @@ def _give_gradients(log: EventLog, first: int, output: Any) -> None:
             event.modes = dataclasses.replace(event.modes, grad=True)
         elif isinstance(event, GlueOp):
             event.grad = True
-
-
-def aliases_of(apply: Any) -> list[tuple[ModuleType, str]]:
-    """Names of modules that stand for the `apply` of a custom function (`scale_gradient = ScaleGradient.apply`).
-
-    They were bound before the guard was on, and would go around it. Those in closures and in objects are not found.
-    """
-    found: list[tuple[ModuleType, str]] = []
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "torch":
-            continue
-        for name, value in list(vars(module).items()):
-            if type(value) is MethodType and value.__func__ is apply:
-                found.append((module, name))
-    return found

@@ -14,6 +14,7 @@ from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.compiled_steps import recorded_as_called
 from ampguard.capture.patches import Patches
+from ampguard.capture.probing.aliases import names_of
 from ampguard.capture.reached import is_users
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
@@ -33,10 +34,11 @@ class CompilerProbe:
         """How many modules were imported when that was done last."""
 
     def install(self) -> None:
-        self._patches.replace(torch, "compile", self._watch_compile)
+        for module, name in names_of(torch.compile):
+            self._patches.replace(module, name, self._watch_compile)
         for name in ("trace", "trace_module"):
             self._patches.replace(torch.jit, name, self._off_tape)
-        if compat.dynamo_is_loaded():  # perhaps something is compiled already
+        if compat.may_compile() or compat.has_compiled():
             self._recorder.barrier.call(self._hide)
 
     def _watch_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:

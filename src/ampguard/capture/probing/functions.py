@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampguard import compat
-from ampguard.capture.functions import aliases_of, checkpointed
+from ampguard.capture.functions import checkpointed
 from ampguard.capture.patches import Patches
+from ampguard.capture.probing.aliases import methods_of
 from ampguard.capture.probing.collectives import DIFFERENTIABLE
 from ampguard.capture.recorder import FlightRecorder
 
@@ -68,7 +69,7 @@ class FunctionProbe:
             return classmethod(functools.wraps(inner)(apply))
 
         if isinstance(torch.autograd.Function.__dict__.get("apply"), classmethod):
-            known = aliases_of(torch.autograd.Function.__dict__["apply"].__func__)
+            known = methods_of(torch.autograd.Function.__dict__["apply"].__func__)
             self._patches.replace(torch.autograd.Function, "apply", watch)
             for module, name in known:
                 self._patches.replace(module, name, lambda bound: bound.__self__.apply)

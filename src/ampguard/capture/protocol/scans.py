@@ -176,16 +176,16 @@ class Scans:
 
     def stale(self, watch: OptimizerWatch, without: list[Tensor]) -> Breach | None:
         """Whether the optimizer holds other tensors than those that receive the gradients."""
+        held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
+        others = unowned(self._models, held)
+        if not others:
+            return None
         lost = orphans(self._models, without)  # what it has left over from earlier steps is no gradient either
         if not lost and self._collections < MAX_COLLECTIONS:  # a model that was thrown away may lie about as garbage
             self._collections += 1
             gc.collect()
             lost = orphans(self._models, without)
         if not lost:
-            return None
-        held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
-        others = unowned(self._models, held)
-        if not others:
             return None
         flat = hold_flat(lost, others)
         if not flat:
