@@ -2,9 +2,10 @@
 
 `warm.run` and `warm.start` take the command of a `subprocess.run` or `Popen`. The child has its own folder, environment,
 `sys.path`, arguments, `__main__`, files and random numbers, and it ends as Python does: output, traceback, exit status or
-signal are those of a new process. Three things differ, so a test that is about one of them starts a real process:
+signal are those of a new process. Some things differ, so a test that is about one of them starts a real process:
 
-- `modules` are imported already when its first line runs, and so before any guard starts;
+- `modules` are imported already when its first line runs, and so before any guard starts, and with `ampguard run` what
+  that imports itself; the end of the process takes none of them apart;
 - it computes with one thread, and its strings hash as those of the other children;
 - its parent is the server that it was forked from, whose objects `gc.get_objects` leaves out.
 
@@ -33,6 +34,8 @@ from typing import IO, Any
 TORCH = ("torch", "torch._dynamo")
 """What the first optimizer of any training imports."""
 RANKS = (*TORCH, "torch.distributed.fsdp", "torch.nn.parallel")
+GUARD = ("ampguard.cli.run", "ampguard.run.session")
+"""What `ampguard run` imports before the first line of its script, or with torch."""
 
 _READ_AT_START = ("PYTHON", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "LD_", "LC_", "LANG")
 _CAN_FORK = hasattr(os, "pidfd_open") and os.environ.get("AMPGUARD_TESTS_FORK") != "0"
@@ -81,9 +84,12 @@ def start(
     assert not command[1].startswith("-") or command[1] in ("-m", "-c"), "options of Python's need a real process"
     read_at_start = {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
     read_at_start.pop("PYTHONPATH", None)  # the child's own
-    key = (tuple(modules), os.getpid(), *sorted(read_at_start.items()))
+    sources = ""
+    if list(command[1:4]) == ["-m", "ampguard", "run"] and "torch" in modules and "PYTHONPATH" in environ:
+        modules, sources = (*modules, *GUARD), environ["PYTHONPATH"]
+    key = (tuple(modules), sources, os.getpid(), *sorted(read_at_start.items()))
     if key not in _servers:
-        _servers[key] = _Server(modules, environ)
+        _servers[key] = _Server(modules, sources, environ)
     return _servers[key].fork(list(command[1:]), str(cwd or Path.cwd()), environ, stdout.fileno(), stderr.fileno())
 
 
@@ -122,10 +128,11 @@ class Forked:
 class _Server:
     """Lives as long as this process: it ends when our end of the socket is closed, if need be by the system."""
 
-    def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], sources: str, environ: Mapping[str, str]) -> None:
         self._asking, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
-        command = [sys.executable, str(Path(__file__).with_name("warm_server.py")), str(theirs.fileno()), *modules]
+        server = str(Path(__file__).with_name("warm_server.py"))
+        command = [sys.executable, server, str(theirs.fileno()), sources, *modules]
         with theirs:
             self._process = subprocess.Popen(
                 command,
