@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "src"
+
+Compare = Callable[..., subprocess.CompletedProcess[str]]
 
 SCRIPT = """
 import sys
@@ -42,17 +45,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ampguard", "compare", *words]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
 
-def test_table_and_json_agree_with_the_runs(folder: Path) -> None:
+def test_table_and_json_agree_with_the_runs(folder: Path, compare: Compare) -> None:
     words = ("train.py", "--precisions", "fp32,fp16", "--steps", "30", "--out", "runs", "--", "--width", "16")
-    done = compare(folder, *words, "--format")  # after `--`: the script's
+    done = in_a_process(folder, *words, "--format")  # after `--`: the script's
     assert done.returncode == 1  # it refuses the word
-    done = compare(folder, "--format", "json", "--out", "again", *words[:5], *words[7:])
+    done = compare("--format", "json", "--out", "again", *words[:5], *words[7:])
     assert done.returncode == 0, done.stderr
     whole = json.loads(done.stdout)
     fp32, fp16 = whole["runs"]
@@ -65,11 +68,11 @@ def test_table_and_json_agree_with_the_runs(folder: Path) -> None:
     assert (folder / "again" / "fp16" / "report.json").exists()
 
 
-def test_the_same_seeds(folder: Path) -> None:
+def test_the_same_seeds(folder: Path, compare: Compare) -> None:
     losses = []
     for name in ("one", "two"):
         words = ("--precisions", "fp32", "--steps", "3", "--format", "json", "--out", name, "train.py", "--width", "16")
-        losses.append(json.loads(compare(folder, *words).stdout)["runs"][0]["losses"])
+        losses.append(json.loads(compare(*words).stdout)["runs"][0]["losses"])
     assert losses[0] == losses[1]
 
 
@@ -85,8 +88,8 @@ def test_the_same_seeds(folder: Path) -> None:
         (("train.py", "--out", "."), "is not empty"),
     ],
 )
-def test_wrong_words(folder: Path, words: tuple[str, ...], message: str) -> None:
-    done = compare(folder, *words)
+def test_wrong_words(folder: Path, compare: Compare, words: tuple[str, ...], message: str) -> None:
+    done = compare(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import warm
 
 SOURCES = Path(__file__).parents[2] / "src"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+
+Compare = Callable[..., subprocess.CompletedProcess[str]]
 
 SCRIPT = """
 import random, sys, torch
@@ -72,13 +75,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ampguard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ampguard", *words]
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-
-
-def test_modules_are_compared_and_the_script_does_not_notice(folder: Path) -> None:
-    done = ampguard(folder, "compare", "train.py", "--eval", "--out", "runs", "--format", "json")
+def test_modules_are_compared_and_the_script_does_not_notice(folder: Path, compare: Compare) -> None:
+    done = compare("train.py", "--eval", "--out", "runs", "--format", "json")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["could_not"] == []
@@ -98,8 +96,8 @@ def test_modules_are_compared_and_the_script_does_not_notice(folder: Path) -> No
     assert all(line in printed.splitlines() for line in alone.stdout.splitlines())
 
 
-def test_as_a_table(folder: Path) -> None:
-    done = ampguard(folder, "compare", "--eval", "--precisions", "fp16", "--out", "runs", "train.py")
+def test_as_a_table(folder: Path, compare: Compare) -> None:
+    done = compare("--eval", "--precisions", "fp16", "--out", "runs", "train.py")
     assert done.returncode == 0, done.stderr
     head, first, *rest = done.stdout.splitlines()
     assert head.split()[:4] == ["module", "class", "precision", "error"]
@@ -108,13 +106,13 @@ def test_as_a_table(folder: Path) -> None:
     assert "12 evaluation calls, each with the same weights and inputs in every precision" in rest
 
 
-def test_nothing_evaluated(folder: Path) -> None:
-    done = ampguard(folder, "compare", "--eval", "--steps", "5", "--out", "runs", "train.py")
+def test_nothing_evaluated(folder: Path, compare: Compare) -> None:
+    done = compare("--eval", "--steps", "5", "--out", "runs", "train.py")
     assert done.returncode == 1
     assert "nothing was compared: the script called no model under no_grad" in done.stdout
 
 
-def test_nothing_finite(folder: Path) -> None:
+def test_nothing_finite(folder: Path, compare: Compare) -> None:
     lines = [
         "import torch",
         "net = torch.nn.Linear(8, 2)",
@@ -122,12 +120,12 @@ def test_nothing_finite(folder: Path) -> None:
         "net.requires_grad_(False)",
     ]
     (folder / "train.py").write_text("\n".join([*lines, "torch.no_grad()(net)(torch.randn(4, 8))"]))
-    done = ampguard(folder, "compare", "--eval", "--precisions", "fp16", "--out", "runs", "train.py")
+    done = compare("--eval", "--precisions", "fp16", "--out", "runs", "train.py")
     assert done.returncode == 1
     assert "nothing was compared: in float32 itself no output of the evaluation is finite" in done.stdout
 
 
-def test_nothing_to_compare_with(folder: Path) -> None:
-    done = ampguard(folder, "compare", "--eval", "--precisions", "fp32", "train.py")
+def test_nothing_to_compare_with(folder: Path, compare: Compare) -> None:
+    done = compare("--eval", "--precisions", "fp32", "train.py")
     assert done.returncode == 2
     assert "name another precision" in done.stderr
