@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launching import ROOT, WITHIN_S
 
+import warm
 from ampguard.report.store import read_report
 
 SCRIPT = str(Path(__file__).with_name("spawning_trainings.py"))
@@ -19,7 +20,7 @@ def ended(folder: Path, *words: str, guarded: bool = True) -> subprocess.Complet
     guard = ["-m", "ampguard", "run", "--out", "out"] if guarded else []
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "AMPGUARD_DEBUG": "1"}
     command = [sys.executable, *guard, SCRIPT, *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=WITHIN_S)
+    return warm.run(command, cwd=folder, env=env, timeout=WITHIN_S, modules=warm.TORCH if guarded else warm.RANKS)
 
 
 def test_what_the_script_sees_of_spawned_ranks_is_the_same(tmp_path: Path) -> None:
