@@ -6,38 +6,56 @@ Those in closures and in objects are not found.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from types import MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _WITHOUT_PYTORCH = sys.stdlib_module_names | {"sympy", "mpmath", "numpy", "scipy", "networkx", "jinja2"}
 """Packages of very many modules, most of them there in any training."""
 
+_looked_through: dict[Any, WeakKeyDictionary[ModuleType, int]] = {}
+"""Modules that had no such name, with the number of those that they had: the next guard of a process is on sooner."""
+
 
 def names_of(function: Any) -> list[tuple[ModuleType, str]]:
     """Of a function, in PyTorch's own front door (`torch.compile`) and elsewhere (`from torch import compile`)."""
-    found = []
-    for module in _modules():
-        names = vars(module)
-        if id(function) in map(id, names.values()):  # looked at quickly: there are thousands of modules
-            found += [(module, name) for name, value in list(names.items()) if value is function]
-    return found
+    wanted = id(function)
+    return _found(function, lambda values: wanted in map(id, values), lambda value: value is function)
 
 
 def methods_of(function: Any) -> list[tuple[ModuleType, str]]:
     """Of a class method, bound to any class: `scale_gradient = ScaleGradient.apply`."""
+
+    def is_one(value: Any) -> bool:
+        return type(value) is MethodType and value.__func__ is function
+
+    return _found(function, lambda values: MethodType in map(type, values), is_one)
+
+
+def _found(
+    function: Any, may_have: Callable[[Iterable[Any]], bool], is_one: Callable[[Any], bool]
+) -> list[tuple[ModuleType, str]]:
+    """`may_have` is quick: there are thousands of modules."""
     found = []
+    known = _looked_through.setdefault(function, WeakKeyDictionary())
     for module in _modules():
         names = vars(module)
-        if MethodType in map(type, names.values()):
-            methods = [(name, value) for name, value in list(names.items()) if type(value) is MethodType]
-            found += [(module, name) for name, method in methods if method.__func__ is function]
+        if known.get(module) == len(names):
+            continue
+        here = [name for name, value in list(names.items()) if is_one(value)] if may_have(names.values()) else []
+        found += [(module, name) for name in here]
+        if not here:
+            known[module] = len(names)
     return found
 
 
-def _modules() -> Iterator[ModuleType]:
+def _modules() -> list[ModuleType]:
     """All that are imported and may use PyTorch, but for its own parts, which have names of their own."""
-    for name, module in list(sys.modules.items()):
-        package, dot, _ = name.partition(".")
-        if package not in _WITHOUT_PYTORCH and not (dot and package == "torch") and isinstance(module, ModuleType):
-            yield module
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in _WITHOUT_PYTORCH
+        and not name.startswith("torch.")
+        and isinstance(module, ModuleType)
+    ]
