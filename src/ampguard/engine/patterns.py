@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,8 +18,8 @@ MAX_NEAREST = 4
 def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     """The modules whose path matches any pattern, outermost only: what lies inside a match is covered by it.
 
-    `*` stands for anything, dots included. "" names the model itself. Raises PatternError for a pattern that matches
-    nothing.
+    `*` stands for anything, dots included. "" names the model itself. Of a container the modules that it holds are
+    meant. Raises PatternError for a pattern that matches nothing, or nothing that is ever called.
     """
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
@@ -27,8 +27,27 @@ def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
         matched = {name: m for name, m in modules.items() if (name or not pattern) and fnmatchcase(name, pattern)}
         if not matched:
             raise PatternError(_nothing_matches(pattern, type(model).__name__, list(modules)))
-        found |= matched
-    return {name: m for name, m in found.items() if not any(_is_inside(name, other) for other in found)}
+        called = called_in(matched)
+        if not called:
+            raise PatternError(_nothing_called(pattern, matched))
+        found |= called
+    return outermost(found)
+
+
+def outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that lie in no other one."""
+    return {name: m for name, m in modules.items() if not any(_is_inside(name, other) for other in modules)}
+
+
+def called_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """These modules, and in place of those that have no forward pass (`nn.ModuleList`, `nn.ModuleDict`) what they hold."""
+    called: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+            called[name] = module
+        else:
+            called |= called_in({f"{name}.{child}".lstrip("."): held for child, held in module.named_children()})
+    return called
 
 
 def listed_patterns(given: str | Sequence[str]) -> list[str]:
@@ -67,6 +86,14 @@ def _nothing_matches(pattern: str, model: str, names: list[str]) -> str:
     return (
         f"the pattern {pattern!r} matches no module of {model}; {hint}\n"
         f"  do    patterns are paths as model.named_modules() has them; `*` stands for anything"
+    )
+
+
+def _nothing_called(pattern: str, matched: Mapping[str, nn.Module]) -> str:
+    kinds = _listed(f"{name} ({type(m).__name__})" for name, m in list(matched.items())[:MAX_NEAREST])
+    return (
+        f"the pattern {pattern!r} matches {kinds} only: without a forward pass, and with no module inside that has one\n"
+        "  do    name a module that is called, or put @ampguard.force_fp32 on the function that computes"
     )
 
 

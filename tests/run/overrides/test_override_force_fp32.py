@@ -56,6 +56,7 @@ class Products:
     [
         (("blocks.*.attn",), {"blocks.0.attn", "blocks.1.attn"}),
         (("blocks.1",), {"blocks.1.attn", "blocks.1.mlp"}),
+        (("blocks",), {"blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp"}),
         (("head", "blocks.0.mlp"), {"head", "blocks.0.mlp"}),
     ],
 )

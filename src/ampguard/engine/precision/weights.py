@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ampguard.compat import hooks_of, unwrapped
 from ampguard.engine.casting import cast_floats, is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules, is_forced
+from ampguard.engine.patterns import called_in
 from ampguard.engine.precision.stand_ins import StandIns, places_in
 
 
@@ -84,9 +85,9 @@ class LowWeights:
                 tensor.data = tensor.data.to(dtype)
                 if tensor.grad is not None:
                     tensor.grad = None
-        for model in self._models:
-            model.register_forward_pre_hook(self._inputs, prepend=True, with_kwargs=True)
-            model.register_forward_hook(CastOutputs())
+        for module in {called: None for model in self._models for called in called_in({"": model}).values()}:
+            module.register_forward_pre_hook(self._inputs, prepend=True, with_kwargs=True)
+            module.register_forward_hook(CastOutputs())
 
     @contextlib.contextmanager
     def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ampguard.engine.force_fp32 import ForcedModules
-from ampguard.engine.patterns import nearest
+from ampguard.engine.patterns import called_in, nearest, outermost
 from ampguard.errors import PatternError
 from ampguard.run.overrides.ledger import Ledger, say
 from ampguard.run.overrides.plan import Plan
@@ -33,13 +33,12 @@ class Forced:
         self._seen += modules
         found: dict[str, nn.Module] = {}
         for pattern in self._patterns:
-            matched = {n: m for n, m in modules.items() if n and fnmatchcase(n, pattern)}
+            matched = called_in({n: m for n, m in modules.items() if n and fnmatchcase(n, pattern)})
             if matched and pattern in self._unmatched:
                 self._unmatched.remove(pattern)
             found |= matched
-        outermost = {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
-        if outermost:
-            self.force(list(outermost.items()), cast_back=True)
+        if found:
+            self.force(list(outermost(found).items()), cast_back=True)
 
     def force(self, modules: Sequence[tuple[str, nn.Module]], cast_back: bool) -> bool:
         """Make modules run in float32 from now on. Returns whether all could be changed."""
