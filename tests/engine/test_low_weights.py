@@ -91,7 +91,7 @@ def test_parameters_cannot_be_added_to_a_converted_model() -> None:
     amp = ampguard.Amp(model, optimizer, "O2", init_scale=1024.0)
     train(amp, range(1))
     optimizer.add_param_group({"params": list(model.inner.parameters())})
-    with pytest.raises(SetupError, match="added to `AdamW` after Amp was made"):
+    with pytest.raises(SetupError, match="added to `AdamW`, or replaced in it, after Amp was made"):
         train(amp, range(1, 2))
 
 

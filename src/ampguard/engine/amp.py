@@ -27,7 +27,7 @@ from ampguard.engine.setup import named, parameter_names, refuse_strangers
 from ampguard.engine.step import LossScale
 from ampguard.engine.stepper import Stepper
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
-from ampguard.errors import SetupError
+from ampguard.errors import ProtocolError, SetupError
 
 logger = logging.getLogger("ampguard")
 
@@ -129,6 +129,7 @@ class Amp:
         if training is None:
             training = any(model.training for model in self.models.values())
         if training:
+            self.follow_groups()
             for holding in self.holdings.values():
                 holding.refuse_moved(self.name_of)
             self.mode.before_forward()
@@ -151,6 +152,7 @@ class Amp:
         discriminator.
         """
         losses = arguments.listed_losses(loss)
+        self.follow_groups()
         only = None if optimizers is None else self._chosen_of(optimizers)
         if self.mode.keeps_masters:
             self.mode.average_first(self.ranks.wrappers())
@@ -192,7 +194,12 @@ class Amp:
         self.verdicts.settle()
         scale = self.stepper.scale
         before = scale.clone() if scale is not None else None
-        check = self.stepper.check(chosen)
+        try:
+            check = self.stepper.check(chosen)
+        except ProtocolError as error:
+            if error.cause == "no-gradients":  # perhaps because the model has other parameters by now
+                refuse_strangers(self.models, self.optimizers, self.mode.parameter_of)
+            raise
         parameters = (p for h in chosen for p in h.parameters)  # seldom asked for
         names = nonfinite_names(parameters, self.name_of, check.found_inf, self._name_nonfinite)
         self.stepper.apply(chosen, check)
@@ -310,6 +317,22 @@ class Amp:
     def load_sharded(self, folder: str | os.PathLike[str]) -> None:
         """Go on from `save_sharded`; every rank has to call this."""
         sharded.load_sharded(self, folder)
+
+    def follow_groups(self) -> None:
+        """The loop may have added parameters to an optimizer, replaced some or taken some away.
+
+        Raises SetupError for one of no model, and for a new one where the mode has cast the weights.
+        """
+        changed = [holding for holding in self.holdings.values() if holding.has_other_parameters()]
+        if not changed:
+            return
+        for holding in changed:
+            if holding.has_new_parameters():
+                self.mode.refuse_new_parameters(holding.name)
+        refuse_strangers(self.models, self.optimizers, self.mode.parameter_of)
+        for holding in changed:
+            holding.refresh()
+        self._names = parameter_names(self.models)
 
     def poisoned_buffers(self) -> list[str]:
         """Names of the models' buffers that hold NaN or Inf, and did not when training began. Waits for the device."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,9 +77,18 @@ class Holding:
         self.micro_steps += 1
         self.is_new = False
 
+    def has_other_parameters(self) -> bool:
+        """Whether somebody has added to the optimizer's groups, taken from them, or replaced a parameter in them."""
+        groups = self.optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self.parameters):
+            return True
+        now = itertools.chain.from_iterable(group["params"] for group in groups)
+        return not all(map(operator.is_, now, self.parameters))
+
     def has_new_parameters(self) -> bool:
-        """Whether somebody has changed the optimizer's groups (`add_param_group`)."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters)
+        """Whether the optimizer holds one that it did not hold when it was last looked."""
+        known = set(map(id, self.parameters))
+        return any(id(p) not in known for p in parameters_of(self.optimizer))
 
     def learns_others(self) -> bool:
         """Whether parameters that were frozen when it was last looked have gradients: then it is looked again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -71,17 +71,26 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def refuse_strangers(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> dict[str, list[Tensor]]:
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+def refuse_strangers(
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    parameter_of: Callable[[Tensor], Tensor] = _itself,
+) -> dict[str, list[Tensor]]:
     """The flat buffers of each optimizer: tensors that are no model's parameter, but lie in the same memory.
 
     Raises SetupError for an optimizer that updates anything else, or a parameter that another one updates too.
+    `parameter_of` gives the model's parameter for what an optimizer holds.
     """
     own = {id(p) for model in models.values() for p in model.parameters()}
     memory = {compat.storage_key(p) for model in models.values() for p in model.parameters()} - {0}
     flat: dict[str, list[Tensor]] = {}
     owner: dict[int, str] = {}
     for name, optimizer in optimizers.items():
-        others = [p for p in parameters_of(optimizer) if id(p) not in own]
+        others = [p for p in parameters_of(optimizer) if id(parameter_of(p)) not in own]
         strangers = [p for p in others if compat.storage_key(p) not in memory]
         if strangers:
             raise SetupError(_of_no_model(name, strangers, parameters_of(optimizer), models))

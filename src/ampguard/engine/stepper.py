@@ -62,10 +62,6 @@ class Stepper:
 
     def backward(self, losses: Sequence[Tensor], only: Sequence[Holding] | None, **options: Any) -> None:
         """Add the gradients of the losses, scaled, to all parameters or to those of some optimizers."""
-        for holding in self._holdings:
-            if holding.has_new_parameters():
-                self._mode.refuse_new_parameters(holding.name)
-                holding.refresh()
         self._left_over.before_backward(losses)
         self.rules.before_backward(only)
         self._mode.before_backward()

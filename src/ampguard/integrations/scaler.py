@@ -197,7 +197,7 @@ class EngineScaler:
         if own is None:
             own = self._updating[id(optimizer)] = Updating(held(optimizer, self._model))
             own.names = parameter_names({"model": self._model}) if self._model is not None else {}
-        if own.holding.has_new_parameters():
+        if own.holding.has_other_parameters():
             own.holding.refresh()
         return own
 

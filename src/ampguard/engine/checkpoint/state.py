@@ -30,6 +30,7 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """Raises PoisonedStateError."""
+        self._amp.follow_groups()
         judged = self._judged()
         refuse_poisoned(judged, self._known)
         state = {"ampguard": FORMAT, "precision": self._amp.mode.name, **judged, **self._rest()}
@@ -44,6 +45,7 @@ class Checkpoint:
 
     def load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
         """Raises CheckpointError before anything has changed."""
+        self._amp.follow_groups()
         check(
             state, {"ampguard": FORMAT, "precision": self._amp.mode.name, **self._judged(), **self._rest()}, self._amp
         )

@@ -105,7 +105,8 @@ class Precision:
         """Raise SetupError where parameters cannot be added to the optimizer called `name` any more."""
         if self.weights_dtype != torch.float32:
             raise SetupError(
-                f"parameters were added to `{name}` after Amp was made, which has cast the model for {self.name}\n"
+                f"parameters were added to `{name}`, or replaced in it, after Amp was made, which has cast the model for "
+                f"{self.name}\n"
                 "  do    give the optimizer all its parameters first; freeze those that learn later (requires_grad_(False))"
             )
 

@@ -1,0 +1,144 @@
+"""The optimizer's parameters change under way: parts are added, replaced, taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_loops import batch
+from torch import nn
+
+import ampguard
+from ampguard.errors import SetupError
+
+Change = Callable[[nn.Sequential, torch.optim.Optimizer], None]
+
+
+def model_and_optimizer() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def new_head(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(1)
+    model[2] = nn.Linear(16, 1)
+    optimizer.param_groups[1]["params"] = list(model[2].parameters())
+
+
+def one_weight(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    weight = nn.Parameter(model[2].weight.detach().clone() / 2)
+    model[2].weight = optimizer.param_groups[1]["params"][0] = weight
+
+
+def freeze_trunk(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].requires_grad_(False)
+    optimizer.param_groups.pop(0)
+
+
+def grow(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(2)
+    model.append(nn.Linear(1, 1))
+    optimizer.add_param_group({"params": model[3].parameters()})
+
+
+def amp_steps(amp: ampguard.Amp, model: nn.Module, numbers: range) -> None:
+    for number in numbers:
+        x, y = batch(number)
+        with amp.autocast():
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        amp.backward(loss)
+        amp.step()
+
+
+def trained(mode: str, change: Change) -> nn.Module:
+    model, optimizer = model_and_optimizer()
+    amp = ampguard.Amp(model, optimizer, mode, init_scale=256.0)
+    amp_steps(amp, model, range(3))
+    change(model, optimizer)
+    amp_steps(amp, model, range(3, 6))
+    return model
+
+
+def trained_plainly(change: Change) -> nn.Module:
+    model, optimizer = model_and_optimizer()
+    for number in range(6):
+        if number == 3:
+            change(model, optimizer)
+        x, y = batch(number)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("change", [new_head, one_weight, freeze_trunk, grow])
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_other_parameters_learn_as_in_a_plain_loop(mode: str, change: Change) -> None:
+    ours, plain = trained(mode, change).state_dict(), trained_plainly(change).state_dict()
+    tolerance = 1e-6 if mode == "fp32" else 2e-2
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+@pytest.mark.parametrize("change", [new_head, one_weight, grow])
+def test_cast_models_get_no_new_parameters(mode: str, change: Change) -> None:
+    with pytest.raises(SetupError, match=r"parameters were added to `SGD`, or replaced in it, after Amp was made"):
+        trained(mode, change)
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_parameters_may_be_taken_out_of_a_cast_model(mode: str) -> None:
+    ours, plain = trained(mode, freeze_trunk).state_dict(), trained_plainly(freeze_trunk).state_dict()
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name].float(), value, rtol=5e-2, atol=2e-2)
+
+
+def test_parameters_of_no_model_cannot_be_added() -> None:
+    def add_stranger(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+    with pytest.raises(SetupError, match=r"1 of 5 parameters of `SGD` \(shapes \(3,\)\) belong to none of the models"):
+        trained("fp16", add_stranger)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "O2", "bf16-true"])
+def test_a_model_whose_parameters_the_optimizer_does_not_have_any_more(mode: str) -> None:
+    """PyTorch alone would say nothing, and train nothing."""
+
+    def assign(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        model.load_state_dict({k: v.detach().clone() for k, v in model.state_dict().items()}, assign=True)
+
+    with pytest.raises(SetupError, match="belong to none of the models"):
+        trained(mode, assign)
+
+
+def test_what_was_added_is_named() -> None:
+    model, optimizer = model_and_optimizer()
+    amp = ampguard.Amp(model, optimizer, "fp32")
+    amp_steps(amp, model, range(1))
+    grow(model, optimizer)
+    amp_steps(amp, model, range(1, 2))
+    assert amp.name_of(model[3].weight) == "3.weight"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_a_resumed_run_may_add_parameters_before_it_loads(mode: str) -> None:
+    model, optimizer = model_and_optimizer()
+    amp = ampguard.Amp(model, optimizer, mode, init_scale=256.0)
+    amp_steps(amp, model, range(3))
+    grow(model, optimizer)
+    amp_steps(amp, model, range(3, 4))
+    state = amp.state_dict()
+
+    other, its_optimizer = model_and_optimizer()
+    resumed = ampguard.Amp(other, its_optimizer, mode, init_scale=256.0)
+    grow(other, its_optimizer)
+    resumed.load_state_dict(state)
+    amp_steps(amp, model, range(4, 6))
+    amp_steps(resumed, other, range(4, 6))
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
