@@ -6,6 +6,7 @@ import concurrent.futures.process
 import functools
 import multiprocessing
 import multiprocessing.pool
+import random
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import torch.utils.data._utils.worker
 from torch import nn
 
 import ampguard
-from ampguard.run.children import is_scripts, processes_made
+from ampguard.run.child import ChildSession, GivenGuard
+from ampguard.run.children import ChildProcesses, is_scripts, processes_made
 
 
 @pytest.mark.parametrize("computes", [False, True])
@@ -64,3 +66,26 @@ def test_a_process_is_as_it_was_once_it_was_started(tmp_path: Path) -> None:
         assert "run" not in vars(broken)
     assert session.report is not None
     assert session.report.ranks is not None  # it trained nothing: no rank
+
+
+def test_a_child_is_given_the_seed_of_the_run(tmp_path: Path) -> None:
+    given: GivenGuard = ChildProcesses(tmp_path, "options", seed=7)._give(multiprocessing.Process(target=train), None)
+    state = random.getstate()
+    child = ChildSession(given)
+    with torch.random.fork_rng(devices=[]):
+        child.start()
+        drawn = random.random(), torch.rand(()).item()
+        child.finish(None)
+        random.seed(7)
+        torch.manual_seed(7)
+        assert drawn == (random.random(), torch.rand(()).item())
+    random.setstate(state)
+
+
+def test_a_child_keeps_its_own_random_numbers_where_none_were_seeded(tmp_path: Path) -> None:
+    given = ChildProcesses(tmp_path, "options")._give(multiprocessing.Process(target=train), None)
+    before = torch.get_rng_state()
+    child = ChildSession(given)
+    child.start()
+    child.finish(None)
+    assert torch.equal(before, torch.get_rng_state())

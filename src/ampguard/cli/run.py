@@ -115,6 +115,7 @@ def command(
             on_nonfinite=on_nonfinite,
             script_name=target.stem,
             overrides=overrides,
+            seed=seed,
         )
         return Session(options)
 

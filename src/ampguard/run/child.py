@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 class GivenGuard:
     """What a child has from its parent. `number`: of its brothers, in the order in which they were started.
 
-    `attempt`: how often all of them had ended before. `options`: pickled, since reading them needs torch.
+    `attempt`: how often all of them had ended before. `options`: pickled, since reading them needs torch. `seed`: of its
+    random numbers, where it does not go on with its parent's.
     """
 
     folder: Path
     number: int
     attempt: int
     options: bytes
+    seed: int | None = None
 
 
 class GuardedFunction:
@@ -100,12 +102,24 @@ class ChildSession:
         here = sys.modules.get("ampguard.run.session")
         if here is not None and (parents := here.guarding()) is not None:
             parents.abandon()  # this process was forked
+        elif self._given.seed is not None:
+            self._seed(self._given.seed)
         if "torch" in sys.modules:
             self._wait()
         else:
             from ampguard.run.late import AfterImport
 
             AfterImport("torch", self._wait).install()
+
+    def _seed(self, seed: int) -> None:
+        from ampguard.run.late import AfterImport
+        from ampguard.run.seeds import seed_everything, seed_torch
+
+        seed_everything(seed)
+        if "torch" in sys.modules:
+            seed_torch(seed)
+        else:
+            AfterImport("torch", lambda: seed_torch(seed)).install()
 
     def finish(self, error: BaseException | None) -> None:
         self._stop_waiting()

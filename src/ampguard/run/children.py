@@ -27,9 +27,10 @@ _TORCHS_SPAWN = "torch.multiprocessing.spawn"
 class ChildProcesses:
     """Gives each process of the script's a guard that reports into this run's folder."""
 
-    def __init__(self, folder: Path, options: object) -> None:
+    def __init__(self, folder: Path, options: object, seed: int | None = None) -> None:
         self._folder = folder
         self._options = options
+        self._seed = seed
         self._patches = Patches()
         self._pid = os.getpid()
         self._given: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
@@ -79,7 +80,7 @@ class ChildProcesses:
         number = self._number if index is None else index
         self._number = max(self._number, number) + 1
         self._given.add(process)
-        return GivenGuard(self._folder, number, self._attempt, pickle.dumps(self._options))
+        return GivenGuard(self._folder, number, self._attempt, pickle.dumps(self._options), self._seed)
 
 
 def is_scripts(process: Any) -> bool:

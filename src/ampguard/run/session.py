@@ -51,6 +51,8 @@ class RunOptions:
     on_nonfinite: OnNonfinite = "observe"
     script_name: str = "script"
     overrides: Overrides | None = None
+    seed: int | None = None
+    """What random numbers were seeded with; for processes that the script starts."""
     joins: RunFolder | None = None
     """The folder of the guarded process that started this one, and this one's place in it."""
 
@@ -114,7 +116,7 @@ class Session:
                 *(self._on_ranks_fault, launch.restart),
             )
         else:
-            self._children = ChildProcesses(self._folder.path, self._options)
+            self._children = ChildProcesses(self._folder.path, self._options, self._options.seed)
             self._children.install()
         self._probes.install()
         self._calls.install()
