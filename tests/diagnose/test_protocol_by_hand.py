@@ -83,6 +83,22 @@ def test_one_division_by_hand_at_the_end_of_the_window(guard: Guard) -> None:
 # --- gradients of another loss, added ------------------------------------------------------------------------------------
 
 
+def test_a_division_by_hand_that_is_clipped_stays_known_between_close_looks(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.NAdam(model.parameters(), lr=1e-3)
+        for _ in range(12):
+            scaler.scale(loss_of(model)).backward()
+            inverse = 1.0 / scaler.get_scale()
+            for p in model.parameters():
+                p.grad.mul_(inverse)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+
+    assert is_silent(guard(body))
+
+
 def with_penalty(scaled: bool, in_place: bool) -> Callable[[], None]:
     def body() -> None:
         model, scaler = Net(), new_scaler()

@@ -34,6 +34,8 @@ class CloseLook:
         self._hooks = LeafHooks()
         self._shared = SharedParameters()
         self._as_left: list[Any] = []
+        self._at_rest: list[OptimizerWatch] = []
+        """Those whose gradients nobody has written to when clipping began."""
         self.added = AddedGradients()
         self.own_scale = HandScale()
 
@@ -143,6 +145,7 @@ class CloseLook:
     def before_clipping(self) -> None:
         """Somebody may have divided them by hand: what clipping does to them then is not to hide it."""
         self._as_left = self._shared.as_left()
+        self._at_rest = [watch for watch in self._moves.mine() if watch.at_rest is not None and watch.is_untouched()]
         for watch in self._moves.mine():
             if watch.copy is not None and not watch.is_untouched():
                 by = watch.divided_by()
@@ -154,10 +157,10 @@ class CloseLook:
         """Clipping writes to gradients, which is known."""
         for divided in self._as_left:
             divided.rest()
-        self._as_left = []
+        for watch in self._at_rest:
+            watch.rest()
+        self._as_left, self._at_rest = [], []
         for watch in self._moves.mine():
-            if watch.at_rest is not None:
-                watch.rest()
             if watch.copy is not None:
                 watch.keep_copy(watch.divided)
 
