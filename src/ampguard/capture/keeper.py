@@ -46,6 +46,8 @@ SEGMENTS = 2
 MEMORY_SHARE = 1 / 8
 CALM_STEPS = 8
 """Quiet steps in a row after which the alarm has passed."""
+CALM_STEPS_AT_A_NEW_RATE = SEGMENTS * SEGMENT_STEPS
+"""The same after a much larger learning rate: with momentum and few steep directions it takes its time."""
 LONGEST_ALARM = 256
 """Steps after which what raised the alarm is taken to be the usual."""
 TIME_SHARE = 0.01
@@ -82,12 +84,16 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Why steps are to be kept, whose alarm it is and the largest rate that it bore; `first_update`: see `Stretch`."""
+    """Why steps are to be kept, whose alarm it is and the largest rate that it bore.
+
+    `first_update`: see `Stretch`. `calm_steps`: quiet steps after which the alarm has passed.
+    """
 
     reason: str
     alarm: Alarm
     rate: float
     first_update: float | None = None
+    calm_steps: int = CALM_STEPS
 
 
 class StretchKeeper:
@@ -111,6 +117,7 @@ class StretchKeeper:
         self._wanted: _Wanted | None = None
         """Raised after the iteration's first update: a snapshot is due before the next one's."""
         self._raised_by: Alarm | None = None
+        self._calm_steps = CALM_STEPS
         self._updates: list[Update] = []
         self._is_scaled = False
         """Whether the last update was made by a scaler."""
@@ -147,7 +154,8 @@ class StretchKeeper:
         else:
             self._is_quiet = False
             if self.stretch is None and (self._wanted is None or self._wanted.first_update):
-                self._wanted = _Wanted(alarm.reason(value, rate), alarm, alarm.rate)
+                calm_steps = CALM_STEPS if alarm.is_quiet(None, rate) else CALM_STEPS_AT_A_NEW_RATE
+                self._wanted = _Wanted(alarm.reason(value, rate), alarm, alarm.rate, calm_steps=calm_steps)
             alarm.rate = max(alarm.rate, rate)  # it has been told once
         if self.stretch is not None or self._wanted is not None:
             self._attend(optimizer, by_scaler)
@@ -189,7 +197,7 @@ class StretchKeeper:
         if self._steps_armed >= LONGEST_ALARM and self._raised_by is not None:
             self._raised_by.settle()
             self._drop()
-        elif self._quiet_steps >= CALM_STEPS:
+        elif self._quiet_steps >= self._calm_steps:
             self._drop()
 
     def with_running_step(self) -> Stretch | None:
@@ -251,7 +259,7 @@ class StretchKeeper:
         self.stretch = Stretch(
             wanted.reason, self._step, wanted.alarm.highest, wanted.rate, first_update=wanted.first_update
         )
-        self._raised_by = wanted.alarm
+        self._raised_by, self._calm_steps = wanted.alarm, wanted.calm_steps
         self._quiet_steps = self._steps_armed = 0
         self._copy(self.stretch)
         if not is_first:
