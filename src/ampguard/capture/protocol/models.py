@@ -68,6 +68,21 @@ def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in models.parameters() if p.requires_grad and p.is_leaf and p.grad is not None and id(p) not in ids]
 
 
+def wrapped_around(models: Models, held: list[Tensor], holds: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Unowned parameters of modules that have frozen parameters of `holds` inside (an adapter's), and those frozen ones."""
+    added = {id(p): p for p in unowned(models, held)}
+    frozen = {id(p): p for p in holds if not p.requires_grad} if added else {}
+    found: dict[int, Tensor] = {}
+    inside: dict[int, Tensor] = {}
+    for module in (m for root, _ in models.roots() for m in root.modules()) if frozen else ():
+        own = [p for p in module.parameters(recurse=False) if id(p) in added]
+        around = [p for p in module.parameters() if id(p) in frozen] if own else []
+        if around:
+            found |= {id(p): p for p in own}
+            inside |= {id(p): p for p in around}
+    return list(found.values()), list(inside.values())
+
+
 def orphans(models: Models, parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those that belong to no module that was called."""
     known = {id(p) for p in models.parameters()}

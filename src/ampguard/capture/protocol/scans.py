@@ -22,10 +22,12 @@ from ampguard.capture.protocol.models import (
     orphans,
     share_memory,
     unowned,
+    wrapped_around,
 )
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.protocol.unused import unused_facts
+from ampguard.compat import version_of
 from ampguard.protocol.events import Breach
 
 EARLY_STEPS = 3
@@ -55,6 +57,8 @@ class Scans:
         self._models = models
         self._told: set[tuple[str, int]] = set()
         self._collections = 0
+        self._versions: dict[int, int] = {}
+        """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
 
@@ -111,6 +115,7 @@ class Scans:
         watch.lost_one = False
         if watch.steps >= STALE_STEPS and not without:
             self._look_for_moved(watch)
+            self._look_for_wrapped(watch)
         if watch.steps < STALE_STEPS or not without:
             if not watch.candidates:
                 self._moves.listener.on_suspicion(("unused", watch), None, 0)
@@ -143,6 +148,34 @@ class Scans:
             step = self._moves.attempt if since is None else since
             self._moves.tell([Breach("stale-parameters", watch, None, watch.created, stepped, None, facts)], step)
 
+    def _look_for_wrapped(self, watch: OptimizerWatch) -> None:
+        """Have frozen layers that it holds been wrapped in adapters that nobody holds? The rest of it has gradients."""
+        if ("stale", id(watch)) in self._told or all(p.requires_grad for p in watch.parameters()):
+            return
+        self._models.look()
+        stale = self._wrapped(watch)
+        if stale is not None:
+            self._told.add(("stale", id(watch)))
+            self._moves.tell([stale], stale.facts["since"])
+
+    def _wrapped(self, watch: OptimizerWatch, is_refused: bool = False) -> Breach | None:
+        """Whether trained parameters that no optimizer holds were put around frozen ones that this one holds.
+
+        What the script itself updates is written to between two looks.
+        """
+        held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
+        added, inside = wrapped_around(self._models, held, watch.parameters())
+        rested = [p for p in added if self._versions.setdefault(id(p), -1) == version_of(p)]
+        self._versions |= {id(p): version_of(p) for p in added}
+        added = added if is_refused else rested
+        if not added:
+            return None
+        ledger = self._moves.machine.ledger(watch)
+        first = watch.first_step if watch.first_step is not None else self._moves.attempt
+        facts: dict[str, Any] = {"parameters": added, "lost": [tuple(p.shape) for p in inside], "wrapped": True}
+        facts |= {"of": len(watch.parameters()), "since": first}
+        return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
+
     def _judge(self, watch: OptimizerWatch) -> None:
         step = watch.first_step if watch.first_step is not None else self._moves.attempt
         assert watch.candidates is not None
@@ -172,9 +205,11 @@ class Scans:
         elif last is not None and watch in last.reached:  # it had gradients, and somebody set them to None
             facts |= {"why": "cleared", "backward": last.where}
             first = None
+        elif is_frozen(watch.parameters()):
+            facts["why"] = "frozen"
         return Breach("no-gradients", watch, None, first, ledger.stepped_at, None, facts)
 
-    def stale(self, watch: OptimizerWatch, without: list[Tensor]) -> Breach | None:
+    def stale(self, watch: OptimizerWatch, without: list[Tensor], is_refused: bool = False) -> Breach | None:
         """Whether the optimizer holds other tensors than those that receive the gradients."""
         held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
         others = unowned(self._models, held)
@@ -186,7 +221,7 @@ class Scans:
             gc.collect()
             lost = orphans(self._models, without)
         if not lost:
-            return None
+            return self._wrapped(watch, is_refused)
         flat = hold_flat(lost, others)
         if not flat:
             lost = [p for p in lost if p.requires_grad]
@@ -235,15 +270,20 @@ class Scans:
             return breach
         parameters = watch.parameters()
         self._models.look()
-        stale = self.stale(watch, [p for p in parameters if p.grad is None])
+        stale = self.stale(watch, [p for p in parameters if p.grad is None], is_refused=True)
         if stale is not None:
             stale.facts |= {"refused": breach.facts.get("refused"), "backward": breach.first}
             stale.scaler, stale.again = breach.scaler, breach.again
             return stale
         breach.facts |= {"parameters": parameters, "of": len(parameters)}
-        if parameters and not any(p.requires_grad for p in parameters):
+        if is_frozen(parameters):
             breach.facts["why"] = "frozen"
         return breach
+
+
+def is_frozen(parameters: list[Tensor]) -> bool:
+    """Whether there are any, and none wants a gradient."""
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:

@@ -1,9 +1,9 @@
 """stale-parameters: the tensors that an optimizer holds are not those that receive gradients.
 
-What happens   a layer was replaced or parametrized (weight_norm), weights were loaded with assign=True, or the model
-               copied, re-created or moved, after the optimizer was built; or an
-               optimizer holds flat buffers of which the parameters are views, and zero_grad(set_to_none=True), PyTorch's
-               default, drops their gradients: backward then gives each parameter a gradient of its own.
+What happens   a layer was replaced, parametrized (weight_norm) or wrapped in an adapter (LoRA), weights were loaded with
+               assign=True, or the model copied, re-created or moved, after the optimizer was built; or an optimizer holds
+               flat buffers of which the parameters are views, and zero_grad(set_to_none=True), PyTorch's default, drops
+               their gradients: backward then gives each parameter a gradient of its own.
 Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler and no gradient at all PyTorch says "No inf
                checks were recorded for this optimizer."; otherwise nothing is said, and those layers never learn.
 Instead        build the optimizer last, from the model that is trained; with flat buffers zero_grad(set_to_none=False).
@@ -56,6 +56,15 @@ def stale_parameters(scene: Scene) -> Telling:
         )
         how = f"{name}.zero_grad(set_to_none=False)"
         fix = order(scene, f"keep the flat gradient buffers: {how}", "keep-grad-buffers")
+    elif scene.facts.get("wrapped"):
+        alone = len(scene.parameters) == 1
+        why = (
+            f"{listed(scene.parameters)} {'gets a gradient and belongs' if alone else 'get gradients and belong'} to no "
+            f"optimizer, while {what} lie frozen inside the same modules. Layers were wrapped in new ones (LoRA, an "
+            f"adapter) after the optimizer was built: what was added never learns."
+        )
+        how = f"build {name} after the layers have been wrapped{built}, from the parameters that want a gradient then"
+        fix = order(scene, how, "rebuild-optimizer")
     else:
         any_more = " any more" if scene.facts.get("had_gradients") else ""
         why = (
