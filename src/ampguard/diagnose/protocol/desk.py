@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ampguard.capture.protocol.models import Models
 from ampguard.diagnose import protocol
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case
-from ampguard.diagnose.protocol.scene import Scene
+from ampguard.diagnose.protocol.scene import MAX_NAMES, Scene, listed
 from ampguard.diagnose.protocol.telling import BREACH_RULES, incident_of
 from ampguard.incident import Incident
 from ampguard.protocol.events import Breach
 
 POISONS = "optimizer-underflow"
 """What makes weights non-finite: failures after it are its doing."""
+
+MOST_NAMED = 3
+"""Other optimizers that a sentence names."""
 
 MAX_CASES = 24
 """Different breaches told in full; what comes after them is most likely their doing."""
@@ -31,6 +36,8 @@ class ProtocolDesk:
         self._on_told = on_told
         self._rank = rank
         self._cases: dict[tuple[Any, ...], Case] = {}
+        self._alike: dict[tuple[Any, ...], Alike] = {}
+        """By cause and line: what several optimizers of one loop share is one failure."""
         self._suspicions: dict[tuple[Any, ...], tuple[tuple[Any, ...], Incident]] = {}
         self._models: Models | None = None
 
@@ -69,6 +76,12 @@ class ProtocolDesk:
                 self._open(key, incident)
 
     def _open(self, key: tuple[Any, ...], incident: Incident) -> None:
+        cause, _, spot = key
+        alike = self._alike.get((cause, spot))
+        if alike is not None:
+            alike.join(incident)
+            self._cases[key] = alike.case
+            return
         self._cases[key] = Case(incident, ("", None, None, None), last_step=incident.step)
         known = next((c for c in self._casebook.cases if is_told_as(c.incident, incident)), None)
         if known is not None:  # a look at the weights has seen it as well
@@ -76,7 +89,9 @@ class ProtocolDesk:
             return
         self._on_told(incident)
         poisons = incident.cause == POISONS or bool(incident.evidence.get("found_inf"))
-        self._cases[key] = self._casebook.add(incident, poisons=poisons)
+        self._cases[key] = case = self._casebook.add(incident, poisons=poisons)
+        if spot is not None and incident.evidence.get("optimizer") is not None:
+            self._alike[cause, spot] = Alike(case)
 
     def _incident(self, breach: Breach, step: int) -> Incident | None:
         protocol.load()
@@ -84,6 +99,48 @@ class ProtocolDesk:
         scene = Scene(breach, self._models, self._casebook.trained)
         told = BREACH_RULES[breach.cause](scene)
         return incident_of(scene, told, step, self._rank) if told is not None else None
+
+
+class Alike:
+    """A case, and the other optimizers that meet the same failure at the same line."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._alone = case.incident
+        self._others: list[Incident] = []
+
+    def join(self, incident: Incident) -> None:
+        """The same of one more optimizer: named in the incident, and counted."""
+        self._others.append(incident)
+        self.case.occurrences += 1
+        self.case.last_step = incident.step
+        self.case.incident = msgspec.structs.replace(
+            self._alone,
+            severity="error" if incident.severity == "error" else self.case.incident.severity,
+            explanation=f"{self._alone.explanation} {in_words(self._others)}",
+            evidence={**self._alone.evidence, **merged([self._alone, *self._others])},
+        )
+
+
+def merged(incidents: list[Incident]) -> dict[str, Any]:
+    """Which optimizers it was, and the parameters of all of them."""
+    evidence = [incident.evidence for incident in incidents]
+    facts: dict[str, Any] = {"optimizers": [of["optimizer"] for of in evidence][:MAX_NAMES]}
+    if any("parameters" in of for of in evidence):
+        facts["parameters"] = [name for of in evidence for name in of.get("parameters", ())][:MAX_NAMES]
+        facts["parameter_count"] = sum(of.get("parameter_count", 0) for of in evidence)
+    return facts
+
+
+def in_words(others: list[Incident]) -> str:
+    """ "The same is true of `opt_b` (`head.weight`, `head.bias`) and 3 more optimizers." """
+    shown = []
+    for incident in others[:MOST_NAMED]:
+        name, parameters = incident.evidence["optimizer"], incident.evidence.get("parameters")
+        shown.append(f"`{name}` ({listed(parameters)})" if parameters else f"`{name}`")
+    rest = len(others) - len(shown)
+    more = f" and {rest} more optimizer{'s' if rest > 1 else ''}" if rest else ""
+    return f"The same is true of {', '.join(shown)}{more}."
 
 
 def is_told_as(known: Incident, incident: Incident) -> bool:
