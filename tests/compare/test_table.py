@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from ampguard.compare.course import Course
+from ampguard.compare.evaluation import run_evaluation
 from ampguard.compare.runs import Subject, run_each
 from ampguard.compare.table import print_comparison
 from ampguard.compare.verdict import recommend
@@ -31,6 +32,31 @@ def test_nothing_is_cut_off_at_80_columns(is_terminal: bool) -> None:
         assert cell in table
     if is_terminal:
         assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            'raise ValueError("no such data set")',
+            "it ended with status 1 before it computed anything: ValueError: no such",
+        ),
+        ("", "it ended with status 0 before it computed anything: ampguard: the script did not import torch"),
+    ],
+)
+def test_a_run_that_left_nothing_says_how_it_ended(script: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    (course,) = run_each(Subject((str(tmp_path / "train.py"),)), ["fp32"], tmp_path, lambda _: None)
+    assert course.trouble is not None
+    assert course.trouble.startswith(said)
+    assert "cannot read" not in course.trouble
+
+
+def test_an_evaluation_that_left_nothing_says_how_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text('raise ValueError("no such data set")')
+    found = run_evaluation(Subject((str(tmp_path / "train.py"),)), ["fp16"], tmp_path)
+    assert found.trouble is not None
+    assert found.trouble.startswith("it ended with status 1 before it computed anything: ValueError: no such data set")
 
 
 def test_a_run_that_left_nothing_says_where_its_output_is(tmp_path: Path) -> None:

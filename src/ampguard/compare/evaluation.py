@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ampguard.compare.runs import OUTPUT, Subject, run_command, run_environment
+from ampguard.compare.runs import OUTPUT, Subject, run_command, run_environment, what_happened
 from ampguard.compare.table import plain_lines
 from ampguard.errors import RunFolderError
 from ampguard.report.differences import Difference
@@ -45,7 +45,10 @@ def run_evaluation(subject: Subject, precisions: Sequence[str], folder: Path) ->
         done = subprocess.run(
             command, env=run_environment(subject), stdout=output, stderr=subprocess.STDOUT, check=False
         )
-    return evaluation_of(target, done.returncode)
+    found = evaluation_of(target, done.returncode)
+    if found.trouble is None:
+        return found
+    return msgspec.structs.replace(found, trouble=what_happened(found.trouble, target, done.returncode))
 
 
 def evaluation_of(folder: Path, status: int) -> Evaluation:

@@ -14,6 +14,7 @@ import msgspec
 
 from ampguard.compare.course import Course, course_of
 from ampguard.errors import RunFolderError, UsageError
+from ampguard.report.store import REPORT_NAME
 
 OUTPUT = "output.txt"
 
@@ -62,8 +63,18 @@ def _run(subject: Subject, precision: str, folder: Path) -> Course:
     course = course_of(target, precision, done.returncode)
     if course.trouble is None:
         return course
-    said = f"{course.trouble}; what it printed is in {folder / f'{precision}-{OUTPUT}'}"
-    return msgspec.structs.replace(course, trouble=said)
+    return msgspec.structs.replace(course, trouble=what_happened(course.trouble, target, done.returncode))
+
+
+def what_happened(trouble: str, target: Path, status: int) -> str:
+    """Why a run has left no report that can be read, with the last thing that it said."""
+    output = target.with_name(f"{target.name}-{OUTPUT}")
+    where = f"what it printed is in {output}"
+    if (target / REPORT_NAME).exists():
+        return f"{trouble}; {where}"
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    last = f": {lines[-1]}" if lines else ""
+    return f"it ended with status {status} before it computed anything{last}; {where}"
 
 
 def run_command(subject: Subject, precision: str, target: Path, *options: str) -> list[str]:
