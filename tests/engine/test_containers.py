@@ -8,6 +8,7 @@ from engine_loops import MODES, batch
 from torch import Tensor, nn
 
 import ampguard
+from ampguard.engine.patterns import called_in
 from ampguard.errors import PatternError
 
 
@@ -74,3 +75,19 @@ def test_a_container_may_be_the_model(mode: str, kind: type[nn.Module]) -> None:
     amp.backward(loss)
     assert amp.step().stepped
     assert outputs[0].dtype == (amp.mode.autocast_dtype or torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torchscript_has_made_is_taken_as_it_is() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        @torch.jit.export
+        def encode(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    scripted = torch.jit.script(Encoder())
+    parts = nn.ModuleList([scripted, nn.Linear(8, 8)])
+    assert called_in({"parts": parts}) == {"parts.0": scripted, "parts.1": parts[1]}

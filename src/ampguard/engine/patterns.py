@@ -43,7 +43,8 @@ def called_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """These modules, and in place of those that have no forward pass (`nn.ModuleList`, `nn.ModuleDict`) what they hold."""
     called: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+        forward = getattr(module, "forward", None)  # a scripted module may have none
+        if getattr(forward, "__func__", None) is not nn.Module.forward:
             called[name] = module
         else:
             called |= called_in({f"{name}.{child}".lstrip("."): held for child, held in module.named_children()})
