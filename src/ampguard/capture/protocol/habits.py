@@ -25,6 +25,8 @@ from ampguard.capture.record import Line
 from ampguard.protocol.events import Breach
 
 NEEDLESS_STEPS = 3
+JOINING_STEPS = 8
+"""Steps for which autocast is watched when a scaler joins late."""
 NEEDLESS_LIVE_STEPS = 64
 """Steps without any float16 after which a scaler is called needless while the run goes on; before, at its end."""
 LOST_MOVES = 3
@@ -53,6 +55,8 @@ class Habits:
         self._told_needless: set[ScalerWatch] = set()
         self._suspected: dict[ScalerWatch, int] = {}
         """Scalers that look needless, and since which step."""
+        self._joined: dict[ScalerWatch, int] = {}
+        """Scalers that began in the middle of a run and are not judged yet: how many steps are left for it."""
         self._saved_without: tuple[Breach, int] | None = None
         self._model_loaded = False
 
@@ -84,6 +88,7 @@ class Habits:
 
     def stepped(self, watch: OptimizerWatch) -> None:
         """Weights have changed; inside a region of autocast their casts have not."""
+        self._joined = {of: left - 1 for of, left in self._joined.items() if left > 1}
         if watch in self._stale:
             breach, step = self._stale.pop(watch)
             self._moves.tell([breach], step)
@@ -107,12 +112,14 @@ class Habits:
 
     @property
     def suspects_scaler(self) -> bool:
-        """Whether some scaler looks needless so far: regions of autocast are to be counted on."""
-        return bool(self._suspected)
+        """Whether some scaler looks needless so far, or is not judged yet: regions of autocast are to be counted on."""
+        return bool(self._suspected or self._joined)
 
     def after_scaler_step(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
         """Has any forward pass been in float16 at all?"""
         steps = of.steps
+        if steps >= NEEDLESS_STEPS:
+            self._joined.pop(of, None)
         if steps < NEEDLESS_STEPS or not of.is_enabled or of in self._told_needless:
             return
         if steps != NEEDLESS_STEPS and (of not in self._suspected or steps & (steps - 1)):
@@ -249,6 +256,9 @@ class Habits:
         of.first_scale = of.current_scale()
         of.first_scale.keep()
         of.first_step = self._moves.recorder.steps.count
+        if not self.watches_regions:
+            self._joined[of] = JOINING_STEPS
+            self.watches_regions = True
         resumed = [w for w in self._moves.watches.optimizers if w.resumed_at is not None and w.steps == 0]
         if resumed and not of.loaded and of.is_enabled:
             facts = {"resumed": True, "scale": float(of.current_scale())}

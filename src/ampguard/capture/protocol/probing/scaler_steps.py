@@ -9,6 +9,7 @@ from typing import Any
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.habits import NEEDLESS_STEPS
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.watches import ScalerWatch
@@ -132,7 +133,8 @@ class ScalerStepProbe:
         steps = watch.steps = watch.steps + 1
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
-        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or habits.has_saved:
+        judges = habits.suspects_scaler and (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0)
+        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or habits.has_saved or judges:
             witness.guarded(witness.stepped, watch)
             if habits.suspects_scaler:
                 witness.guarded(habits.after_scaler_step, of, watch)
