@@ -115,7 +115,8 @@ class Scans:
         watch.lost_one = False
         if watch.steps >= STALE_STEPS and not without:
             self._look_for_moved(watch)
-            self._look_for_wrapped(watch)
+            if is_time_to_look(watch.steps):
+                self._look_for_wrapped(watch)
         if watch.steps < STALE_STEPS or not without:
             if not watch.candidates:
                 self._moves.listener.on_suspicion(("unused", watch), None, 0)
