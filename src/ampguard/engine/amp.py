@@ -338,6 +338,10 @@ class Amp:
         """Names of the models' buffers that hold NaN or Inf, and did not when training began. Waits for the device."""
         return self._checkpoint.poisoned_buffers()
 
+    def nonfinite_from_start(self, model: str) -> list[str]:
+        """What of a model held NaN or Inf when training began: masks, say."""
+        return self._checkpoint.known_of(model)
+
     def name_of(self, parameter: Tensor) -> str:
         """What the model calls a parameter that an optimizer holds."""
         name = self._names.get(id(self.mode.parameter_of(parameter)))

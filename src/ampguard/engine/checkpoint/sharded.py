@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,10 @@ def save_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
     rest = {**_rest(amp), "replicated": _has_own_state(amp)}
     state = {"amp": json.dumps(rest), **(_whole(amp) if rest["replicated"] else _named(amp))}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # statistics of a batch differ: let them be one rank's
-    save(state, checkpoint_id=os.fspath(folder), planner=planner)
+    try:
+        save(state, checkpoint_id=os.fspath(folder), planner=planner)
+    except _failures() as error:
+        raise CheckpointError(f"the checkpoint {os.fspath(folder)!r} was not written: {_last_line(error)}") from error
 
 
 def load_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
@@ -49,7 +53,8 @@ def load_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
         amp.load_without_streams(_whole_read(folder))
         return
     models, optimizers = _both(amp)
-    state = _loaded({"models": models, "optimizers": optimizers}, folder)
+    state = _loaded(_apart({"models": models, "optimizers": optimizers}), folder)
+    _refuse_bad_numbers(state, nonfinite_leaves({"models": models, "optimizers": optimizers}), folder)
     set_state_dict(
         _all_models(amp),
         list(amp.optimizers.values()),
@@ -64,7 +69,7 @@ def _loaded(state: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
 
     try:
         load(state, checkpoint_id=os.fspath(folder))
-    except Exception as error:
+    except _failures() as error:
         raise _not_loaded(folder, error) from error
     return state
 
@@ -72,14 +77,41 @@ def _loaded(state: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
 def _whole_read(folder: str | os.PathLike[str]) -> Any:
     try:
         return replicated.read(folder)
-    except Exception as error:
+    except _failures() as error:
         raise _not_loaded(folder, error) from error
 
 
-def _not_loaded(folder: str | os.PathLike[str], error: Exception) -> CheckpointError:
-    first = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+def _apart(value: Any) -> Any:
+    """Tensors to load into that are not yet the model's: a file that ends half way must leave it as it is."""
+    if isinstance(value, dict):
+        return {key: _apart(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_apart, value))
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_bad_numbers(state: dict[str, Any], known: Collection[str], folder: str | os.PathLike[str]) -> None:
+    """On all ranks alike."""
+    bad = [path for path in nonfinite_leaves(state) if path not in known]
+    if _anywhere(bool(bad)):
+        where = f"`{bad[0]}`" if bad else "a part that another rank reads"
+        raise CheckpointError(f"the checkpoint {os.fspath(folder)!r} was not loaded: {where} holds NaN or Inf")
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """What torch.distributed.checkpoint raises; its own exception is none that `except Exception` would catch."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return Exception, CheckpointException
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+def _not_loaded(folder: str | os.PathLike[str], error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {os.fspath(folder)!r} was not loaded: {first}\n"
+        f"the checkpoint {os.fspath(folder)!r} was not loaded: {_last_line(error)}\n"
         "  do    give the models and optimizers that amp.save_sharded() was called with, and its folder"
     )
 
@@ -87,7 +119,8 @@ def _not_loaded(folder: str | os.PathLike[str], error: Exception) -> CheckpointE
 def _named(amp: Amp) -> dict[str, Any]:
     """Weights and optimizer state by their names. Raises PoisonedStateError on all ranks where any holds NaN or Inf."""
     models, optimizers = _both(amp)
-    bad = nonfinite_leaves({"models": models, "optimizers": optimizers})
+    known = {f"models.model_{i}.{path}" for i, name in enumerate(amp.models) for path in amp.nonfinite_from_start(name)}
+    bad = [path for path in nonfinite_leaves({"models": models, "optimizers": optimizers}) if path not in known]
     _raise_on_all(f"`{bad[0]}` of this rank holds" if bad else None)
     return {"models": models, "optimizers": optimizers}
 

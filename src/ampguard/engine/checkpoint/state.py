@@ -36,6 +36,11 @@ class Checkpoint:
         state = {"ampguard": FORMAT, "precision": self._amp.mode.name, **judged, **self._rest()}
         return {**state, "seal": seal_of(state)}
 
+    def known_of(self, model: str) -> list[str]:
+        """Names in a model's state of what was not finite from the beginning."""
+        prefix = f"models.{model}."
+        return [path.removeprefix(prefix) for path in self._known if path.startswith(prefix)]
+
     def poisoned_buffers(self) -> list[str]:
         """Those that are saved, and were finite at the beginning."""
         models = {name: dict(compat.unwrapped(model).named_buffers()) for name, model in self._amp.models.items()}
