@@ -129,7 +129,8 @@ class Amp:
         if training is None:
             training = any(model.training for model in self.models.values())
         if training:
-            self.follow_groups()
+            if self.mode.low_dtype is not None:  # before the forward pass meets weights that were not cast
+                self.follow_groups()
             for holding in self.holdings.values():
                 holding.refuse_moved(self.name_of)
             self.mode.before_forward()
