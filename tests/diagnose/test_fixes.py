@@ -244,3 +244,26 @@ def test_a_criterion_is_called_by_its_class(guard: Guard) -> None:
         True,
         "Likelihood on x.float()  # where Likelihood is called (its results stay float32)",
     )
+
+
+class Reader(nn.Module):
+    """Embeds its tokens, which are whole numbers: `x.float()` would be an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.full((7, 4), 300.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = nn.functional.embedding(tokens, self.words)
+        return (found @ found.transpose(-2, -1)).mean()
+
+
+def test_a_model_that_is_given_a_batch_is_called_as_it_was(guard: Guard) -> None:
+    def body() -> None:
+        model, tokens = Reader(), torch.tensor([[1, 2, 3]])
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(tokens)
+        loss.backward()
+
+    fix = next(fix for fix in guard(body).first.fixes if fix.action == "force-fp32")
+    assert (fix.verified, fix.how) == (True, 'with torch.autocast("cpu", enabled=False): loss = model(tokens)')

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
-from ampguard.capture.record import Event, RootCall
+from ampguard.capture.record import Event, Held, Ref, RootCall, leaves
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
@@ -74,23 +74,22 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
 
 def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, budget: Budget) -> bool:
     """Add the regions in which the gradients of a loss that is finite by now begin to be bad. Whether there were any."""
-    added: list[Region] = []
-    while len(members) < MAX_REGIONS and not budget.is_spent:
-        again = with_backward(replayer, _variant(members))
-        if again is None or has_finite_gradients(replayer, _variant(members)) is not False:
-            return bool(added)
+    widened = dict(members)
+    while len(widened) < MAX_REGIONS and not budget.is_spent:
+        again = with_backward(replayer, _variant(widened))
+        if again is None or has_finite_gradients(replayer, _variant(widened)) is not False:
+            is_wider = len(widened) > len(members)
+            members |= widened
+            return is_wider
         found = locate_gradient(again.bad, again, budget.deadline)
         op = found.forward.op if isinstance(found, GradientEvidence) else found.op
         region = region_of(op)
-        if region is None or region in members:
-            region = _wider(op, members, replayer.names)
+        if region is None or region in widened:
+            region = _wider(op, widened, replayer.names)
         if region is None:
             break
-        members[region] = op
-        added.append(region)
-    for region in added:  # not enough: the forward pass needs none of them
-        del members[region]
-    return False
+        widened[region] = op
+    return False  # not enough: the forward pass needs none of them
 
 
 def region_of(op: TracedOp) -> Region | None:
@@ -134,7 +133,10 @@ def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None
     for position, op in enumerate(ops):
         name = names[position] if names is not None else (op.module or "")
         off = f'with torch.autocast("{op.device}", enabled=False):'
-        if op.root is not None:
+        root = next((r for r in roots if r.index == op.root), None) if not name else None
+        if root is not None and root.line is not None and _is_given_no_low_precision(root):
+            body = words.code_at(root.line) or ""
+        elif op.root is not None:
             own = kinds.get(op.root, "the model")
             call = f"{attribute_path(name)}(x.float())" if name else f"{own} on x.float()"
             body = f"{call}  # where {name or own} is called (its results stay float32)"
@@ -143,6 +145,15 @@ def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None
             body = f"{code}  # on .float() operands"
         bodies.setdefault(off, {})[body] = None
     return "; ".join(f"{off} {'; '.join(lines)}" for off, lines in bodies.items())
+
+
+def _is_given_no_low_precision(root: RootCall) -> bool:
+    """Whether the call is made on tensors that nothing recorded made (a batch), in float32 or of whole numbers."""
+    given = leaves((root.args, root.kwargs))
+    tensors = [value.tensor for value in given if isinstance(value, Held)]
+    return not any(isinstance(value, Ref) for value in given) and not any(
+        t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors
+    )
 
 
 def attribute_path(name: str) -> str:
