@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
@@ -157,10 +158,17 @@ def import_for_ever(names: list[str], path: list[str]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
 
 
+def has_threads() -> bool:
+    return len(os.listdir("/proc/self/task")) > 1 or threading.active_count() > 1
+
+
 if __name__ == "__main__":
     asking = socket.socket(fileno=int(sys.argv[1]))
     import_for_ever(sys.argv[3:], sys.argv[2].split(os.pathsep) if sys.argv[2] else [])
-    if len(os.listdir("/proc/self/task")) > 1 or threading.active_count() > 1:
+    deadline = time.monotonic() + 10.0
+    while (threads := has_threads()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # one that has done its work is about to end
+    if threads:
         sys.exit("importing has started a thread: what is forked from here would lack it")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()
