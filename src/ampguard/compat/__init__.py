@@ -72,8 +72,10 @@ from ampguard.compat.modules import (
 )
 from ampguard.compat.operators import (
     backward_engine,
+    engine_call,
     first_node_of,
     functional_gradient,
+    is_custom_derivative,
     next_node_number,
     node_number,
     positions_written,
@@ -180,6 +182,7 @@ __all__ = [
     "dispatch_modes_on",
     "distributed_is_on",
     "dynamo_is_loaded",
+    "engine_call",
     "first_node_of",
     "flat_weights_of",
     "flattened",
@@ -221,6 +224,7 @@ __all__ = [
     "is_call_of_module",
     "is_compiled",
     "is_compiling",
+    "is_custom_derivative",
     "is_first_move",
     "is_inside_compiled_code",
     "is_inside_compiled_function",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ def running_node_number() -> int | None:
     if node is None or not hasattr(node, "_sequence_nr"):
         return None
     return int(node._sequence_nr())
+
+
+def is_custom_derivative() -> bool:
+    """Inside a backward pass: whether the node that is running is that of a custom `autograd.Function`."""
+    node = _current_node() if _current_node is not None else None
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def engine_call() -> CodeType | None:
+    """The code of the frame from which autograd's engine runs; None where there is no such frame."""
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    return getattr(run, "__code__", None)
 
 
 def node_number(node: Any) -> int | None:

@@ -65,6 +65,8 @@ class Replayer:
         self._differentiated_by = {
             ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
         }
+        self._saves_for_backward = self.keeps_graph
+        """Whether the tensors of the forward pass are saved, for backward passes of the step or one within a module."""
         self.scale_factor = 1.0
         """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
         self.base = AS_IT_RAN
@@ -137,6 +139,16 @@ class Replayer:
 
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
+        saved = self._saves_for_backward
+        try:
+            return self._run(variant, traced)
+        except (RuntimeError, ReplayError):
+            if saved or variant.compiled is not None:
+                raise
+        self._saves_for_backward = True  # a module may take derivatives in its own forward pass
+        return self._run(variant, traced)
+
+    def _run(self, variant: Variant, traced: bool) -> Outcome:
         started = time.perf_counter()
         if self.base is not AS_IT_RAN:
             variant = variant.with_base(self.base)
@@ -230,7 +242,7 @@ class Replayer:
 
     def _graph(self, is_compiled: bool) -> contextlib.AbstractContextManager[Any]:
         """Without gradients to compute, nothing need be saved for them. Compiled code has decided that already."""
-        if self.keeps_graph or is_compiled:
+        if self._saves_for_backward or is_compiled:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never_unpacked)
 

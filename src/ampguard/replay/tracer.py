@@ -272,25 +272,36 @@ class ReplayMode(compat.DispatchMode):
             return self._derivative(writer, index, event, func, facts, frame)
         number = event.index if event is not None else -1
         in_root = isinstance(event, RootCall) and not event.is_function and not self._is_outside
+        if isinstance(event, RootCall) and writer.differentiated() is not None:  # in its own forward pass
+            return self._derivative(writer, index, event, func, facts, frame)
         module, owner = self._here if in_root else (None, None)
         return TracedOp(index, number, func, facts.name, module, number if in_root else None, self._line(frame), owner)
 
     def _derivative(
-        self, writer: TraceWriter, index: int, event: BackwardCall, func: Any, facts: OperatorFacts, frame: FrameType
+        self,
+        writer: TraceWriter,
+        index: int,
+        event: BackwardCall | RootCall,
+        func: Any,
+        facts: OperatorFacts,
+        frame: FrameType,
     ) -> TracedOp:
         """An operator of a backward pass: it is where the operator is whose derivative it computes.
 
         A line of the user's own on the stack counts more: that of a custom function's `backward`, or of the forward
-        pass that checkpointing runs again.
+        pass that checkpointing runs again. Of a derivative that a module takes in its forward pass, the lines that asked
+        for it do not.
         """
         forward = writer.differentiated()
-        own_line = user_line(frame, stop=self.boundary)
+        in_forward = isinstance(event, RootCall)
+        own_line = user_line(frame, stop=compat.engine_call() if in_forward else self.boundary)
         if forward is None:
             module, owner = self._here if self.stack else (None, None)
             return TracedOp(
                 index, event.index, func, facts.name, module, None, own_line or event.line, owner, in_backward=True
             )
-        module, owner = self._here if self.stack else (forward.module, forward.owner)
+        is_here = bool(self.stack) and (own_line is not None or not in_forward)
+        module, owner = self._here if is_here else (forward.module, forward.owner)
         line = own_line or forward.line
         op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
         op.forward = forward.index

@@ -17,6 +17,9 @@ KEPT_OPS = 96
 
 KEPT_BYTES = 1 << 29
 
+MAX_LEVELS = 8
+"""Transforms of `torch.func` within each other."""
+
 
 class TraceWriter:
     """What must be remembered from one operator to the next."""
@@ -29,6 +32,9 @@ class TraceWriter:
         self._kept_bytes = 0
         self._nodes: dict[int, int] = {}
         """For a node of the graph, by number: the operator that made it."""
+        self._inner_nodes: dict[int, int] = {}
+        """The same for the nodes of an operator under a transform of `torch.func`, all but the last of them."""
+        self._last_node = -1
         self._through_views: list[tuple[int, Tensor]] = []
         """Operators that wrote to a view, and its base: autograd is about to give that a node of its own (`CopySlices`)."""
 
@@ -53,7 +59,12 @@ class TraceWriter:
 
     def end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         """It has run: its results, where they are bad, and what it wrote to."""
-        self._nodes.setdefault(compat.next_node_number() - 1, op.index)  # without gradients too: in a custom function
+        node = compat.next_node_number() - 1
+        self._nodes.setdefault(node, op.index)  # without gradients too: in a custom function
+        if self._last_node < node - 1:  # each level of a transform gives an operator a node
+            first = max(self._last_node + 1, node - MAX_LEVELS)
+            self._inner_nodes |= {number: op.index for number in range(first, node) if number not in self._nodes}
+        self._last_node = node
         results = output if isinstance(output, (tuple, list)) else (output,)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):
@@ -122,6 +133,8 @@ class TraceWriter:
         self._note_copied_slices()
         node = compat.running_node_number()
         index = self._nodes.get(node) if node is not None else None
+        if index is None and node is not None and not compat.is_custom_derivative():
+            index = self._inner_nodes.get(node)
         if index is None or index >= len(self._trace.ops):
             return None  # (autograd numbers the nodes of each thread by themselves)
         return self._trace.ops[index]
