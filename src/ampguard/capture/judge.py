@@ -200,6 +200,9 @@ class Judge:
         if self._was_judged(lineage.ancestors(record, ref)) or self._is_old_news(ref):
             return  # a loss that backward was called on, or a sum to which a bad one was added
         mode: Mode = "train" if lineage.was_wanting(record, ref) else "eval"
+        may_be_figure = mode == "train" and isinstance(value, float) and self._bad_loss_step != self._steps.count
+        if may_be_figure and lineage.is_figure_beside(record, ref):
+            return  # the loss was finite, and has been differentiated
         self.suspects.append(self._bad("loss", mode, (ref,)))
 
     def _is_old_news(self, ref: Ref) -> bool:

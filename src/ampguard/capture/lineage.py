@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, StepRecord, held_in, refs_in, refs_of
+from ampguard.capture.record import (
+    BackwardCall,
+    BadResult,
+    Event,
+    GlueOp,
+    Ref,
+    RootCall,
+    StepRecord,
+    held_in,
+    refs_in,
+    refs_of,
+)
 from ampguard.numerics import is_finite
 
 
@@ -33,6 +44,35 @@ def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
         if isinstance(event, (GlueOp, RootCall)):
             stack.extend(r.event for r in refs_of(event) if is_float(record, r))
     return False
+
+
+def is_figure_beside(record: StepRecord, ref: Ref) -> bool:
+    """Whether a number went bad on a way of its own, beside differentiated losses that it shares its roots with.
+
+    A perplexity that is only logged, say. Not a loss whose NaN was taken out before it was differentiated.
+    """
+    calls = [event for event in record.events if isinstance(event, BackwardCall)]
+    losses = {r.event for call in calls if not (call.create_graph or call.outputs) for r in refs_in(call.args[0])}
+    behind = events_behind(record, ref.event)
+    shared = set[int]().union(*(events_behind(record, loss) for loss in losses))
+    if ref.event in shared or any(isinstance(record.event(i), RootCall) for i in behind - shared):
+        return False
+    common = [event for i in behind & shared if (event := record.event(i)) is not None]
+    live = [tensor for event in common for output in event.outputs if (tensor := output()) is not None]
+    return all(is_finite(tensor.detach()) for tensor in live)
+
+
+def events_behind(record: StepRecord, index: int) -> set[int]:
+    """An event and those that floating-point values lead from to it."""
+    found: set[int] = set()
+    stack = [index]
+    while stack:
+        index = stack.pop()
+        event = record.event(index)
+        if index not in found and isinstance(event, (GlueOp, RootCall)):
+            found.add(index)
+            stack.extend(r.event for r in refs_of(event) if is_float(record, r))
+    return found
 
 
 def is_float(record: StepRecord, ref: Ref) -> bool:
