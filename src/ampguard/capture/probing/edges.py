@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
+
+_NOT_FINITE = ("tensor(nan", "tensor(inf", "tensor(-inf")
 
 
 class EdgeProbe:
@@ -23,6 +27,7 @@ class EdgeProbe:
     def install(self) -> None:
         self._watch_loaders()
         self._watch_inference_mode()
+        self._watch_printing()
 
     def _watch_loaders(self) -> None:
         recorder = self._recorder
@@ -62,3 +67,22 @@ class EdgeProbe:
 
         for edge in ("__enter__", "__exit__"):
             self._patches.replace(torch.inference_mode, edge, off_tape)
+
+    def _watch_printing(self) -> None:
+        """A number that is printed as a tensor is read as one that is read by `item()`: PyTorch does it out of our sight."""
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def __repr__(self: Any, **kwargs: Any) -> Any:  # noqa: N807
+                text = original(self, **kwargs)
+                is_bad = type(self) is torch.Tensor and text.startswith(_NOT_FINITE) and self.dim() == 0 and self.is_cpu
+                is_watched = recorder.active and not recorder.paused and recorder.thread == threading.get_ident()
+                if is_bad and is_watched:
+                    guarded(recorder.judge.read, self, math.nan)
+                return text
+
+            return __repr__
+
+        self._patches.replace(torch.Tensor, "__repr__", watch)
