@@ -58,4 +58,8 @@ def _is_handler(frame: FrameType) -> bool:
 
 
 def _is_ours(func: FunctionType) -> bool:
-    return func.__code__.co_filename.startswith(_OURS)
+    return is_our_file(func.__code__.co_filename)
+
+
+def is_our_file(path: str) -> bool:
+    return path.startswith(_OURS)

@@ -19,9 +19,19 @@ from ampguard.capture.probing.edges import EdgeProbe
 from ampguard.capture.probing.functions import FunctionProbe
 from ampguard.capture.probing.modules import ModuleProbe
 from ampguard.capture.probing.updates import UpdateProbe
+from ampguard.capture.probing.warnings_shown import WarningProbe
 from ampguard.capture.recorder import FlightRecorder
 
-PROBES = (ModuleProbe, DerivativeProbe, FunctionProbe, CompilerProbe, ClippingProbe, EdgeProbe, CollectiveProbe)
+PROBES = (
+    ModuleProbe,
+    DerivativeProbe,
+    FunctionProbe,
+    CompilerProbe,
+    ClippingProbe,
+    EdgeProbe,
+    CollectiveProbe,
+    WarningProbe,
+)
 
 
 class Probes:
