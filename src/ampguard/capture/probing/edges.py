@@ -28,6 +28,7 @@ class EdgeProbe:
         self._watch_loaders()
         self._watch_inference_mode()
         self._watch_printing()
+        self._watch_conversions()
 
     def _watch_loaders(self) -> None:
         recorder = self._recorder
@@ -86,3 +87,31 @@ class EdgeProbe:
             return __repr__
 
         self._patches.replace(torch.Tensor, "__repr__", watch)
+
+    def _watch_conversions(self) -> None:
+        """A single number that NumPy or a list is given is read too; in a larger array NaN may well be meant (`nanmean`)."""
+        recorder = self._recorder
+        guarded = recorder.barrier.call
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+                value = original(self, *args, **kwargs)
+                is_watched = recorder.active and not recorder.paused and recorder.thread == threading.get_ident()
+                if is_watched and type(self) is torch.Tensor and _is_bad_number(value):
+                    guarded(recorder.judge.read, self, math.nan)
+                return value
+
+            return convert
+
+        for name in ("numpy", "tolist"):
+            self._patches.replace(torch.Tensor, name, watch)
+
+
+def _is_bad_number(value: Any) -> bool:
+    """Whether it is a NaN or an Inf, or an array of no dimensions that holds one."""
+    if type(value) is not float:
+        if getattr(value, "ndim", 1) != 0 or value.dtype.kind != "f":
+            return False
+        value = value.item()
+    return not math.isfinite(value)
