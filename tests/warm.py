@@ -85,8 +85,10 @@ def start(
     read_at_start = {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
     read_at_start.pop("PYTHONPATH", None)  # the child's own
     sources = ""
-    if list(command[1:4]) == ["-m", "ampguard", "run"] and "torch" in modules and "PYTHONPATH" in environ:
-        modules, sources = (*modules, *GUARD), environ["PYTHONPATH"]
+    if list(command[1:4]) == ["-m", "ampguard", "run"] and "torch" in modules:
+        paths = environ.get("PYTHONPATH", "").split(os.pathsep)
+        sources = next((path for path in paths if path and Path(path, "ampguard").is_dir()), "")
+        modules = (*modules, *GUARD) if sources else modules
     key = (tuple(modules), sources, os.getpid(), *sorted(read_at_start.items()))
     if key not in _servers:
         _servers[key] = _Server(modules, sources, environ)

@@ -30,8 +30,7 @@ def ampguard(tmp_path: Path) -> Ampguard:
 
 
 DEFAULTS = (
-    "out=None, steps=None, max_incidents=5, on_nonfinite='observe', script_name='train', save_tensors=False, "
-    "overrides=None"
+    "out=None, steps=None, max_incidents=5, on_nonfinite='observe', script_name='train', seed=None, overrides=None"
 )
 
 

@@ -18,7 +18,7 @@ class RunOptions:
     max_incidents: int
     on_nonfinite: str
     script_name: str
-    save_tensors: bool = False
+    seed: int | None = None
     overrides: object = None
 
 
