@@ -65,8 +65,8 @@ class Replayer:
         self._differentiated_by = {
             ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
         }
-        self._saves_for_backward = self.keeps_graph
-        """Whether the tensors of the forward pass are saved, for backward passes of the step or one within a module."""
+        self._differentiates_within = False
+        """Whether a module takes derivatives in its own forward pass: what that saves is needed then."""
         self.scale_factor = 1.0
         """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
         self.base = AS_IT_RAN
@@ -139,14 +139,17 @@ class Replayer:
 
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
-        saved = self._saves_for_backward
         try:
             return self._run(variant, traced)
         except (RuntimeError, ReplayError):
-            if saved or variant.compiled is not None:
+            if self._saves_for_backward or variant.compiled is not None:
                 raise
-        self._saves_for_backward = True  # a module may take derivatives in its own forward pass
+        self._differentiates_within = True  # perhaps
         return self._run(variant, traced)
+
+    @property
+    def _saves_for_backward(self) -> bool:
+        return self.keeps_graph or self._differentiates_within
 
     def _run(self, variant: Variant, traced: bool) -> Outcome:
         started = time.perf_counter()
