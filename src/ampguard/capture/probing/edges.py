@@ -71,7 +71,7 @@ class EdgeProbe:
 
     def _watch_printing(self) -> None:
         """A number that is printed as a tensor is read as one that is read by `item()`: PyTorch does it out of our sight."""
-        recorder = self._recorder
+        recorder, watching = self._recorder, self._is_watching
         guarded = recorder.barrier.call
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,8 +79,7 @@ class EdgeProbe:
             def __repr__(self: Any, **kwargs: Any) -> Any:  # noqa: N807
                 text = original(self, **kwargs)
                 is_bad = type(self) is torch.Tensor and text.startswith(_NOT_FINITE) and self.dim() == 0 and self.is_cpu
-                is_watched = recorder.active and not recorder.paused and recorder.thread == threading.get_ident()
-                if is_bad and is_watched:
+                if is_bad and watching():
                     guarded(recorder.judge.read, self, math.nan)
                 return text
 
@@ -90,15 +89,14 @@ class EdgeProbe:
 
     def _watch_conversions(self) -> None:
         """A single number that NumPy or a list is given is read too; in a larger array NaN may well be meant (`nanmean`)."""
-        recorder = self._recorder
+        recorder, watching = self._recorder, self._is_watching
         guarded = recorder.barrier.call
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
                 value = original(self, *args, **kwargs)
-                is_watched = recorder.active and not recorder.paused and recorder.thread == threading.get_ident()
-                if is_watched and type(self) is torch.Tensor and _is_bad_number(value):
+                if watching() and type(self) is torch.Tensor and _is_bad_number(value):
                     guarded(recorder.judge.read, self, math.nan)
                 return value
 
@@ -106,6 +104,11 @@ class EdgeProbe:
 
         for name in ("numpy", "tolist"):
             self._patches.replace(torch.Tensor, name, watch)
+
+    def _is_watching(self) -> bool:
+        """Whether what this thread reads now is the script's, and of interest."""
+        recorder = self._recorder
+        return recorder.active and not recorder.paused and recorder.thread == threading.get_ident()
 
 
 def _is_bad_number(value: Any) -> bool:
