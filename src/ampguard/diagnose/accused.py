@@ -6,6 +6,7 @@ order tells; else only a single expression is sure.
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.record import GlueOp, Held, Ref, RootCall
-from ampguard.diagnose import source_code
+from ampguard.diagnose import rewrite, source_code
 from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
 from ampguard.replay.trace import TracedOp
@@ -43,6 +44,17 @@ def accused_expression(evidence: Evidence) -> str | None:
         return None
     chosen = accused_alone(evidence, line.expressions(evidence.op.short_name, is_in_place(evidence.op)))
     return line.source.written(chosen.node) if chosen is not None else None
+
+
+def with_changed_result(evidence: Evidence, change: rewrite.Change) -> str | None:
+    """The accused line with a change of what the accused operator gives; None where the text does not tell which it is."""
+    line = line_of(evidence)
+    if line is None or is_in_place(evidence.op):
+        return None
+    chosen = accused_alone(evidence, line.expressions(evidence.op.short_name, False, source_code.ARITHMETIC))
+    if chosen is None or isinstance(chosen.node, ast.AugAssign):
+        return None
+    return rewrite.with_changes(line, [(chosen, chosen.node)], change)
 
 
 def statement(evidence: Evidence) -> str:

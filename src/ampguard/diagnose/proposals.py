@@ -201,7 +201,7 @@ class OperandFix:
 
     def proposal(self, evidence: Evidence) -> Proposal:
         """Printed as a line of code where the text tells which expression failed, else in words."""
-        found = _changed_line(evidence, self)
+        found = self.changed_line(evidence)
         if found is not None:
             every = _every_power_changed(evidence, self)
             region = words.region(evidence)
@@ -213,6 +213,23 @@ class OperandFix:
         return Proposal(
             self.action, words.region(evidence), f"{self.in_words} in: {code}" if code else self.in_words, trial=where
         )
+
+    def changed_line(self, evidence: Evidence) -> tuple[str, Trial] | None:
+        """(the changed line, its trial) where the text tells which expressions ran the accused operator."""
+        line = accused.line_of(evidence)
+        argument = _argument_of(evidence, self.position)
+        if line is None or argument is None:
+            return None
+        op = evidence.op
+        expressions = line.expressions(op.short_name, accused.is_in_place(op))
+        alone = accused.accused_alone(evidence, expressions)
+        if alone is None:
+            return _all_changed(evidence, line, expressions, self, argument)
+        operand = alone.operand(op.short_name, argument, accused.argument_name(op, argument))
+        if operand is None or source_code.plain_number(operand) is not None:
+            return None
+        trial = _runs(evidence, expressions, alone, _changing(argument, self.position, self.tried))
+        return rewrite.with_changes(line, [(alone, operand)], self.written), trial
 
 
 def clamp_fix(
@@ -263,24 +280,6 @@ def or_larger(proposal: Proposal, with_epsilon: Callable[[float], Proposal | Non
     if evidence.precision != torch.float16 or evidence.bad.mode != "train" or proposal.otherwise is not None:
         return proposal
     return dataclasses.replace(proposal, otherwise=with_epsilon(1e-2))
-
-
-def _changed_line(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:
-    """(the changed line, its trial) where the text tells which expressions ran the accused operator."""
-    line = accused.line_of(evidence)
-    argument = _argument_of(evidence, fix.position)
-    if line is None or argument is None:
-        return None
-    op = evidence.op
-    expressions = line.expressions(op.short_name, accused.is_in_place(op))
-    alone = accused.accused_alone(evidence, expressions)
-    if alone is not None:
-        operand = alone.operand(op.short_name, argument, accused.argument_name(op, argument))
-        if operand is None or source_code.plain_number(operand) is not None:
-            return None
-        trial = _runs(evidence, expressions, alone, _changing(argument, fix.position, fix.tried))
-        return rewrite.with_changes(line, [(alone, operand)], fix.written), trial
-    return _all_changed(evidence, line, expressions, fix, argument)
 
 
 def _every_power_changed(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 
@@ -42,10 +43,27 @@ def with_constant(line: LineOfCode, value: float, text: str) -> str | None:
 
 
 def _is_constant(node: ast.expr, value: float) -> bool:
+    if math.isinf(value):
+        return _is_infinity(node, value)
     if isinstance(node, ast.Attribute) and node.attr == "min" and isinstance(node.value, ast.Call):
         dtype = ast.unparse(node.value.args[0]).rpartition(".")[2] if len(node.value.args) == 1 else ""
         return "finfo" in called(node.value) and LOWEST.get(dtype) == value
     return plain_number(node) == value
+
+
+def _is_infinity(node: ast.expr, value: float) -> bool:
+    """`float("-inf")`, `-torch.inf`, `-math.inf`, `-float("inf")`."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _is_infinity(node.operand, -value)
+    if isinstance(node, ast.Attribute):
+        return value > 0 and node.attr.lower() in ("inf", "infinity") and isinstance(node.value, ast.Name)
+    if not isinstance(node, ast.Call) or called(node) != {"float"} or len(node.args) != 1:
+        return False
+    text = node.args[0]
+    if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+        return False
+    spelled = text.value.strip().lower().lstrip("+")
+    return spelled.lstrip("-") in ("inf", "infinity") and spelled.startswith("-") == (value < 0)
 
 
 def plus(epsilon: float | str, is_dead: Callable[[float], bool] = lambda value: False) -> Change:
@@ -88,6 +106,38 @@ def clamped(low: float | None, high: float | None) -> Change:
         return [(around[1], around[1], call)] if around is not None else [(start, start, "("), (end, end, f"){call}")]
 
     return change
+
+
+def clamped_result(bound: str) -> Change:
+    """`a * b` -> `(a * b).clamp(min=-1e4)`: of the whole expression, whatever it stands in."""
+
+    def change(source: Source, node: ast.expr, expression: Expression) -> list[Edit]:
+        start, end = source.span(node)
+        opening, closing = ("", "") if isinstance(node, PRIMARY) else ("(", ")")
+        return [(start, start, opening), (end, end, f"{closing}.clamp({bound})")]
+
+    return change
+
+
+def masked(condition: str, inside: float) -> Change:
+    """`d` -> `torch.where(d > 0, d, 1.0)`, where the condition is `{} > 0`. An operand that calls something runs once."""
+
+    def change(source: Source, operand: ast.expr, expression: Expression) -> list[Edit]:
+        start, end = source.span(operand)
+        written = source.written(operand)
+        if not called(operand):
+            tested = written if isinstance(operand, PRIMARY) else f"({written})"
+        else:
+            name = _unused_name(source)
+            tested, written = f"({name} := {written})", name
+        return [(start, end, f"torch.where({condition.format(tested)}, {written}, {inside})")]
+
+    return change
+
+
+def _unused_name(source: Source) -> str:
+    taken = {n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name)}
+    return next(name for name in ("safe", "operand", *(f"operand_{i}" for i in range(2, 99))) if name not in taken)
 
 
 def _before(source: Source, operand: ast.expr, expression: Expression, call: str) -> list[Edit]:

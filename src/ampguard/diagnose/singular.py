@@ -5,7 +5,10 @@ Each is tried on the failing step, forward and backward, with the operand change
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.proposals import OperandFix, changed_operand, clamp_fix, epsilon_fix
+from ampguard.diagnose.under_root import under_the_root
 from ampguard.numerics import is_low_precision
 from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import TracedOp
@@ -52,6 +56,7 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
         fixes.append(_bounded_operands(forward, infinite))
     elif name in DIVISIONS:
         position = min(1, len(forward.op.inputs) - 1)
+        fixes += under_the_root(forward, position)
         fixes.append(epsilon_fix(forward, position, edge))
     elif name in BETWEEN_ONES:
         fixes.append(clamp_fix(forward, 0, -1 + edge, 1 - edge))
@@ -109,7 +114,7 @@ def _is_elementwise(op: TracedOp) -> bool:
 
 
 def _masked_operand(evidence: Evidence) -> Proposal:
-    """The safe where: give the function 1 in place of the operands that it has no value for."""
+    """The safe where: give the function 1 in place of the operands that it has no value or derivative for."""
     code = accused.statement(evidence)
     name = words.operator(evidence)
 
@@ -127,12 +132,65 @@ def _masked_operand(evidence: Evidence) -> Proposal:
             ok = rows.reshape(-1, *[1] * (operand.dim() - 1)).expand_as(operand)
         return func(torch.where(ok, operand, torch.ones_like(operand)), *args[1:], **kwargs)
 
-    return Proposal(
+    in_words = Proposal(
         "stable-form",
         words.region(evidence),
         f"mask the operand of {name}, not its result: x = torch.where(mask, x, 1.0) before: {code}",
         trial=lambda e: Variant(at_places={evidence.op.place: safe}),
     )
+    written = _with_safe_where(evidence)
+    return dataclasses.replace(written, otherwise=in_words) if written is not None else in_words
+
+
+def _with_safe_where(evidence: Evidence) -> Proposal | None:
+    """The changed line, where the function's domain can be written and the text tells which expression it is."""
+    domain = _domain(evidence.op)
+    if domain is None or accused.is_in_place(evidence.op):
+        return None
+    position = 1 if evidence.op.short_name in DIVISIONS else 0
+
+    def safe(tensor: Tensor) -> Tensor:
+        return torch.where(domain.holds(tensor), tensor, domain.inside)
+
+    fix = OperandFix(
+        "stable-form",
+        position,
+        rewrite.masked(domain.written, domain.inside),
+        safe,
+        lambda t: not bool(domain.holds(t).all()),
+        "",
+    )
+    found = fix.changed_line(evidence)
+    if found is None:
+        return None
+    how = f"mask the operand of {words.operator(evidence)}, not its result: {found[0]}"
+    return Proposal("stable-form", words.region(evidence), how, trial=found[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Where a function has a finite derivative: as it is written, as it is tested, and a point inside."""
+
+    written: str
+    holds: Callable[[Tensor], Tensor]
+    inside: float
+
+
+POSITIVE = Domain("{} > 0", lambda t: t > 0, 1.0)
+NOT_ZERO = Domain("{} != 0", lambda t: t != 0, 1.0)
+BELOW_ONE = Domain("{}.abs() < 1", lambda t: t.abs() < 1, 0.0)
+
+
+def _domain(op: TracedOp) -> Domain | None:
+    name = op.short_name
+    if name in BETWEEN_ONES:
+        return BELOW_ONE
+    if name in ("div", "true_divide", "reciprocal"):
+        return NOT_ZERO
+    if name == "pow":
+        exponent = op.scalars[0] if len(op.scalars) == 1 and op.name.endswith(".Tensor_Scalar") else None
+        return None if exponent is None else NOT_ZERO if exponent == int(exponent) else POSITIVE
+    return POSITIVE if name in ("sqrt", "rsqrt", "log", "log2", "log10") else None
 
 
 def _spread_eigenvalues(evidence: Evidence) -> Proposal:

@@ -20,6 +20,8 @@ FOREIGN = frozenset({"np", "numpy", "math", "jnp", "scipy", "self", "cls"})
 SYMBOLS: dict[type[ast.operator], str] = {
     ast.Div: "div", ast.FloorDiv: "floor_divide", ast.Mod: "remainder", ast.Pow: "pow",
 }  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], str] = {**SYMBOLS, ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub"}
+"""With those whose two operands may stand either way round in the text: good for their result, not for one operand."""
 ALIASES = {
     "true_divide": "div", "divide": "div", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh",
     "square": "pow", "slogdet": "_linalg_slogdet", "logdet": "_linalg_slogdet",
@@ -124,13 +126,15 @@ class LineOfCode:
     number: int
     parts: tuple[tuple[ast.AST, ast.stmt | None], ...]
 
-    def expressions(self, operator: str, in_place: bool) -> list[Expression]:
+    def expressions(
+        self, operator: str, in_place: bool, symbols: dict[type[ast.operator], str] = SYMBOLS
+    ) -> list[Expression]:
         """The expressions of this line that can run the operator (or one that shares a spelling), as they run."""
         family = next((f for f in FAMILIES if operator in f), frozenset({operator}))
         return [
             e
             for part, statement in self.parts
-            for e in _expressions(self.source, part, statement, in_order=True)
+            for e in _expressions(self.source, part, statement, True, symbols)
             if e.name in family and e.in_place == in_place and _line_that_runs(e.node) == self.number
         ]
 
@@ -257,15 +261,21 @@ def _line_that_runs(node: ast.expr | ast.AugAssign) -> int:
 # --- expressions ------------------------------------------------------------------------------------------------------
 
 
-def _expressions(source: Source, node: ast.AST, statement: ast.stmt | None, in_order: bool) -> Iterator[Expression]:
+def _expressions(
+    source: Source,
+    node: ast.AST,
+    statement: ast.stmt | None,
+    in_order: bool,
+    symbols: dict[type[ast.operator], str],
+) -> Iterator[Expression]:
     """Every expression that may run an operator, operands before the operator, as Python evaluates them."""
     inside = in_order and not isinstance(node, REPEATING)
     for child in ast.iter_child_nodes(node):
-        yield from _expressions(source, child, statement, inside)
-    if isinstance(node, ast.BinOp) and (name := SYMBOLS.get(type(node.op))):
+        yield from _expressions(source, child, statement, inside, symbols)
+    if isinstance(node, ast.BinOp) and (name := symbols.get(type(node.op))):
         if not is_python_number(node):
             yield Expression(node, name, False, (node.left, node.right), {}, statement, in_order)
-    elif isinstance(node, ast.AugAssign) and (name := SYMBOLS.get(type(node.op))):
+    elif isinstance(node, ast.AugAssign) and (name := symbols.get(type(node.op))):
         if isinstance(node.target, ast.expr):
             yield Expression(node, name, True, (node.target, node.value), {}, statement, in_order)
     elif isinstance(node, ast.Call) and (found := _call(source, node)) is not None:

@@ -26,7 +26,7 @@ _MAX_WIDTH = 100
 _MAX_KEY_NUMBERS = 4
 _NO_NUMBERS = frozenset(
     {"kind", "element", "rung", "not_replayed_because", "name", "role", "message"}
-    | {"last_step", "since_step", "later_failures_caused_by_it"}
+    | {"last_step", "since_step", "later_failures_caused_by_it", "hidden", "hidden_op", "derivative_of"}
 )
 """Evidence that is for programs, or is said elsewhere on the card."""
 
@@ -228,18 +228,31 @@ def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
         rest = [f"# {where}", *rest] if place else rest
         first, *code = _words_and_code(first, fix.action)
         rest = [*code, *rest]
-    yield from _folded(Text(f"{label}: ", style), first, width, indent=4)
+    if first:
+        yield from _folded(Text(f"{label}: ", style), first, width, indent=4)
+    else:
+        yield Text(f"{label}:", style)
     yield from (Text(f"    {line}") for line in rest)
     if fix.outcome:
         yield from _folded(Text("    -> ", "dim"), fix.outcome, width, indent=7)
 
 
 def _words_and_code(how: str, action: str) -> list[str]:
-    """`how` cut after its first colon where code follows: code has its own lines, which are never folded."""
+    """`how` cut after its first colon where code follows, before it where all is code: code has its own lines, never folded."""
+    if _is_code(how):
+        return ["", how]
     words, colon, code = how.partition(": ")
     if not colon or not any(c in code for c in "()=["):
         return [how]
     return [f"{words}:", *(code.split("; ") if action == "force-fp32" else [code])]
+
+
+def _is_code(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _folded(head: Text, tail: str, width: int, indent: int) -> Iterator[Text]:

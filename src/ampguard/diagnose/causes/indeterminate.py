@@ -10,12 +10,16 @@ Not this       a softmax row without a key: see masked-softmax.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.rewrite import with_constant
+from ampguard.diagnose.source_code import line_of_code
+from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
 
@@ -35,16 +39,38 @@ def indeterminate(evidence: Evidence) -> Finding | None:
         f"NaN: Inf - Inf or 0 * Inf.",
         weight=40,
         evidence={"operands": [o.stats.as_dict() for o in operands]},
-        proposals=(
-            Proposal(
-                "mask-value",
-                words.region(evidence),
-                "use a large finite number (torch.finfo(dtype).min / 2) in place of the infinity, or torch.where: "
-                + words.code(evidence),
-                trial=_finite_operands,
-            ),
-        ),
+        proposals=(_finite_constant(evidence, source),),
     )
+
+
+def _finite_constant(evidence: Evidence, source: TracedOp) -> Proposal:
+    """A large finite number where the infinity is written, else in words."""
+    in_words = Proposal(
+        "mask-value",
+        words.region(evidence),
+        f"clamp the infinities that {words.operator(evidence)} is given to a large finite number "
+        f"(torch.finfo(dtype).min / 2), or leave them out with torch.where: {words.code(evidence)}",
+        trial=_finite_operands,
+    )
+    constant = next((s for s in source.scalars if math.isinf(s)), None)
+    line = line_of_code(source.line) if source.line is not None else None
+    if constant is None or line is None:
+        return in_words
+    lowest = torch.finfo(source.outputs[0].dtype).min / 2
+    text = f"torch.finfo({source.outputs[0].dtype}).{'min' if constant < 0 else 'max'} / 2"
+    written = with_constant(line, constant, text)
+    if written is None:
+        return in_words
+
+    def finite(value: object) -> object:
+        return math.copysign(lowest, value) if isinstance(value, float) and math.isinf(value) else value
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*(finite(a) for a in args), **{k: finite(v) for k, v in kwargs.items()})
+
+    how = f"a large finite number in place of the infinity: {words.marked(written, source, evidence.op)}"
+    trial = Variant(at_places={source.place: run})
+    return Proposal("mask-value", words.region(evidence), how, trial=lambda e: trial, otherwise=in_words)
 
 
 def _finite_operands(evidence: Evidence) -> Variant:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import words
+from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import NamedTensor, all_buffers, buffer_behind
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
-from ampguard.diagnose.rewrite import with_constant
+from ampguard.diagnose.rewrite import clamped_result, with_constant
 from ampguard.diagnose.rows import empty_rows, is_masks_doing
 from ampguard.diagnose.source_code import line_of_code
 from ampguard.numerics import NEG_INF, dtype_name, fits, is_low_precision, largest
@@ -32,6 +32,7 @@ from ampguard.replay.variants import Variant
 NAMED = 3
 """Masks that a fix names."""
 
+SUMS = frozenset({"add", "sub"})
 MINIMA = tuple(float(torch.finfo(d).min) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -61,17 +62,35 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
             Proposal(
                 "mask-value",
                 words.region(evidence),
-                (
-                    f"use torch.finfo(scores.dtype).min ({limit:g} in {name}) as the mask constant, once"
-                    if constant < low
-                    else f"combine the masks before they become numbers, or keep the sum in range with .clamp(min={low:g})"
-                )
-                + f": {words.code(evidence)}",
-                trial=changed_result(lambda t: t.clamp(min=low)),
+                _in_range(evidence, constant, low),
+                trial=changed_result(lambda t: t.clamp(min=low, max=-low)),
             ),
             *(() if are_two_masks else precision_fixes(evidence)),
         ),
         dtype=precision,
+    )
+
+
+def _in_range(evidence: Evidence, constant: float, low: float) -> str:
+    """The fix in words, with the changed line where the text tells what is to be changed."""
+    precision = evidence.precision
+    assert precision is not None
+    is_sum = evidence.op.short_name in SUMS  # the type's own minimum plus a score may leave the range again
+    is_positive = evidence.kind == "+inf"  # to be subtracted further on
+    lowest = f"torch.finfo({precision}).{'max' if is_positive else 'min'}"
+    bound = f"{'max' if is_positive else 'min'}={lowest}"
+    line = line_of_code(evidence.op.line) if evidence.op.line is not None and not is_sum else None
+    written = with_constant(line, -constant if is_positive else constant, lowest) if line is not None else None
+    if written is not None:
+        return f"use {lowest} ({-low if is_positive else low:g}) as the mask constant, once: {written}"
+    in_words = (
+        f"keep the mask within {dtype_name(precision)}, whose lowest value is {low:g}"
+        if constant < low
+        else f"combine the masks before they become numbers, or keep the sum within {dtype_name(precision)}"
+    )
+    written = accused.with_changed_result(evidence, clamped_result(bound))
+    return (
+        f"{in_words}: {written}" if written is not None else f"{in_words}, with .clamp({bound}): {words.code(evidence)}"
     )
 
 
@@ -163,10 +182,10 @@ def _spelled(name: str) -> str:
 
 
 def _is_subtracted(evidence: Evidence) -> bool:
-    """Whether a positive constant is on its way to be subtracted: `scores - (1 - mask) * 1e9`."""
+    """Whether a positive constant is on its way to be subtracted (`scores - (1 - mask) * 1e9`) or negated."""
     links = evidence.chain.links
     here = next((i for i, link in enumerate(links) if link is evidence.link), 0)
-    return any(link.op.short_name == "sub" and link.kind == NEG_INF for link in links[:here])
+    return any(link.op.short_name in ("sub", "rsub", "neg") and link.kind == NEG_INF for link in links[:here])
 
 
 def looks_like_a_constant(value: float) -> bool:

@@ -42,9 +42,9 @@ def _hidden(evidence: GradientEvidence) -> Finding:
     how = "multiplies it by 0 and passes on" if _multiplies_by_zero(first) else "reads it and passes on"
     return Finding(
         "singular-gradient",
-        f"{name} {words.place(evidence)} gives {spelled(evidence.kind)}{given} in `{code}`. The loss does not see it: it is "
-        f"masked, clamped, compared or filtered away, and the loss is finite. Its derivative does see it: "
-        f"{words.name(first.op)} in the backward pass {how} {spelled(words.kind(first))}.",
+        f"{name} {words.place(evidence)} gives {spelled(evidence.kind)}{given}, which the loss does not see and its derivative "
+        f"does: {words.name(first.op)} in the backward pass {how} {spelled(words.kind(first))}. It is masked, clamped, "
+        f"compared or filtered away in the forward pass, behind `{code}`.",
         weight=55,
         evidence={"hidden": True, "hidden_op": evidence.op.name, "operand_value": value},
         proposals=operand_fixes(evidence),
