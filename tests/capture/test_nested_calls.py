@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,22 @@ def own_call(model: Outer, told: list[str]) -> None:
     model.inner = Doubling(3, 3)
 
 
+def own_call_of_one(model: Outer, told: list[str]) -> None:
+    usual = model.inner._call_impl
+    model.inner._call_impl = lambda *args, **kwargs: usual(*args, **kwargs) * 11
+
+
+def scripted(model: Outer, told: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.inner = torch.jit.script(nn.Linear(3, 3))
+
+
+def without_some_attributes(model: Outer, told: list[str]) -> None:
+    """As a module that was unpickled from an old file; PyTorch's own call raises."""
+    del model.inner.__dict__["_backward_pre_hooks"]
+
+
 def forward_hook(model: Outer, told: list[str]) -> None:
     model.inner.register_forward_hook(lambda module, args, output: output * 5)
 
@@ -66,7 +83,10 @@ def compiled(model: Outer, told: list[str]) -> None:
     model.inner.compile(backend="eager")
 
 
-WAYS = [plain, replaced_forward, own_call, forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, compiled]
+WAYS = [
+    *(plain, replaced_forward, own_call, own_call_of_one, scripted, compiled),
+    *(forward_hook, forward_pre_hook, backward_hook, backward_pre_hook),
+]
 
 
 def trained(prepare: Callable[[Outer, list[str]], None]) -> tuple[list[Tensor], list[str]]:
@@ -90,6 +110,14 @@ def test_what_stands_on_a_nested_module_counts(prepare: Callable[[Outer, list[st
         found, told_guarded = trained(prepare)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert told == told_guarded
+
+
+def test_a_module_without_some_of_its_attributes_raises_what_it_raised() -> None:
+    with pytest.raises(AttributeError) as expected:
+        trained(without_some_attributes)
+    with ampguard.watch(), pytest.raises(AttributeError) as found:
+        trained(without_some_attributes)
+    assert str(found.value) == str(expected.value)
 
 
 @contextmanager

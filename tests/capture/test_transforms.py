@@ -194,3 +194,21 @@ def test_transforms_that_trace_or_draw_run_as_without_the_guard(guard: Guard) ->
     run = guard(body)
     assert run.result == bare
     assert not run.faults
+
+
+def test_a_step_without_transforms_never_asks_for_one(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask gives the thread a stack of transforms, which PyTorch then copies for each node of a backward pass."""
+    asked: list[None] = []
+    monkeypatch.setattr("ampguard.compat.modes._peek_interpreter", lambda: asked.append(None))
+
+    def body() -> None:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(12):
+            loss = nn.functional.mse_loss(model(torch.randn(8, 2)), torch.randn(8, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert not guard(body).faults
+    assert not asked

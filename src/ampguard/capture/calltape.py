@@ -21,7 +21,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
 from ampguard.capture.originals import is_pytorchs, original_of
-from ampguard.compat import function_modes_on, interpreter, plain_version, pop_function_mode, push_function_mode
+from ampguard.compat import function_modes_on, in_functorch, plain_version, pop_function_mode, push_function_mode
 
 LESSONS = 3
 """Calls of a function that must have done nothing but compute before it is kept as one call."""
@@ -110,7 +110,7 @@ class CallTape(compat.FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operators = self._operators
-        if func in self._plain and not operators.is_passing and interpreter() is None:
+        if func in self._plain and not operators.is_passing and not in_functorch():
             return self.call(func, args, kwargs, sys._getframe(1))
         if func not in self._known:
             func = self._meet(func, sys._getframe(1))
@@ -134,7 +134,7 @@ class CallTape(compat.FunctionMode):
             for value in relevant_args:
                 if value is not None and type(value) not in PLAIN_KINDS:
                     return original(public_api, relevant_args, *args, **kwargs)
-            if operators.is_passing or interpreter() is not None:
+            if operators.is_passing or in_functorch():
                 return original(public_api, relevant_args, *args, **kwargs)
             pop_function_mode()
             try:
@@ -216,7 +216,7 @@ class CallTape(compat.FunctionMode):
             output = func(*args, **kwargs)
         finally:
             operators.untape_one()
-        if self._lessons.get(func, 0) >= 0 and interpreter() is None:  # under `vmap` tensors are not what they seem
+        if self._lessons.get(func, 0) >= 0 and not in_functorch():  # under `vmap` tensors are not what they seem
             operators.barrier.call(self._learn, func, args, kwargs, output, began, operators.reads > reads)
         return output
 

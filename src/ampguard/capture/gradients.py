@@ -160,7 +160,7 @@ class GradientWatch:
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The gradients that an optimizer is about to use."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -54,7 +54,7 @@ from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
 from ampguard.capture.usual import CallContext
-from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, interpreter, version_of
+from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch, version_of
 
 LATELY = 8
 """Events in which it is seen whether the script is computing with what is trained."""
@@ -140,7 +140,7 @@ class FlightRecorder:
         if self.counting:
             self.listener.on_forward()
             return None
-        if graph_task() != -1 or interpreter() is not None or self.thread != threading.get_ident():
+        if graph_task() != -1 or in_functorch() or self.thread != threading.get_ident():
             return None
         if HAS_CUDA and is_capturing():
             return None

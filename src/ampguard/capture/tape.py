@@ -108,7 +108,7 @@ class GlueTape(compat.DispatchMode):
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
             and compat.dispatch_modes_on() == 0
-            and compat.interpreter() is None
+            and not compat.in_functorch()
         ):
             self.left = limit
             self._thread = threading.get_ident()

@@ -60,9 +60,7 @@ def in_backward() -> bool:
 
 def in_transform() -> bool:
     """Whether autograd's engine or a functorch transform is running on this thread."""
-    if _current_graph_task_id is not None and _current_graph_task_id() != -1:
-        return True
-    return _peek_interpreter is not None and _peek_interpreter() is not None
+    return graph_task() != -1 or in_functorch()
 
 
 def dispatch_depth() -> int:
@@ -113,26 +111,30 @@ def _no_task() -> int:
     return -1
 
 
-def _no_interpreter() -> None:
+def _no_state() -> None:
     return None
 
 
 graph_task: Callable[[], int] = _current_graph_task_id or _no_task
 """Number of the backward pass that runs on this thread, -1 where none does; PyTorch's own function."""
 
-interpreter: Callable[[], object | None] = _peek_interpreter or _no_interpreter
-"""The functorch transform that is active on this thread, None where none is; PyTorch's own function."""
 
-tracing_state: Callable[[], object | None] = _tracing_state or _no_interpreter
+def _has_interpreter() -> bool:
+    return _peek_interpreter is not None and _peek_interpreter() is not None
+
+
+in_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", None) or _has_interpreter
+"""Whether a functorch transform (`vmap`, `torch.func.grad`) is active on this thread; PyTorch's own function.
+
+It looks at the dispatch keys. To ask for the transform itself would give the thread a stack of transforms, which
+PyTorch from then on copies for each operator that a backward pass differentiates (0.5 % of a launch-bound step).
+"""
+
+tracing_state: Callable[[], object | None] = _tracing_state or _no_state
 """What `torch.jit.trace` records into, None where it does not; PyTorch's own function."""
 
 function_modes_on: Callable[[], int] = _function_depth or _none_active
 """How many function modes are active on this thread."""
-
-
-def in_functorch() -> bool:
-    """Whether a functorch transform (`vmap`, `torch.func.grad`) is active: its tensors cannot be replayed."""
-    return _peek_interpreter is not None and _peek_interpreter() is not None
 
 
 class DispatchMode(TorchDispatchMode):

@@ -52,8 +52,10 @@ class Paused(Protocol):
     paused: bool
 
 
-def call_while_paused(watcher: Paused, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """An `nn.Module.__call__` that does what PyTorch's own does while `watcher` is paused, without a second frame.
+def call_while_paused(
+    watcher: Paused, original: Callable[..., Any], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An `nn.Module.__call__` that does what PyTorch's `original` does while `watcher` is paused, without a second frame.
 
     A call inside another module then costs nothing. Every other call goes to `otherwise(module, *args, **kwargs)`.
     """
@@ -62,21 +64,27 @@ def call_while_paused(watcher: Paused, otherwise: Callable[..., Any]) -> Callabl
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if watcher.paused:
-            if self._compiled_call_impl is not None:
-                return self._compiled_call_impl(*args, **kwargs)
-            if type(self)._call_impl is not call_impl or (
-                self._backward_hooks
-                or self._backward_pre_hooks
-                or self._forward_hooks
-                or self._forward_pre_hooks
-                or before_backward
-                or behind_backward
-                or behind
-                or before
-                or tracing_state()
-            ):
-                return self._call_impl(*args, **kwargs)
-            return self.forward(*args, **kwargs)  # all that `_call_impl` does then
+            own = self.__dict__  # asked once: each attribute of a module is searched for in all of its classes first
+            try:
+                is_plain = not (
+                    own["_backward_hooks"]
+                    or own["_backward_pre_hooks"]
+                    or own["_forward_hooks"]
+                    or own["_forward_pre_hooks"]
+                    or before_backward
+                    or behind_backward
+                    or behind
+                    or before
+                    or "_compiled_call_impl" in own
+                    or "_call_impl" in own
+                    or type(self)._call_impl is not call_impl
+                    or tracing_state()
+                )
+            except KeyError:
+                is_plain = False
+            if is_plain:
+                return self.forward(*args, **kwargs)  # all that `_call_impl` does then
+            return original(self, *args, **kwargs)
         return otherwise(self, *args, **kwargs)
 
     if not any(__call__.__code__ is known for known in _calls_of_ours):

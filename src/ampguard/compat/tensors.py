@@ -130,10 +130,13 @@ def unscale_all_(tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse: 
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
 
 
+_version = operator.attrgetter("_version")
+
+
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
     """`version_of` each; quicker for many."""
     try:
-        return [t._version for t in tensors]
+        return list(map(_version, tensors))
     except RuntimeError:  # an inference tensor
         return [version_of(t) for t in tensors]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.compat import interpreter, tracing_state
+from ampguard.compat import in_functorch, tracing_state
 
 
 class ModuleProbe:
@@ -41,7 +41,7 @@ class ModuleProbe:
                 if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
                     return resting_call(module, args, kwargs)
                 root = guarded(recorder.enter_root, module, args, kwargs)
-                if root is None and interpreter() is not None:
+                if root is None and in_functorch():
                     return original(module, *args, **kwargs)  # what a transform of torch.func runs is taped as it comes
                 recorder.paused = True
                 try:
@@ -84,7 +84,7 @@ class ModuleProbe:
                 return root_call(self, args, kwargs)
 
             return (
-                compat.call_while_paused(recorder, __call__)
+                compat.call_while_paused(recorder, original, __call__)
                 if compat.only_forwards_to_call_impl(original)
                 else __call__
             )
