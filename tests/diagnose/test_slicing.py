@@ -272,3 +272,37 @@ def test_of_all_bad_elements_the_one_that_begins_first_is_followed() -> None:
 
     assert accused(chain_behind(lambda: compute(lambda x: x))) == "log"
     assert accused(chain_behind(lambda: compute(lambda x: x.log_softmax(-1).sum()))) == "log"
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_running_statistics_that_are_bad_already_are_not_read_in_training(affine: bool) -> None:
+    norm = nn.BatchNorm1d(3, affine=affine)
+    nn.init.constant_(norm.running_mean, NAN)
+    logits = torch.tensor([[0.0, 1.0, 2.0], [1.0, 2.0, 200.0], [3.0, 3.0, 3.0], [4.0, 1.0, 5.0]])
+
+    chain = chain_behind(lambda: norm(logits.exp()).sum())
+    assert accused(chain) == "exp"
+    assert chain.given is None
+    assert chain_behind(lambda: norm.eval()(logits).sum()).given is not None
+
+
+def test_a_channel_of_a_batch_norm_is_by_itself() -> None:
+    def compute() -> Tensor:
+        early = torch.tensor([0.0, -1.0, 1.0]).log() + torch.zeros(4, 3)  # NaN in channel 1
+        later = torch.cat([early[:, :2], (early[:, 2:] + 200.0).exp()], dim=1)
+        return nn.BatchNorm1d(3)(later)[:, 2].sum()
+
+    assert accused(chain_behind(compute)) == "exp"
+
+
+def test_running_statistics_are_not_read_in_the_derivative_of_training() -> None:
+    norm = nn.BatchNorm1d(3)
+    nn.init.constant_(norm.running_var, NAN)
+    trace = Trace()
+    with ReplayMode(AS_IT_RAN, trace, {}):
+        rows = torch.randn(4, 3).requires_grad_()
+        (gradient,) = torch.autograd.grad((norm(rows) - norm(rows)).abs().sqrt().sum(), rows)
+    bad = bad_elements(gradient)
+    assert bad is not None
+    chain = chain_from(trace, traced(gradient), bad)
+    assert chain is not None and chain.given is None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.replay.operators import NORMS, RUNNING_STATISTICS
 from ampguard.replay.trace import TracedOp
 
 Rule = Callable[[TracedOp, int, int], Callable[[Tensor], Tensor] | None]
@@ -87,6 +88,7 @@ REDUCTIONS = frozenset(
 BY_SAMPLE = frozenset(
     ["convolution", "mkldnn_convolution", "native_group_norm", "max_pool2d_with_indices", "avg_pool2d"]
 )
+BATCH_NORMS = frozenset([*RUNNING_STATISTICS, *(f"{name}_backward" for name in NORMS)])
 
 
 def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> Callable[[Tensor], Tensor] | None:
@@ -116,6 +118,8 @@ def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> C
     if name in BY_SAMPLE and operand == 0 and source and target:
         place = coordinates(flat, target)
         return _match(source, [place[0]] + [None] * (len(source) - 1), free=set())
+    if name in BATCH_NORMS:
+        return _batch_norm(op, operand, result, flat)
     if _is_pointwise(op, name):
         return _broadcast(source, target, flat)
     return None
@@ -128,6 +132,26 @@ def coordinates(flat: int, shape: tuple[int, ...]) -> list[int | None]:
         place.append(flat % size if size else 0)
         flat = flat // size if size else 0
     return place[::-1]
+
+
+def _batch_norm(op: TracedOp, operand: int, result: int, flat: int) -> Callable[[Tensor], Tensor] | None:
+    """Each channel is by itself. Running statistics are read in evaluation; in training each is written, and read for that."""
+    source, target = op.inputs[operand], op.outputs[result]
+    is_statistic = operand < len(op.operand_names) and op.operand_names[operand].startswith("running_")
+    if is_statistic and _uses_the_batch(op) and source.storage != target.storage:
+        return lambda positions: torch.zeros_like(positions, dtype=torch.bool)
+    channels, wanted = (shape[1 if len(shape) > 1 else 0] for shape in (source.shape, target.shape))
+    if channels != wanted:
+        return None
+    place: list[int | None] = [None] * len(source.shape)
+    place[1 if len(place) > 1 else 0] = coordinates(flat, target.shape)[1 if len(target.shape) > 1 else 0]
+    return _match(source.shape, place, free=set())
+
+
+def _uses_the_batch(op: TracedOp) -> bool:
+    """Whether a BatchNorm takes mean and variance from its batch: it says so, or is of a kind that does nothing else."""
+    told = [argument(op, name) for name in ("training", "train", "update")]
+    return next((bool(value) for value in told if value is not None), True)
 
 
 def _is_pointwise(op: TracedOp, name: str) -> bool:

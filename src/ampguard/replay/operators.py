@@ -80,6 +80,13 @@ def flat_tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+def operand_names(func: Any, args: Any, kwargs: dict[str, Any]) -> list[str]:
+    """What the operator's schema calls each of `flat_tensors`."""
+    declared = [argument.name for argument in compat.schema_of(func).arguments]
+    given = (*zip(declared, args, strict=False), *kwargs.items())
+    return [name for name, value in given for _ in flat_tensors((value,), {})]
+
+
 def flat_scalars(args: Any, kwargs: dict[str, Any]) -> list[float]:
     """The plain numbers among an operator's arguments."""
     return [v for v in (*args, *kwargs.values()) if isinstance(v, (int, float)) and not isinstance(v, bool)]

@@ -68,8 +68,8 @@ class TracedOp:
     """One operator of the replay.
 
     `short_name`: "bmm", "add" (also for `add_`): what is computed, not how it is stored. `plain` and `plain_kwargs` are
-    its arguments without tensors (None in their place), kept where the result is not finite; `args` and `kwargs` hold
-    the operands' values, for the first such operators.
+    its arguments without tensors (None in their place), and `operand_names` what the schema calls each operand, kept
+    where the result is not finite; `args` and `kwargs` hold the operands' values, for the first such operators.
     """
 
     index: int
@@ -85,6 +85,7 @@ class TracedOp:
     scalars: list[float] = field(default_factory=list)
     plain: tuple[Any, ...] = ()
     plain_kwargs: dict[str, Any] = field(default_factory=dict)
+    operand_names: list[str] = field(default_factory=list)
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     key: tuple[Any, ...] = ()

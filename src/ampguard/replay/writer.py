@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.replay.operators import OperatorFacts, flat_scalars, flat_tensors, without_tensors
+from ampguard.replay.operators import OperatorFacts, flat_scalars, flat_tensors, operand_names, without_tensors
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
 KEPT_OPS = 96
@@ -114,6 +114,7 @@ class TraceWriter:
         op.device = args[0].device.type if args and isinstance(args[0], Tensor) else "cpu"
         op.plain = tuple(without_tensors(a) for a in args)
         op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
+        op.operand_names = operand_names(op.func, args, kwargs)
         tensors = flat_tensors(args, kwargs)
         for operand, tensor in zip(op.inputs, tensors, strict=False):
             operand.bad = bad_elements(tensor, operand.laid_out)
