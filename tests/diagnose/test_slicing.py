@@ -305,4 +305,5 @@ def test_running_statistics_are_not_read_in_the_derivative_of_training() -> None
     bad = bad_elements(gradient)
     assert bad is not None
     chain = chain_from(trace, traced(gradient), bad)
-    assert chain is not None and chain.given is None
+    assert chain is not None
+    assert chain.given is None

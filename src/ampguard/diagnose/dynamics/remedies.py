@@ -156,7 +156,9 @@ def why_not_reproduced(replay: StretchReplay, ran: Course) -> str | None:
         if seen is None or not math.isfinite(seen):
             continue
         again = replayed.get(step.number)
-        if again is None or not math.isclose(again, seen, rel_tol=SAME_LOSS, abs_tol=1e-12):
+        if again is None:
+            return f"not reproduced: the loss of step {step.number} was {number(seen)}, and no replay has it"
+        if not math.isclose(again, seen, rel_tol=SAME_LOSS, abs_tol=1e-12):
             return f"not reproduced: run again, step {step.number} has a loss of {number(again)}, and it was {number(seen)}"
     if replay.stretch.is_closed:
         return None
