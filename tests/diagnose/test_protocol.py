@@ -324,6 +324,24 @@ def test_resumed_without_the_scaler(guard: Guard) -> None:
     assert incident.evidence["resumed"] is True
 
 
+@pytest.mark.parametrize("interval", [1, 2000])
+def test_saved_without_a_scaler_whose_scale_has_or_has_not_moved(interval: int, guard: Guard, tmp_path: Path) -> None:
+    def script() -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=interval)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+
+    (incident,) = guard(script).report.incidents
+    assert incident.cause == "scaler-not-saved"
+    assert ("its initial one still, 64" in incident.explanation) == (interval > 3)
+
+
 @pytest.mark.parametrize("travels", [True, False])
 def test_state_of_the_scaler_inside_that_of_the_optimizer(travels: bool, guard: Guard, tmp_path: Path) -> None:
     """FastReID's checkpoints hold no trainer: a hook puts the scaler's state beside "state" and "param_groups"."""

@@ -102,7 +102,14 @@ from ampguard.compat.ranks import (
     several_ranks,
     sharded_compute_dtypes,
 )
-from ampguard.compat.scalers import follow_scalers, has_been_updated, has_divided, scaler_with, scalers_since
+from ampguard.compat.scalers import (
+    follow_scalers,
+    has_been_updated,
+    has_divided,
+    is_at_initial_scale,
+    scaler_with,
+    scalers_since,
+)
 from ampguard.compat.tensors import (
     base_of,
     cast_leaf,
@@ -219,6 +226,7 @@ __all__ = [
     "in_backward",
     "in_functorch",
     "in_transform",
+    "is_at_initial_scale",
     "is_call_of_module",
     "is_compiled",
     "is_compiling",

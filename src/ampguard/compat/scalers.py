@@ -95,7 +95,13 @@ def has_divided(scaler: Scaler, optimizer: torch.optim.Optimizer) -> bool:
     return getattr(stage, "name", "READY") != "READY"
 
 
+def is_at_initial_scale(scaler: Scaler) -> bool:
+    """Whether the scale is the one that a new scaler of this kind would begin with. Waits for the device."""
+    scale = loss_scale(scaler)
+    return scale is not None and float(scale) == getattr(scaler, "_init_scale", None)
+
+
 def has_been_updated(scaler: Scaler) -> bool:
     """Whether `update` was ever called, as far as the scale and its count of finite steps tell. Waits for the device."""
-    scale, count = loss_scale(scaler), getattr(scaler, "_growth_tracker", None)
-    return scale is None or float(scale) != getattr(scaler, "_init_scale", None) or (count is not None and bool(count))
+    count = getattr(scaler, "_growth_tracker", None)
+    return not is_at_initial_scale(scaler) or (count is not None and bool(count))

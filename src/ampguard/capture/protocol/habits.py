@@ -224,7 +224,13 @@ class Habits:
             for scaler in used:
                 scaler.state_asked = True
         elif found.has_optimizer and used and not any(s.state_asked for s in used):
-            facts = {"path": path, "scale": float(used[0].current_scale()), "has_model": found.has_model}
+            own = used[0].ref()
+            facts = {
+                "path": path,
+                "scale": float(used[0].current_scale()),
+                "has_moved": own is None or not compat.is_at_initial_scale(own),
+                "has_model": found.has_model,
+            }
             self._saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
             self._moves.listener.on_suspicion(("saved",), self._saved_without[0], step)
 

@@ -34,10 +34,15 @@ def scaler_not_saved(scene: Scene) -> Telling:
             f"over its state at {at(scene.again)}. The steps in which the scale settles again are skipped."
         )
     else:
+        lost = (
+            f"the scale was {scale}; a resumed run begins at its initial scale and skips steps until it settles."
+            if scene.facts.get("has_moved", True)
+            else f"the scale was its initial one still, {scale}. From where it has settled later on, a resumed run goes back to "
+            f"that, and skips steps until it settles again."
+        )
         text = (
-            f"The checkpoint holds {_held(scene)} and not the scaler{_path(scene)}. It was saved at "
-            f"{at(scene.again)} while the scale was {scale}; a resumed run begins at its initial scale and skips steps until "
-            f"it settles."
+            f"The checkpoint holds {_held(scene)} and not the scaler{_path(scene)}. It was saved at {at(scene.again)} while "
+            f"{lost}"
         )
     how = save_instead(scene) or (
         f'save it with the rest: "scaler": {scaler}.state_dict(); and on resuming '
