@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard.capture.frames import locals_of
 from ampguard.capture.protocol.gradients import OptimizerWatch, is_empty
@@ -57,7 +58,7 @@ class Scans:
         self._models = models
         self._told: set[tuple[str, int]] = set()
         self._collections = 0
-        self._versions: dict[int, int] = {}
+        self._versions = WeakIdKeyDictionary()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
@@ -166,8 +167,8 @@ class Scans:
         """
         held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
         added, inside = wrapped_around(self._models, held, watch.parameters())
-        rested = [p for p in added if self._versions.setdefault(id(p), -1) == version_of(p)]
-        self._versions |= {id(p): version_of(p) for p in added}
+        rested = [p for p in added if self._versions.get(p) == version_of(p)]
+        self._versions.update((p, version_of(p)) for p in added)
         added = added if is_refused else rested
         if not added:
             return None
