@@ -43,7 +43,7 @@ from ampguard.replay.roots import run_root, swap_state, traced_modules
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
 from ampguard.replay.sharded import after_sharded_calls
 from ampguard.replay.trace import Trace, identical
-from ampguard.replay.tracer import ReplayMode, Unwatching
+from ampguard.replay.tracer import ReplayMode, Unwatching, in_groups
 from ampguard.replay.variants import AS_IT_RAN, CodePlace, Variant
 
 
@@ -162,7 +162,7 @@ class Replayer:
         mode.boundary = run_root.__code__
         mode.hidden = dict(self._hidden)
         if traced and variant is AS_IT_RAN:
-            mode.sought = self._sought
+            mode.sought = in_groups(self._sought)
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
         values.made |= {ref: t.detach().clone().requires_grad_(t.requires_grad) for ref, t in self._given.items()}
         values.stand_ins |= {id(t): values.made[ref] for ref, t in self._given.items() if t.is_leaf and t.requires_grad}

@@ -61,11 +61,12 @@ class ReplayMode(compat.DispatchMode):
         self.count = 0
         self.captured: dict[int, Captured] = {}
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self.sought: list[Tensor] = []
+        self.sought: list[list[Tensor]] = []
         """Values that the step read outside modules and that no recorded event made: which operator makes them?"""
         self.hidden: dict[tuple[CodePlace, int], int] = {}
         """Where such values were found to be made: the n-th run of an operator at a line, and whose value it is."""
         self.found: dict[int, Tensor] = {}
+        self._matches: dict[int, list[tuple[tuple[CodePlace, int], Tensor]]] = {}
         self.zero_shares: dict[int, float] = {}
         """For operators of a backward pass, where asked for: the share of zeros in the result."""
         self._runs_of: dict[CodePlace, int] = {}
@@ -227,11 +228,22 @@ class ReplayMode(compat.DispatchMode):
         if known is not None and isinstance(output, Tensor):
             self.found[known] = output
         in_module = isinstance(self.event, RootCall) and isinstance(output, Tensor) and compat.has_values(output)
-        for value in self.sought if in_module else ():
+        for group in self.sought if in_module else ():
+            value = group[0]
             alike = output.shape == value.shape and output.dtype == value.dtype and may_have_made(func, value)
             if alike and identical(value, output):
-                self.found[id(value)] = output
-                self.hidden = {k: v for k, v in self.hidden.items() if v != id(value)} | {(place, run): id(value)}
+                self._found_one_of(group, (place, run), output)
+
+    def _found_one_of(self, group: list[Tensor], key: tuple[CodePlace, int], output: Tensor) -> None:
+        """Values that are the same bit by bit (the NaN of two layers) were made in the order of the results."""
+        matches = self._matches.setdefault(id(group[0]), [])
+        matches.append((key, output))
+        del matches[: -len(group)]
+        ids = {id(value) for value in group}
+        self.hidden = {k: v for k, v in self.hidden.items() if v not in ids}
+        for value, (place_and_run, result) in zip(group, matches, strict=False):
+            self.found[id(value)] = result
+            self.hidden[place_and_run] = id(value)
 
     def _precision(self) -> torch.dtype | None:
         """The type to compute this operator in, or None for the type it has."""
@@ -318,6 +330,27 @@ class Unwatching(ReplayMode):
 
     def __exit__(self, *exc: object) -> None:
         return None
+
+
+def in_groups(values: list[Tensor]) -> list[list[Tensor]]:
+    """The values in groups of which none can be told from the others, in the order in which they were made."""
+    groups: list[list[Tensor]] = []
+    for value in sorted({id(v): v for v in values}.values(), key=_number_of_node):
+        group = next((g for g in groups if _are_alike(g[0], value)), None)
+        if group is None:
+            groups.append([value])
+        else:
+            group.append(value)
+    return groups
+
+
+def _number_of_node(value: Tensor) -> int:
+    return compat.node_number(value.grad_fn) or 0
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    names = [v.grad_fn.name() if v.grad_fn is not None else None for v in (one, other)]
+    return one.shape == other.shape and one.dtype == other.dtype and names[0] == names[1] and identical(one, other)
 
 
 def may_have_made(func: Any, value: Tensor) -> bool:
