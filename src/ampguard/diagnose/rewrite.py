@@ -151,10 +151,12 @@ def _before(source: Source, operand: ast.expr, expression: Expression, call: str
 def literal(value: float) -> str:
     """A number as one would type it.
 
-    >>> literal(1e-6), literal(1e30), literal(80.0), literal(1.000001)
-    ('1e-6', '1e30', '80', '1.000001')
+    >>> literal(1e-6), literal(1e30), literal(80.0), literal(1.000001), literal(1e9), literal(-65504.0)
+    ('1e-6', '1e30', '80', '1.000001', '1e9', '-65504')
     """
-    return re.sub(r"e([+-])0*", lambda m: "e-" if m[1] == "-" else "e", f"{value:.10g}")
+    texts = (re.sub(r"e([+-])0*", lambda m: "e-" if m[1] == "-" else "e", t) for t in (f"{value:.10g}", f"{value:.9e}"))
+    plain, scientific = (re.sub(r"\.?0+(?=e)", "", t) if "e" in t else t for t in texts)
+    return scientific if len(scientific) < len(plain) - 3 else plain
 
 
 def _bounds_of(node: ast.expr) -> dict[str, tuple[ast.expr, float]]:

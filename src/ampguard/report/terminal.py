@@ -239,7 +239,7 @@ def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
 
 def _words_and_code(how: str, action: str) -> list[str]:
     """`how` cut after its first colon where code follows, before it where all is code: code has its own lines, never folded."""
-    if _is_code(how):
+    if action != "force-fp32" and _is_code(how):
         return ["", how]
     words, colon, code = how.partition(": ")
     if not colon or not any(c in code for c in "()=["):
