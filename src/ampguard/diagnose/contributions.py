@@ -102,6 +102,8 @@ def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> C
     source, target = op.inputs[operand].shape, op.outputs[result].shape
     if source == () and target != ():
         return None
+    if op.taken is not None and operand in (1, 2) and _is_left_out(op, operand, flat):
+        return _nowhere
     if name == "stack":
         return _stack(op, operand, target, flat)
     if name == "cat":
@@ -123,6 +125,19 @@ def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> C
     if _is_pointwise(op, name):
         return _broadcast(source, target, flat)
     return None
+
+
+def _nowhere(positions: Tensor) -> Tensor:
+    return torch.zeros_like(positions, dtype=torch.bool)
+
+
+def _is_left_out(op: TracedOp, operand: int, flat: int) -> bool:
+    """Whether `torch.where` took this element from its other operand."""
+    bad = op.outputs[0].bad
+    if bad is None or op.taken is None:
+        return False
+    taken = op.taken[bad.flat == flat]
+    return bool(taken.numel()) and bool(taken[0]) != (operand == 1)
 
 
 def coordinates(flat: int, shape: tuple[int, ...]) -> list[int | None]:
@@ -272,7 +287,7 @@ def _stack(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Ca
     dim = (args[1] if len(args) > 1 else op.plain_kwargs.get("dim", 0)) % max(len(target), 1)
     place = coordinates(flat, target)
     if place[dim] != operand:
-        return lambda positions: torch.zeros_like(positions, dtype=torch.bool)
+        return _nowhere
     return _match(op.inputs[operand].shape, place[:dim] + place[dim + 1 :], free=set())
 
 
@@ -289,6 +304,6 @@ def _cat(op: TracedOp, operand: int, target: tuple[int, ...], flat: int) -> Call
         return None
     inside = (place[dim] or 0) - start
     if not 0 <= inside < source[dim]:
-        return lambda positions: torch.zeros_like(positions, dtype=torch.bool)
+        return _nowhere
     place[dim] = inside
     return _match(source, place, free=set())

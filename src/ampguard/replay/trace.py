@@ -90,6 +90,8 @@ class TracedOp:
     kwargs: dict[str, Any] | None = None
     key: tuple[Any, ...] = ()
     refused: bool = False
+    taken: Tensor | None = None
+    """Of `torch.where`: for each bad element of its result, whether it was taken from the first of the two."""
     device: str = "cpu"
     in_backward: bool = False
     forward: int | None = None

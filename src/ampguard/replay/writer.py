@@ -91,6 +91,7 @@ class TraceWriter:
             self._note_written(op, hidden)
         if op.is_bad:
             self._keep_operands(op, args, kwargs)
+            op.taken = _taken(op, args)
 
     def _note_copied_slices(self) -> None:
         while self._through_views:
@@ -139,3 +140,12 @@ class TraceWriter:
         if index is None or index >= len(self._trace.ops):
             return None  # (autograd numbers the nodes of each thread by themselves)
         return self._trace.ops[index]
+
+
+def _taken(op: TracedOp, args: Any) -> Tensor | None:
+    """From which of its two operands `torch.where` took the bad elements of its result."""
+    bad = op.outputs[0].bad
+    if op.name != "aten.where.self" or bad is None:
+        return None
+    condition: Tensor = args[0].detach().broadcast_to(op.outputs[0].shape).reshape(-1)
+    return condition[bad.flat.to(condition.device)].bool().to(bad.flat.device)
