@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ampguard.capture.protocol.added import AddedGradients
+from ampguard.capture.protocol.assigned import AssignedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.hand_scale import HandScale
 from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookDivision, LeafHooks
+from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
-from ampguard.protocol.events import Breach, Divided, Read
+from ampguard.protocol.events import Backward, Breach, Clear, Divided, Read
 from ampguard.protocol.states import Stage
 
 if TYPE_CHECKING:
@@ -37,12 +39,14 @@ class CloseLook:
         self._at_rest: list[OptimizerWatch] = []
         """Those whose gradients nobody has written to when clipping began."""
         self.added = AddedGradients()
+        self.assigned = AssignedGradients()
         self.own_scale = HandScale()
 
     def forget(self) -> None:
         """The scale may have changed: an iteration is over."""
         self._shared.forget()
         self.added.forget()
+        self.assigned.forget()
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -52,14 +56,18 @@ class CloseLook:
         elif not self._moves.scales:
             self.own_scale.before_backward(losses)
 
-    def after_backward(self, reached: tuple[OptimizerWatch, ...], scale: float | None, where: Line | None) -> None:
+    def after_backward(
+        self, reached: tuple[OptimizerWatch, ...], of_loss: DeviceScale | None, where: Line | None
+    ) -> None:
         """Copy what will be compared, and tell hooks on parameters that have clipped what carries the scale."""
-        if scale is None:
+        if of_loss is None:
             if not self._moves.scales:
                 self.own_scale.after_backward(reached, where)
             return
+        scale = float(of_loss)
         for watch in reached:
             watch.keep_copy()
+        self.assigned.added(reached, of_loss, where)
         machine = self._moves.machine
         for clip in self._hooks.end(scale):
             if isinstance(clip, HookDivision):
@@ -79,6 +87,7 @@ class CloseLook:
     def before_unscale(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:
         """The scaler is about to divide: what is wrong with these gradients already?"""
         moves = self._moves
+        self.settle(watch)
         if moves.looks_closely and of.is_enabled:
             if len(moves.watches.optimizers) > 1:
                 self._tell_shared(watch, of, frame)
@@ -103,10 +112,15 @@ class CloseLook:
         by = None if watch.is_untouched() and watch.divided == 1.0 else watch.divided_by()
         for of in self._moves.watches.scalers if by is not None else ():
             if of.is_enabled and of.uses and _is_scale(by, float(of.current_scale())):
-                machine.feed(Divided(watch, of, of.current_scale(), watch.divided_at))
-                watch.rest()
-                watch.copy = None
+                self._was_divided(watch, of, of.current_scale())
                 return
+
+    def _was_divided(self, watch: OptimizerWatch, of: ScalerWatch, scale: DeviceScale) -> None:
+        """The script has divided the gradients of an optimizer itself."""
+        self._moves.machine.feed(Divided(watch, of, scale, watch.divided_at))
+        watch.divides_by_hand = True
+        watch.rest()
+        watch.copy = None
 
     def divided(self, watch: OptimizerWatch, where: Line | None) -> None:
         """The scaler has divided the gradients of an optimizer."""
@@ -122,6 +136,44 @@ class CloseLook:
             shared, other, first = found
             facts = {"shared_with": other, "parameters": shared, "of": len(watch.parameters())}
             self._tell("double-unscale", watch, of, (first, frame), scale, facts)
+
+    # --- gradient surgery ---------------------------------------------------------------------------------------------
+
+    def taken(self, losses: Any, given: Any, inputs: Any, results: Any, frame: Frame) -> None:
+        """`torch.autograd.grad` has returned gradients, maybe of parameters: the script may put them in place itself."""
+        moves = self._moves
+        scale, _ = moves.scale_of(losses, given)
+        if self.assigned.taken(moves.mine(), (inputs, results), scale, script_line(frame)):
+            moves.scale_was_read = False
+            if moves.routine.is_on:
+                moves.routine.leave()
+
+    def settle(self, watch: OptimizerWatch) -> None:
+        """The gradients of an optimizer are about to be used: has the script put them in place, and do they carry the scale?"""
+        moves, machine = self._moves, self._moves.machine
+        stage = machine.stage(watch)
+        is_new = stage in (Stage.EMPTY, Stage.USED)
+        if not self.assigned.knows(watch) or not (is_new or (stage is Stage.SCALED and not watch.is_untouched())):
+            return
+        scalers = [of for of in moves.watches.scalers if of.is_enabled and of.uses]
+        found = self.assigned.to(watch, scalers[0].current_scale()) if len(scalers) == 1 else None
+        if found is None:
+            return
+        of, scale = scalers[0], found.scale
+        if is_new:
+            machine.feed(Clear(watch))
+            machine.feed(Backward((watch,), scale or (of.current_scale() if found.carried else None), found.where))
+        if scale is not None and not found.carried:
+            self._was_divided(watch, of, scale)
+        watch.rest()
+        watch.copy = None
+        watch.set_by_hand = True
+        moves.scale_was_read = False  # whether it was used to divide by is known
+
+    def settle_all(self) -> None:
+        if self.assigned.is_open:
+            for watch in self._moves.mine():
+                self.settle(watch)
 
     # --- gradients of another loss --------------------------------------------------------------------------------------
 
@@ -144,6 +196,7 @@ class CloseLook:
 
     def before_clipping(self) -> None:
         """Somebody may have divided them by hand: what clipping does to them then is not to hide it."""
+        self.settle_all()
         self._as_left = self._shared.as_left()
         self._at_rest = [watch for watch in self._moves.mine() if watch.at_rest is not None and watch.is_untouched()]
         for watch in self._moves.mine():
@@ -169,6 +222,8 @@ class CloseLook:
     def before_direct_step(self, watch: OptimizerWatch) -> None:
         """An optimizer's own step: were its gradients divided by hand, and only after they were clipped?"""
         self.note_division(watch)
+        self.settle(watch)
+        self.assigned.forget(watch)
         clipped = self.own_scale.stepping(watch)
         if clipped is not None:
             facts = {"clips": True, "scale": clipped.scale, "own_scale": True}

@@ -45,6 +45,7 @@ class OptimizerWatch:
         "created",
         "divided",
         "divided_at",
+        "divides_by_hand",
         "divides_in_hook",
         "first_step",
         "is_stale",
@@ -54,6 +55,7 @@ class OptimizerWatch:
         "ref",
         "resumed_at",
         "sample",
+        "set_by_hand",
         "stepped",
         "steps",
         "taken",
@@ -90,12 +92,16 @@ class OptimizerWatch:
         """By what somebody had divided it already when the copy was made (before it was clipped)."""
         self.divided_at: Line | None = None
         """Where the script was last seen to divide gradients by the scale itself."""
+        self.divides_by_hand = False
+        """The script was seen to divide its gradients by the scale, in an iteration that was looked at closely."""
         self.divides_in_hook = False
         """Hooks on its parameters were seen to divide by the scale, in the middle of the backward pass."""
         self.weights: list[tuple[Tensor, int, Tensor | None]] = []
         """Sampled parameters as they were when the gradients were unscaled, small ones with their values."""
         self.by_scaler = False
         """Its last step went through a scaler."""
+        self.set_by_hand = False
+        """The script has put its gradients in place itself: no backward pass will tell when there are new ones."""
         self.before: list[Seen] | None = None
         self.at_rest: list[tuple[int, int]] | None = None
         self.sample: list[Tensor] = []

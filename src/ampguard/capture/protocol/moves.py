@@ -226,7 +226,7 @@ class Moves:
         if event.also_plain:
             self.routine.spoil()
         if closely:
-            self.close.after_backward(reached, float(scale) if scale is not None else None, event.where)
+            self.close.after_backward(reached, scale, event.where)
             self.penalties.after_backward(reached, event.where)
         return reached
 
@@ -292,6 +292,7 @@ class Moves:
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
+        self._forget_set_by_hand(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
         watch.lost_one = watch.lost_one or idle == 1
@@ -354,6 +355,12 @@ class Moves:
         watch.claim(get_ident())
         return watch
 
+    def _forget_set_by_hand(self, watch: OptimizerWatch) -> None:
+        """The script will put new gradients in place, and nothing but a close look will tell."""
+        if watch.set_by_hand:
+            watch.set_by_hand = False
+            self.machine.feed(Clear(watch))
+
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     def before_direct_step(self, optimizer: Optimizer) -> None:
@@ -386,6 +393,7 @@ class Moves:
         watch.lost_one = watch.lost_one or not watch.has_gradients()
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
         self.tell(self.machine.feed(step), self.attempt)
+        self._forget_set_by_hand(watch)
         watch.lost_one = watch.lost_one or self.machine.ledger(watch).idle_steps == 1
         if not self.scales:
             self.routine.note(("direct step", watch, user_line(frame)), step)
@@ -424,6 +432,8 @@ class Moves:
         for watch in self.whose(gradients):
             if watch is divided:
                 continue  # within the scaler's own step, which has unscaled
+            if watch.divides_by_hand and not self.looks_closely:
+                continue  # as it was seen to do when it was looked at closely
             breaches = self.machine.feed(Read(watch, script_line(frame), clips))
             self.tell(breaches, self.recorder.steps.count)
 

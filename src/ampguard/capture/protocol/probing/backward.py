@@ -79,6 +79,7 @@ class BackwardProbe:
                 frame = sys._getframe(1)
                 if moves.machine.scaled and wants(inputs):
                     witness.guarded(moves.close.differentiated, outputs, grad_outputs, inputs, results, frame)
+                witness.guarded(moves.close.taken, outputs, grad_outputs, inputs, results, frame)
                 witness.guarded(moves.penalties.differentiated, outputs, grad_outputs, results, script_line(frame))
             return results
 

@@ -1,0 +1,182 @@
+"""Gradients that the script puts into `.grad` itself, made from those of a loss: gradient surgery.
+
+PCGrad and its kind take one gradient for each task, by `torch.autograd.grad` or by a backward pass each, combine them, and
+assign what comes out. Which calls of the protocol it went through does not tell whether it carries the loss scale; its
+size does, beside the sizes of what it was made from. In iterations that are looked at closely, a few small gradients of
+each task are copied, and compared when the assigned ones are to be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch, Seen
+from ampguard.capture.protocol.loss_scale import DeviceScale
+from ampguard.capture.record import Line
+from ampguard.compat import version_of
+
+MOST_TASKS = 16
+"""Gradients of one parameter that are copied in an iteration."""
+
+APART = 16.0
+"""By which factor a combination of gradients may be larger or smaller than the largest of them."""
+
+ALIKE = 0.6
+"""Cosine of the angle between the assigned gradients and what tasks span; less was made from something else."""
+
+EXACT = 1e-4
+
+
+@dataclass(slots=True)
+class _Tasks:
+    """The gradients of an optimizer's parameters, one part for each task. `scale`: what all of them carry."""
+
+    scale: DeviceScale | None
+    where: Line | None
+    seen: list[Seen]
+    parts: list[dict[int, Tensor]] = field(default_factory=list)
+    is_mixed: bool = False
+    """Some of them carry another scale, or none; or there are too many to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """What was assigned. `scale`: that of the loss from which it was made; `carried`: whether it is still in it."""
+
+    scale: DeviceScale | None
+    where: Line | None
+    carried: bool
+
+
+class AssignedGradients:
+    """What tasks gave, until the next update."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[OptimizerWatch, _Tasks] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._tasks)
+
+    def knows(self, watch: OptimizerWatch) -> bool:
+        return watch in self._tasks
+
+    def taken(
+        self, watches: Iterable[OptimizerWatch], given: tuple[Any, Any], scale: DeviceScale | None, where: Line | None
+    ) -> bool:
+        """`torch.autograd.grad` has returned gradients for its inputs (`given`: inputs, gradients). False: of no parameter."""
+        inputs, results = given
+        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        by_id = {id(p): g for p, g in zip(inputs, results, strict=False) if isinstance(g, Tensor) and p.is_leaf}
+        found = False
+        for watch in watches:
+            mine = [(p, by_id[id(p)]) for p in watch.sample if id(p) in by_id and p.numel() <= SMALL]
+            if mine:
+                found = True
+                tasks = self._of(watch, scale, where)
+                for part in _split(mine):
+                    self._add(tasks, part)
+        return found
+
+    def added(self, watches: Iterable[OptimizerWatch], scale: DeviceScale | None, where: Line | None) -> None:
+        """A backward pass has left gradients of a scaled loss."""
+        for watch in watches:
+            mine = [(p, p.grad) for p in watch.sample if type(p.grad) is Tensor and p.numel() <= SMALL]
+            if mine:
+                tasks = self._of(watch, scale, where)
+                tasks.seen = _seen(watch)
+                self._add(tasks, {id(p): g for p, g in mine if g is not None and not g.is_sparse})
+
+    def forget(self, watch: OptimizerWatch | None = None) -> None:
+        """An iteration is over, or the step of one optimizer."""
+        if watch is None:
+            self._tasks.clear()
+        else:
+            self._tasks.pop(watch, None)
+
+    def _of(self, watch: OptimizerWatch, scale: DeviceScale | None, where: Line | None) -> _Tasks:
+        tasks = self._tasks.get(watch)
+        if tasks is None:
+            tasks = self._tasks[watch] = _Tasks(scale, where, _seen(watch))
+        tasks.is_mixed = tasks.is_mixed or tasks.scale is not scale
+        tasks.where = where
+        return tasks
+
+    @staticmethod
+    def _add(tasks: _Tasks, part: dict[int, Tensor]) -> None:
+        tasks.is_mixed = tasks.is_mixed or len(tasks.parts) >= MOST_TASKS
+        if not tasks.is_mixed:
+            with torch.no_grad(), compat.unseen():
+                tasks.parts.append({key: gradient.detach().clone() for key, gradient in part.items()})
+
+    def to(self, watch: OptimizerWatch, scale: DeviceScale) -> Assigned | None:
+        """Whether the gradients that the script has put in place carry `scale`. None: it has put none there, or it cannot
+        be told. Waits for the device."""
+        tasks = self._tasks.get(watch)
+        if tasks is None or tasks.is_mixed or not _has_changed(tasks.seen, _seen(watch)):
+            return None
+        size = float(scale)
+        with torch.no_grad(), compat.unseen():
+            ratio = _ratio(watch, tasks.parts)
+            if ratio is None or _is_normalised(watch):
+                return None
+        kinds = (True, 1.0), (False, 1.0 / size)
+        if tasks.scale is None:
+            kinds = (True, size), (False, 1.0)
+        apart = min(APART, size**0.5 / 2)
+        fitting = [carried for carried, usual in kinds if 1.0 / apart <= ratio / usual <= apart]
+        return Assigned(tasks.scale, tasks.where, fitting[0]) if len(fitting) == 1 else None
+
+
+def _seen(watch: OptimizerWatch) -> list[Seen]:
+    return [(g, version_of(g) if g is not None else -1) for g in [p.grad for p in watch.sample]]
+
+
+def _has_changed(before: list[Seen], now: list[Seen]) -> bool:
+    return any(a is not b or v != w for (a, v), (b, w) in zip(before, now, strict=False))
+
+
+def _split(mine: list[tuple[Tensor, Tensor]]) -> list[dict[int, Tensor]]:
+    """One part, or (`is_grads_batched`) one for each row."""
+    if all(g.shape == p.shape for p, g in mine):
+        return [{id(p): g for p, g in mine}]
+    rows = {len(g) if g.dim() == p.dim() + 1 else 0 for p, g in mine}
+    count = rows.pop() if len(rows) == 1 else 0
+    return [{id(p): g[i] for p, g in mine} for i in range(min(count, MOST_TASKS + 1))]
+
+
+def _ratio(watch: OptimizerWatch, parts: list[dict[int, Tensor]]) -> float | None:
+    """The size of the gradients in place over that of the largest task's; None where they were not made from them."""
+    held = [p for p in watch.sample if p.grad is not None and any(id(p) in part for part in parts)]
+    if not held or any(p.grad is None or p.grad.is_sparse for p in held):
+        return None
+    now = torch.cat([p.grad.detach().double().flatten() for p in held if p.grad is not None])
+    made = torch.stack(
+        [torch.cat([part[id(p)].double().flatten() if id(p) in part else _zeros(p) for p in held]) for part in parts]
+    )
+    largest, norm = float(made.norm(dim=1).max()), float(now.norm())
+    if not (0 < largest < float("inf")) or not (0 < norm < float("inf")) or len(now) < 8 * len(parts):
+        return None
+    rest = now - made.T @ torch.linalg.pinv(made.T) @ now
+    return norm / largest if float(rest.norm()) <= (1 - ALIKE**2) ** 0.5 * norm else None
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros(parameter.numel(), dtype=torch.float64, device=parameter.device)
+
+
+def _is_normalised(watch: OptimizerWatch) -> bool:
+    """Whether they have a length that somebody has chosen, or only signs: no scale is in them, whatever they were made from."""
+    grads = [p.grad.detach().double() for p in watch.parameters() if p.grad is not None and not p.grad.is_sparse]
+    norm = float(torch.stack([g.norm() for g in grads]).norm())
+    sizes = torch.cat([g.flatten().abs() for g in grads if g.numel() <= SMALL])
+    sizes = sizes[sizes > 0]
+    if len(sizes) and float(sizes.max() - sizes.min()) <= EXACT * float(sizes.max()):
+        return True
+    return abs(norm / float(f"{norm:.1e}") - 1.0) < EXACT
