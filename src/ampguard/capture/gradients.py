@@ -25,6 +25,8 @@ class GradientWatch:
     def __init__(self, log: EventLog, judge: Judge) -> None:
         self.suspects_underflow = False
         """Set by whoever samples gradients: the next update's gradients are to be compared with float32's."""
+        self.scaler: Any = None
+        """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
         self._log = log
         self._judge = judge
@@ -78,7 +80,11 @@ class GradientWatch:
             self._judge.gradients_are_good()
         else:
             since = self._cleared_since(optimizer)
-            self._judge.gradients_are_bad(parameters_of(optimizer), None, is_held_off=False, since=since)
+            is_scaled = self.scaler is not None and self.scaler.is_enabled()
+            scale = float(self.scaler.get_scale()) if is_scaled else None
+            self._judge.gradients_are_bad(
+                parameters_of(optimizer), scale, is_held_off=False, since=since, is_past_scaler=is_scaled
+            )
         if self.suspects_underflow:
             self.look_for_underflow(optimizer, None)
 

@@ -231,6 +231,7 @@ class Judge:
         is_held_off: bool,
         targets: tuple[Ref, ...] = (),
         since: int = 0,
+        is_past_scaler: bool = False,
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = self._with_gradient(parameters)
@@ -251,6 +252,7 @@ class Judge:
                 loss_scale=loss_scale,
                 is_held_off=is_held_off,
                 since=since,
+                is_past_scaler=is_past_scaler,
                 has_ended_run=self.is_ended_by_numbers,
             )
         )

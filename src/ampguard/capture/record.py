@@ -284,6 +284,8 @@ class BadResult:
     is_held_off: bool = False
     since: int = 0
     """The first event after these gradients were last cleared."""
+    is_past_scaler: bool = False
+    """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
     has_ended_run: bool = False
     """The script has raised an error over them."""
 

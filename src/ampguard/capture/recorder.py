@@ -318,6 +318,7 @@ class FlightRecorder:
             self._follow(thread)
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
+        self.gradients.scaler = None if losses is tensors or losses[0] is tensors[0] else self.scaler
         if self.counting:
             if not create_graph:
                 self.judge.count_losses(losses)

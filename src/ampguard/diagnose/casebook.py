@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -48,6 +49,8 @@ FORWARDS_PER_STEP = 4
 """How many forward passes a step takes at most, where no other step has shown it: a backward pass is about two."""
 
 NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
+ONLY_THE_SCALE, PAST_SCALER = "loss-scale-overflow", "bypassed-scaler"
+"""What a scaler would have skipped is no failure of its own where an optimizer is stepped past it."""
 MAX_PROOFS = 3
 """Suspicions of gradient-underflow that are followed."""
 
@@ -79,6 +82,10 @@ class Casebook:
         self._past = BadSince(recorder)
         self._arming = Arming(recorder)
         self._awaiting = Awaiting(recorder, self._settle)
+        self.may_wait = True
+        """Whether a failure may be told after the update that is made with it: not where telling it ends the run."""
+        self._untold: Case | None = None
+        """An overflow of scaled gradients in a step past the scaler: what comes next tells whether that is the failure."""
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
@@ -91,20 +98,30 @@ class Casebook:
         self.story_of: Callable[[str | None], Case | None] = lambda cause: None
         """Asked about a cause (None: whatever it is) before fixes are tried: of which case that was told would it be one
         more end?"""
+        self.breach_behind: Callable[[str, BadResult], Case | None] = lambda cause, bad: None
+        """Asked about the same: from which broken protocol that was told does it follow?"""
         self.came_back: Callable[[Incident], None] = lambda incident: None
         """Told of a failure that is counted to an earlier one, as that with the step of this."""
 
-    def add(self, incident: Incident, poisons: bool = False) -> Case:
+    def add(
+        self, incident: Incident, poisons: bool = False, optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    ) -> Case:
         """Take in an incident that needed no replay: a broken protocol, a course over many steps.
 
         `poisons`: an optimizer has just made its parameters non-finite; what fails from now on is its doing.
+        `optimizer`: whose gradients a broken protocol is about.
         """
         case = Case(
             incident, ("", None, None, None), self._recorder.attempts, last_step=incident.step, is_investigated=False
         )
+        case.optimizer = optimizer
         self.cases.append(case)
         if poisons:
             self._poison.began_with(case)
+        if incident.cause == PAST_SCALER and self._untold is not None:
+            overflow, self._untold = self._untold, None
+            overflow.follows_from(case, overflow.incident.cause)
+            self._poison.is_told_as(overflow, case)
         self._tell(incident)
         return case
 
@@ -133,6 +150,9 @@ class Casebook:
 
     def merge(self, case: Case, story: Case) -> None:
         """This case is a part of a longer story: it is no incident of its own any more."""
+        if story.is_breach:
+            case.follows_from(story)
+            return
         case.part_of = story
         story.occurrences += case.occurrences
 
@@ -227,6 +247,10 @@ class Casebook:
             step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
         try:
             finding = find_cause(evidence)
+            breach = self._breach_behind(finding.cause, bad) if finding is not None else None
+            if finding is not None and breach is not None:
+                self._follows(breach, finding.cause, evidence, bad)
+                return
             opinion = self._known_before_fixes(evidence, finding) if finding is not None else None
             if opinion is not None:
                 self._open_as(opinion, evidence, bad)
@@ -322,6 +346,7 @@ class Casebook:
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
+        self._tell_untold()
         self._awaiting.settle()
         for bad, reason in self._arming.unexplained:
             incident = with_advice(unexplained_incident(bad, reason, self._rank, self._arming.saw_bad_weights), bad)
@@ -331,6 +356,8 @@ class Casebook:
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
+        if self._untold is not None and step > self._untold.incident.step + 1:
+            self._tell_untold()
         self._awaiting.settle_before(step)
         self._arming.tick(step)
 
@@ -349,7 +376,7 @@ class Casebook:
         """Whether this failure began where an earlier one did."""
         place, calls = place_of(evidence), calls_behind(bad)
         for case in self.cases:
-            if bad.has_ended_run and case.incident.severity == "info":
+            if (bad.has_ended_run or bad.is_past_scaler) and case.incident.severity == "info":
                 continue  # it was normal then
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
                 self._came_back(case, bad, calls)
@@ -383,7 +410,32 @@ class Casebook:
             case.is_investigated = False
             self._looks -= 1
         self._poison.note(bad, case)
-        self._tell(opinion)
+        if bad.is_past_scaler and opinion.cause == ONLY_THE_SCALE and self.may_wait:
+            self._untold = case
+        else:
+            self._tell(opinion)
+
+    def _tell_untold(self) -> None:
+        """Nothing came that it follows from."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            self._tell(untold.incident)
+
+    def _breach_behind(self, cause: str, bad: BadResult) -> Case | None:
+        """The broken protocol that this failure is a consequence of."""
+        if bad.is_past_scaler and cause == ONLY_THE_SCALE:
+            known = [c for c in self.cases if c.incident.cause == PAST_SCALER and c.last_step >= bad.step - 1]
+            return known[-1] if known else None
+        return self.breach_behind(cause, bad)
+
+    def _follows(self, breach: Case, cause: str, evidence: Evidence, bad: BadResult) -> None:
+        """This failure is a consequence of a broken protocol that was told."""
+        part = Case(breach.incident, place_of(evidence), self._recorder.attempts, is_investigated=False)
+        part.calls, part.last_step = calls_behind(bad), bad.step
+        self.cases.append(part)
+        part.follows_from(breach, cause)
+        self._further.led_to(bad, part, is_new=True)
+        self._poison.note(bad, breach)
 
     def _join(self, story: Case, evidence: Evidence, bad: BadResult) -> None:
         """This failure is one more end of a story that was told."""

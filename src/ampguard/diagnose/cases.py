@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.incident import Incident
+
+MOST_NAMED = 3
+"""Consequences of a broken protocol that are named."""
 
 Place = tuple[str, str | None, str | None, int | None]
 """Where a failure began: operator, module, file, line."""
@@ -34,6 +39,15 @@ class Case:
     """What was bad: a "loss", a "buffer", ... as `BadResult.kind` has it."""
     part_of: Case | None = None
     """The case of the longer story that this failure belongs to: it is told there."""
+    optimizer: weakref.ref[Any] | None = None
+    """Whose gradients a broken protocol is about."""
+    led_to: list[str] = field(default_factory=list)
+    """Of a broken protocol: failures that follow from it, in words."""
+
+    @property
+    def is_breach(self) -> bool:
+        """Whether it tells of a broken protocol: what follows from that is no other breach."""
+        return self.incident.phase == "protocol"
 
     @property
     def told_as(self) -> Case:
@@ -42,9 +56,19 @@ class Case:
 
     def came_back(self, step: int, occurrences: int = 1) -> None:
         """Count a failure of `step` to it, or (0) only that it was still there."""
+        if self.part_of is not None and self.part_of.is_breach:
+            self.part_of.consequences += occurrences
+            return
         self.told_as.occurrences += occurrences
         self.told_as.last_step = step
         self.told_as.steps.add(step)
+
+    def follows_from(self, breach: Case, what: str | None = None) -> None:
+        """It is no incident of its own, but a consequence of a broken protocol."""
+        self.part_of = breach
+        breach.consequences += self.occurrences + self.consequences
+        if what is not None:
+            breach.led_to.append(f"{what} in step {self.last_step}")
 
     def result(self) -> Incident:
         """The incident as the report tells it."""
@@ -53,7 +77,13 @@ class Case:
             evidence["last_step"] = self.last_step
         if self.consequences:
             evidence["later_failures_caused_by_it"] = self.consequences
-        return msgspec.structs.replace(self.incident, occurrences=self.occurrences, evidence=evidence)
+        explanation = self.incident.explanation
+        if self.led_to:
+            evidence["led_to"] = self.led_to[:MOST_NAMED]
+            explanation += f" Failures that follow from it: {', '.join(self.led_to[:MOST_NAMED])}."
+        return msgspec.structs.replace(
+            self.incident, occurrences=self.occurrences, evidence=evidence, explanation=explanation
+        )
 
 
 def place_of(evidence: Evidence) -> Place:

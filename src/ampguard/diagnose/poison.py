@@ -35,6 +35,11 @@ class Poison:
             case.updates -= 1  # the update that did it may have been counted already
             self.case = case
 
+    def is_told_as(self, case: Case, story: Case) -> None:
+        """A case is told as a part of another one."""
+        if self.case is case:
+            story.updates, self.case = case.updates, story
+
     def note(self, bad: BadResult, case: Case) -> None:
         """A bad result was told as `case`: the buffers that it spoiled, and the weights that its update will spoil."""
         for name in bad.names:

@@ -31,6 +31,7 @@ from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case
 from ampguard.diagnose.dynamics import suspicion
 from ampguard.diagnose.dynamics.alarm import Alarm
+from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.fits import is_rising
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
@@ -96,6 +97,7 @@ class LearningDynamics:
         self._casebook.second_opinion = self.second_opinion
         self._casebook.ends_of_stories = OF_LARGE_NUMBERS
         self._casebook.opinion_before_fixes = lambda incident: self._barrier.call(self._opinion_before_fixes, incident)
+        self._casebook.breach_behind = lambda cause, bad: self._barrier.call(self._breach_behind, cause, bad.step)
         self._casebook.story_of = lambda cause: self._barrier.call(self._story_of, cause)
         self._probes.install()
 
@@ -219,7 +221,10 @@ class LearningDynamics:
     def _ask(self, moment: Moment, step: int) -> None:
         for incident in ask(moment, self._situation(step), self._told):
             if incident.cause not in self._told:
-                self._told[incident.cause] = self._add(incident)
+                breach = self._breach_behind(incident.cause, step)
+                if breach is not None:
+                    Case(incident, ("", None, None, None), last_step=incident.step).follows_from(breach, incident.cause)
+                self._told[incident.cause] = breach or self._add(incident)
 
     def _worst_of_fall(self) -> Case | None:
         """The case behind the steps that the scaler is skipping at present."""
@@ -330,6 +335,12 @@ class LearningDynamics:
             return None
         self._vitals.flush()
         return self._divergence_that_goes_on()
+
+    def _breach_behind(self, cause: str, step: int) -> Case | None:
+        if not any(is_too_large(case, step) for case in self._casebook.cases):
+            return None
+        self._vitals.flush()
+        return breach_behind(cause, self._casebook.cases, self._situation(step))
 
     def _divergence_that_goes_on(self) -> Case | None:
         told = [c for c in self._casebook.cases if c.incident.cause == "divergence" and c.part_of is None]

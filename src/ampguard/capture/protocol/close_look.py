@@ -109,7 +109,7 @@ class CloseLook:
         machine = self._moves.machine
         if watch.copy is None or not machine.stage(watch).is_scaled:
             return
-        by = None if watch.is_untouched() and watch.divided == 1.0 else watch.divided_by()
+        by = watch.divided_by()  # (a write to `.grad.data` is not counted)
         for of in self._moves.watches.scalers if by is not None else ():
             if of.is_enabled and of.uses and _is_scale(by, float(of.current_scale())):
                 self._was_divided(watch, of, of.current_scale())

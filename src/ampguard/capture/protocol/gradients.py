@@ -151,11 +151,10 @@ class OptimizerWatch:
         self.before = None
         return True
 
-    def after_backward(self, notes: bool) -> bool:
-        """Whether the backward pass changed any. `notes`: remember how it left them, for `is_untouched`."""
+    def after_backward(self) -> bool:
+        """Whether the backward pass changed any. How it left them is remembered, for `is_untouched`."""
         before, self.before = self.before, None
-        if notes:
-            self.rest()
+        self.rest()
         if before is None:
             with_grad = [p for p in self.sample if p.grad is not None]
             self.lost_one = self.lost_one or (self.steps > 0 and 0 < len(with_grad) < len(self.sample))
@@ -178,6 +177,10 @@ class OptimizerWatch:
         """What was just done to the gradients is known."""
         grads = [p.grad for p in self.sample]
         self.at_rest = [(id(g), version_of(g) if g is not None else -1) for g in grads]
+
+    def rest_as(self, glance: Seen) -> None:
+        """The same, of the first one alone."""
+        self.at_rest = [(id(glance[0]), glance[1])]
 
     def is_untouched(self) -> bool:
         """Whether nobody has written to the sampled gradients since they were last at rest."""

@@ -155,6 +155,8 @@ class Moves:
         glances, self._glances = self._glances, []
         empty = tuple([grad is None for grad, _ in glances])
         now = [watch.glance() for watch in watches]
+        for watch, glance in zip(watches, now, strict=True):
+            watch.rest_as(glance)
         reached = [w for w, a, b in zip(watches, glances, now, strict=True) if a[0] is not b[0] or a[1] != b[1]]
         key = ("backward", event.scale is not None, frame.f_code, frame.f_lasti, empty)
         self.scale_was_read = False
@@ -217,7 +219,7 @@ class Moves:
         closely = self.looks_closely
         mine = self.mine()
         was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in mine}
-        reached = () if self.is_lost else tuple([w for w in mine if w.after_backward(closely or not w.by_scaler)])
+        reached = () if self.is_lost else tuple([w for w in mine if w.after_backward()])
         self.scale_was_read = False
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         self.machine.feed(event)
@@ -372,7 +374,7 @@ class Moves:
         self.attempt = self.recorder.steps.count
         stage = self.machine.stage(watch)
         repeats = stage is Stage.USED and watch.by_scaler
-        is_untouched = watch.is_untouched() and not watch.divides_in_hook
+        is_untouched = watch.is_untouched() and not (watch.divides_in_hook or watch.divides_by_hand)
         self._untouched = (stage in _TRUE and not repeats) or is_untouched
 
     def after_direct_step(self, optimizer: Optimizer, frame: Frame) -> OptimizerWatch:

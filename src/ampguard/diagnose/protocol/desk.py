@@ -55,7 +55,7 @@ class ProtocolDesk:
         elif len(self._cases) < MAX_CASES:
             incident = self._incident(breach, step)
             if incident is not None:
-                self._open(key, incident)
+                self._open(key, incident, getattr(breach.optimizer, "ref", None))
 
     def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
         """What may yet turn out to be nothing is written down with the names that can be found now."""
@@ -75,7 +75,7 @@ class ProtocolDesk:
             if key not in self._cases:
                 self._open(key, incident)
 
-    def _open(self, key: tuple[Any, ...], incident: Incident) -> None:
+    def _open(self, key: tuple[Any, ...], incident: Incident, optimizer: Any = None) -> None:
         cause, _, spot = key
         alike = self._alike.get((cause, spot))
         if alike is not None:
@@ -89,7 +89,7 @@ class ProtocolDesk:
             return
         self._on_told(incident)
         poisons = incident.cause == POISONS or bool(incident.evidence.get("found_inf"))
-        self._cases[key] = case = self._casebook.add(incident, poisons=poisons)
+        self._cases[key] = case = self._casebook.add(incident, poisons, optimizer)
         if spot is not None and incident.evidence.get("optimizer") is not None:
             self._alike[cause, spot] = Alike(case)
 

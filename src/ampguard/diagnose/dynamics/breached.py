@@ -1,0 +1,64 @@
+"""Failures that follow from a broken protocol: an optimizer has stepped with gradients that were far too large.
+
+They are no incidents of their own, if its updates have thrown the weights away. An optimizer that divides by the size of
+its gradients (Adam) bears them: what its weights moved by is then no more than its rate allows, and nothing follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ampguard.capture.weights import watchable
+from ampguard.diagnose.cases import Case
+from ampguard.diagnose.dynamics.finding import Situation
+from ampguard.diagnose.dynamics.growth import GREW_AT_ONCE, weight_norm_now
+from ampguard.diagnose.dynamics.proportion import last_before_it_moved, ordinary_norm
+from ampguard.diagnose.dynamics.trajectory import is_number
+
+TOO_LARGE = 8.0
+"""By which factor gradients are too large, at least, for anything to follow from it."""
+
+BY_ITS_RATE = 3.0
+"""Times the learning rate: what an optimizer that divides by the size of its gradients moves a weight by at most."""
+
+OF_WEIGHTS = frozenset(
+    {"fp16-overflow", "overflow", "indeterminate", "gradient-overflow", "loss-scale-overflow", "nonfinite-parameter"}
+    | {"scale-collapse"}
+)
+"""How weights that were thrown away show."""
+
+
+def breach_behind(cause: str, cases: Iterable[Case], situation: Situation) -> Case | None:
+    """The case of a broken protocol whose updates this failure follows from."""
+    if cause not in OF_WEIGHTS and cause != "divergence":
+        return None
+    grown = 1.0 if cause == "divergence" else GREW_AT_ONCE
+    return next((c for c in cases if is_too_large(c, situation.step) and has_thrown(c, situation, grown)), None)
+
+
+def is_too_large(case: Case, step: int) -> bool:
+    """Whether it tells of updates, up to `step`, with gradients that were far too large."""
+    known, factor = case.incident, case.incident.evidence.get("factor")
+    if not case.is_breach or known.severity != "error" or case.optimizer is None or known.step > step:
+        return False
+    return is_number(factor) and factor >= TOO_LARGE
+
+
+def has_thrown(case: Case, situation: Situation, grown: float) -> bool:
+    """Whether its optimizer's weights have grown since, by more than `grown` and by more than its rate explains."""
+    optimizer = case.optimizer() if case.optimizer is not None else None
+    if optimizer is None:
+        return False
+    now, weights = weight_norm_now(optimizer), watchable(optimizer)
+    if now is None or not math.isfinite(now):
+        return now is not None
+    looks = [look for look in situation.trajectory.looks if look.optimizer() is optimizer]
+    before = [look for look in looks if look.step < case.incident.step and look.weight_norm] or last_before_it_moved(
+        looks
+    )
+    norm = (before[-1].weight_norm if before else None) or ordinary_norm(weights)
+    since = before[-1].step if before else case.incident.step
+    rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
+    reach = BY_ITS_RATE * rate * math.sqrt(sum(p.numel() for p in weights)) * (situation.step - since + 1)
+    return now >= grown * norm and now - norm > reach
