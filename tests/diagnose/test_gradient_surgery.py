@@ -167,3 +167,23 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_silent(guard: Guard, name: str) -> None:
     assert guard(RIGHT[name]).causes == []
+
+
+def test_an_optimizer_of_its_own_inside_the_surgery(guard: Guard) -> None:
+    """Its first steps make the outer iteration one that is looked at closely, from the middle on."""
+
+    def body() -> None:
+        parts = Parts()
+        for _ in range(24):
+            scale = parts.scaler.get_scale()
+            tasks = [g / scale for g in parts.by_backward(parts.scaler.scale)]
+            weights = torch.zeros(2, requires_grad=True)
+            inner = torch.optim.SGD([weights], lr=0.1)
+            for _ in range(8):
+                inner.zero_grad()
+                (torch.softmax(weights, 0) @ torch.stack(tasks)).square().sum().backward()
+                inner.step()
+            parts.put((torch.softmax(weights.detach(), 0)[:, None] * torch.stack(tasks)).sum(0))
+            clips_and_steps_past_the_scaler(parts)
+
+    assert guard(body).causes == []

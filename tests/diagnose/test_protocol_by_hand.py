@@ -99,6 +99,22 @@ def test_a_division_by_hand_that_is_clipped_stays_known_between_close_looks(guar
     assert is_silent(guard(body))
 
 
+def test_a_division_by_a_scale_that_was_read_before(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.NAdam(model.parameters(), lr=1e-3)
+        for _ in range(12):
+            inverse = 1.0 / scaler.get_scale()
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            for p in model.parameters():
+                p.grad.mul_(inverse)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+
+    assert is_silent(guard(body))
+
+
 def with_penalty(scaled: bool, in_place: bool) -> Callable[[], None]:
     def body() -> None:
         model, scaler = Net(), new_scaler()

@@ -122,16 +122,16 @@ class AssignedGradients:
         if tasks is None or tasks.is_mixed or not _has_changed(tasks.seen, _seen(watch)):
             return None
         size = float(scale)
-        with torch.no_grad(), compat.unseen():
-            ratio = _ratio(watch, tasks.parts)
-            if ratio is None or _is_normalised(watch):
-                return None
         kinds = (True, 1.0), (False, 1.0 / size)
         if tasks.scale is None:
             kinds = (True, size), (False, 1.0)
         apart = min(APART, size**0.5 / 2)
-        fitting = [carried for carried, usual in kinds if 1.0 / apart <= ratio / usual <= apart]
-        return Assigned(tasks.scale, tasks.where, fitting[0]) if len(fitting) == 1 else None
+        with torch.no_grad(), compat.unseen():
+            ratios = [ratio for p in watch.sample if (ratio := _ratio(p, tasks.parts)) is not None]
+            if not ratios or _is_normalised(watch):
+                return None
+        found = {carried for carried, usual in kinds if all(1 / apart <= ratio / usual <= apart for ratio in ratios)}
+        return Assigned(tasks.scale, tasks.where, found.pop()) if len(found) == 1 else None
 
 
 def _seen(watch: OptimizerWatch) -> list[Seen]:
@@ -151,24 +151,17 @@ def _split(mine: list[tuple[Tensor, Tensor]]) -> list[dict[int, Tensor]]:
     return [{id(p): g[i] for p, g in mine} for i in range(min(count, MOST_TASKS + 1))]
 
 
-def _ratio(watch: OptimizerWatch, parts: list[dict[int, Tensor]]) -> float | None:
-    """The size of the gradients in place over that of the largest task's; None where they were not made from them."""
-    held = [p for p in watch.sample if p.grad is not None and any(id(p) in part for part in parts)]
-    if not held or any(p.grad is None or p.grad.is_sparse for p in held):
+def _ratio(parameter: Tensor, parts: list[dict[int, Tensor]]) -> float | None:
+    """The size of the gradient in place over that of the largest task's; None where it was not made from them."""
+    grad, made = parameter.grad, [part[id(parameter)] for part in parts if id(parameter) in part]
+    if grad is None or grad.is_sparse or not made or grad.numel() < 8 * len(made):
         return None
-    now = torch.cat([p.grad.detach().double().flatten() for p in held if p.grad is not None])
-    made = torch.stack(
-        [torch.cat([part[id(p)].double().flatten() if id(p) in part else _zeros(p) for p in held]) for part in parts]
-    )
-    largest, norm = float(made.norm(dim=1).max()), float(now.norm())
-    if not (0 < largest < float("inf")) or not (0 < norm < float("inf")) or len(now) < 8 * len(parts):
+    now, tasks = grad.detach().double().flatten(), torch.stack([g.double().flatten() for g in made])
+    largest, norm = float(tasks.norm(dim=1).max()), float(now.norm())
+    if not (0 < largest < float("inf")) or not (0 < norm < float("inf")):
         return None
-    rest = now - made.T @ torch.linalg.pinv(made.T) @ now
+    rest = now - tasks.T @ torch.linalg.pinv(tasks.T) @ now
     return norm / largest if float(rest.norm()) <= (1 - ALIKE**2) ** 0.5 * norm else None
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.numel(), dtype=torch.float64, device=parameter.device)
 
 
 def _is_normalised(watch: OptimizerWatch) -> bool:

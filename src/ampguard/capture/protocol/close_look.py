@@ -115,6 +115,11 @@ class CloseLook:
                 self._was_divided(watch, of, of.current_scale())
                 return
 
+    def is_divided(self, watch: OptimizerWatch) -> bool:
+        """Whether the gradients were seen to be divided by the scale before they were clipped."""
+        scales = [float(of.current_scale()) for of in self._moves.watches.scalers if of.is_enabled and of.uses]
+        return watch.copy is not None and any(_is_scale(watch.divided, scale) for scale in scales)
+
     def _was_divided(self, watch: OptimizerWatch, of: ScalerWatch, scale: DeviceScale) -> None:
         """The script has divided the gradients of an optimizer itself."""
         self._moves.machine.feed(Divided(watch, of, scale, watch.divided_at))
@@ -157,8 +162,8 @@ class CloseLook:
             return
         scalers = [of for of in moves.watches.scalers if of.is_enabled and of.uses]
         found = self.assigned.to(watch, scalers[0].current_scale()) if len(scalers) == 1 else None
-        if found is None:
-            return
+        if found is None or (not is_new and _is_scale(watch.divided_by(), float(scalers[0].current_scale()))):
+            return  # (a plain division is known without this)
         of, scale = scalers[0], found.scale
         if is_new:
             machine.feed(Clear(watch))
@@ -168,6 +173,7 @@ class CloseLook:
         watch.rest()
         watch.copy = None
         watch.set_by_hand = True
+        watch.divides_by_hand = not found.carried
         moves.scale_was_read = False  # whether it was used to divide by is known
 
     def settle_all(self) -> None:

@@ -434,8 +434,8 @@ class Moves:
         for watch in self.whose(gradients):
             if watch is divided:
                 continue  # within the scaler's own step, which has unscaled
-            if watch.divides_by_hand and not self.looks_closely:
-                continue  # as it was seen to do when it was looked at closely
+            if watch.divides_by_hand or self.close.is_divided(watch):
+                continue  # the scale is out of them, though it may not have been seen this time
             breaches = self.machine.feed(Read(watch, script_line(frame), clips))
             self.tell(breaches, self.recorder.steps.count)
 
