@@ -226,3 +226,55 @@ def test_breaches_are_among_the_events_of_the_history(guard: Guard) -> None:
     with read_history(run.session.path) as history:
         events = [e for e in history.events() if e.kind == "clip-before-unscale"]
     assert [(e.step, e.detail) for e in events] == [(0, incident.explanation)]
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_a_graph_that_is_cut_in_two(scales: bool, guard: Guard) -> None:
+    """What the first backward pass gave for the representations goes on through the encoder: it carries what that carried."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        encoder, head = torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)
+        opt = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.zeros(()))
+        for _ in range(5):
+            opt.zero_grad()
+            x = torch.randn(16, 6)
+            with torch.autocast("cpu", dtype=torch.float16):
+                cached = encoder(x).detach().requires_grad_()
+                loss = head(cached).square().mean()
+            (scaler.scale(loss) if scales else loss).backward()
+            for rows, gradient in zip(x.split(8), cached.grad.split(8), strict=True):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    again = encoder(rows)
+                again.backward(gradient)
+            scaler.step(opt)
+            scaler.update()
+
+    causes = guard(body).causes
+    assert causes == ([] if scales else ["unscaled-backward"])
+
+
+def test_an_optimizer_that_is_given_master_copies_after_it_was_made(guard: Guard) -> None:
+    """As Apex's FP16_Optimizer: the groups of the optimizer are given float32 copies, and their gradients are set by hand."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1)).half()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+        pairs = [(p, nn.Parameter(p.detach().float())) for p in model.parameters()]
+        opt.param_groups[0]["params"] = [master for _, master in pairs]
+        for _ in range(12):
+            x = torch.randn(16, 6).half()
+            model.zero_grad()
+            (model(x).float().square().mean() * 64.0).backward()
+            for p, master in pairs:
+                assert p.grad is not None
+                master.grad = p.grad.float()
+                master.grad.data.mul_(1 / 64.0)
+            opt.step()
+            for p, master in pairs:
+                p.data.copy_(master.data)
+
+    assert guard(body).causes == []

@@ -156,6 +156,19 @@ class ScaledLosses:
         return found, is_plain
 
 
+def goes_on(gradient: Any) -> bool:
+    """Whether a gradient that was given for a loss is that of an earlier backward pass, which goes on here.
+
+    The graph was cut in two (cached representations, stages of a pipeline). Ones are what a vector of losses is given.
+    """
+    if not isinstance(gradient, Tensor) or gradient.numel() < 2:
+        return False
+    if not gradient.is_cpu or gradient.layout is not torch.strided:
+        return True
+    with torch.no_grad(), compat.unseen():
+        return bool((gradient != gradient.flatten()[0]).any())
+
+
 def constant_factors(loss: Tensor) -> list[float]:
     """The numbers by which a loss was multiplied as a whole before it is differentiated: `(loss / 4) * 4096.0`."""
     found: list[float] = []

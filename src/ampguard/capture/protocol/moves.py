@@ -17,7 +17,7 @@ from ampguard import compat
 from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
-from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses
+from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses, goes_on
 from ampguard.capture.protocol.penalties import Penalties
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
@@ -203,7 +203,12 @@ class Moves:
             return None, True
         tensors = [losses] if isinstance(losses, Tensor) else [t for t in losses if isinstance(t, Tensor)]
         given = gradients if isinstance(gradients, Sequence) else [gradients] * len(tensors)
-        return self.losses.scale_of(tensors, given, scales)
+        scale, is_plain = self.losses.scale_of(tensors, given, scales)
+        if scale is None and any(goes_on(g) for g in given) and (last := self.machine.last_backward) is not None:
+            carried = last.scale  # of this iteration: no update has come since
+            if isinstance(carried, DeviceScale) and carried.watch.scale is carried:
+                return carried, False
+        return scale, is_plain
 
     def _was_zeroed(self, watch: OptimizerWatch) -> bool:
         """In place, by a loop of the script's own: looked at a few times only where looking waits for a device."""

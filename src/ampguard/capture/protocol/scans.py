@@ -29,7 +29,7 @@ from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.protocol.unused import unused_facts
 from ampguard.compat import version_of
-from ampguard.protocol.events import Breach
+from ampguard.protocol.events import Breach, Clear
 
 EARLY_STEPS = 3
 ASKED_EACH_STEP = 64
@@ -100,6 +100,9 @@ class Scans:
 
     def _scan(self, watch: OptimizerWatch) -> None:
         trained = watch.trained()
+        held = {id(p) for p in watch.parameters()}
+        if not all(id(p) in held for p in watch.sample):  # it was given other tensors: what is known is not about them
+            self._moves.machine.feed(Clear(watch))
         is_idle = self._moves.machine.ledger(watch).idle_steps > 0
         without = [p for p in trained if (p.grad is None or is_idle) and not is_empty(p)]
         before, now = watch.without_since, self._moves.attempt
