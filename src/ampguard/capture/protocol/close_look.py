@@ -165,6 +165,9 @@ class CloseLook:
         if found is None or (not is_new and _is_scale(watch.divided_by(), float(scalers[0].current_scale()))):
             return  # (a plain division is known without this)
         of, scale = scalers[0], found.scale
+        if not is_new and not found.carried:  # divided, or clipped by hand to about that size
+            watch.divides_by_hand = True
+            return
         if is_new:
             machine.feed(Clear(watch))
             machine.feed(Backward((watch,), scale or (of.current_scale() if found.carried else None), found.where))
