@@ -5,7 +5,7 @@ row runs a workload twice under valgrind, for few steps and for many; the differ
 start-up and end. The clock that the guard looks at goes slower by the factor by which valgrind slows the steps.
 PyTorch's plain kernels are used (ATEN_CPU_CAPABILITY=default).
 
-Needs valgrind. Takes some 40 minutes. Run `python bench/overhead/instructions.py`; writes instructions.md beside this file.
+Needs valgrind. Takes some 35 minutes. Run `python bench/overhead/instructions.py`; writes instructions.md beside this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-FEW, MANY = 4, 132
+FEW, MANY = 4, 68
 ROWS = {"plain": [], "ampguard.watch": ["--watch"], "ampguard run": []}
 
 

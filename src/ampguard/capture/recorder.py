@@ -8,6 +8,7 @@ the training.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import time
@@ -318,7 +319,7 @@ class FlightRecorder:
             self._follow(thread)
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
-        self.gradients.scaler = None if losses is tensors or losses[0] is tensors[0] else self.scaler
+        self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaler
         if self.counting:
             if not create_graph:
                 self.judge.count_losses(losses)

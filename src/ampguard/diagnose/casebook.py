@@ -31,6 +31,7 @@ from ampguard.diagnose.investigate import (
     locate_in_trace,
     unexplained_incident,
 )
+from ampguard.diagnose.past_scaler import PastScaler, is_only_the_scale
 from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice
@@ -49,8 +50,6 @@ FORWARDS_PER_STEP = 4
 """How many forward passes a step takes at most, where no other step has shown it: a backward pass is about two."""
 
 NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
-ONLY_THE_SCALE, PAST_SCALER = "loss-scale-overflow", "bypassed-scaler"
-"""What a scaler would have skipped is no failure of its own where an optimizer is stepped past it."""
 MAX_PROOFS = 3
 """Suspicions of gradient-underflow that are followed."""
 
@@ -82,10 +81,7 @@ class Casebook:
         self._past = BadSince(recorder)
         self._arming = Arming(recorder)
         self._awaiting = Awaiting(recorder, self._settle)
-        self.may_wait = True
-        """Whether a failure may be told after the update that is made with it: not where telling it ends the run."""
-        self._untold: Case | None = None
-        """An overflow of scaled gradients in a step past the scaler: what comes next tells whether that is the failure."""
+        self.past_scaler = PastScaler(self._tell)
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
@@ -118,9 +114,8 @@ class Casebook:
         self.cases.append(case)
         if poisons:
             self._poison.began_with(case)
-        if incident.cause == PAST_SCALER and self._untold is not None:
-            overflow, self._untold = self._untold, None
-            overflow.follows_from(case, overflow.incident.cause)
+        overflow = self.past_scaler.was_noticed(case)
+        if overflow is not None:
             self._poison.is_told_as(overflow, case)
         self._tell(incident)
         return case
@@ -247,8 +242,7 @@ class Casebook:
             step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
         try:
             finding = find_cause(evidence)
-            breach = self._breach_behind(finding.cause, bad) if finding is not None else None
-            if finding is not None and breach is not None:
+            if finding is not None and (breach := self._breach_behind(finding.cause, bad)) is not None:
                 self._follows(breach, finding.cause, evidence, bad)
                 return
             opinion = self._known_before_fixes(evidence, finding) if finding is not None else None
@@ -265,6 +259,12 @@ class Casebook:
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
         self._open(incident, evidence, bad)
+
+    def _breach_behind(self, cause: str, bad: BadResult) -> Case | None:
+        """The broken protocol that this failure is a consequence of."""
+        if is_only_the_scale(cause, bad):
+            return self.past_scaler.noticed_before(bad, self.cases)
+        return self.breach_behind(cause, bad)
 
     def _known_before_fixes(self, evidence: Evidence, finding: Finding) -> Incident | Case | None:
         """Of which story this failure is one more end, or the end; None where fixes are to be tried first."""
@@ -346,7 +346,7 @@ class Casebook:
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
-        self._tell_untold()
+        self.past_scaler.close()
         self._awaiting.settle()
         for bad, reason in self._arming.unexplained:
             incident = with_advice(unexplained_incident(bad, reason, self._rank, self._arming.saw_bad_weights), bad)
@@ -356,8 +356,7 @@ class Casebook:
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
-        if self._untold is not None and step > self._untold.incident.step + 1:
-            self._tell_untold()
+        self.past_scaler.tick(step)
         self._awaiting.settle_before(step)
         self._arming.tick(step)
 
@@ -410,23 +409,8 @@ class Casebook:
             case.is_investigated = False
             self._looks -= 1
         self._poison.note(bad, case)
-        if bad.is_past_scaler and opinion.cause == ONLY_THE_SCALE and self.may_wait:
-            self._untold = case
-        else:
+        if not self.past_scaler.is_kept_back(case, bad):
             self._tell(opinion)
-
-    def _tell_untold(self) -> None:
-        """Nothing came that it follows from."""
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            self._tell(untold.incident)
-
-    def _breach_behind(self, cause: str, bad: BadResult) -> Case | None:
-        """The broken protocol that this failure is a consequence of."""
-        if bad.is_past_scaler and cause == ONLY_THE_SCALE:
-            known = [c for c in self.cases if c.incident.cause == PAST_SCALER and c.last_step >= bad.step - 1]
-            return known[-1] if known else None
-        return self.breach_behind(cause, bad)
 
     def _follows(self, breach: Case, cause: str, evidence: Evidence, bad: BadResult) -> None:
         """This failure is a consequence of a broken protocol that was told."""

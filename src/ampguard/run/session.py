@@ -89,7 +89,7 @@ class Session:
             options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook
         )
         self._dynamics.by_script.somebody_else_does = options.on_nonfinite != "observe"
-        self._casebook.may_wait = options.on_nonfinite == "observe"
+        self._casebook.past_scaler.may_wait = options.on_nonfinite == "observe"
         self._ranks: RankWatch | None = None
         self._children: ChildProcesses | None = None
         self._stop_at_next_forward: str | None = None
