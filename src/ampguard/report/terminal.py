@@ -181,19 +181,33 @@ def _expression_span(code: str) -> tuple[int, int]:
     """Where the line computes: the value of an assignment or a return, else the whole statement."""
     stripped = code.lstrip()
     margin = len(code) - len(stripped)
-    try:
-        statement = ast.parse(stripped).body[0]
-    except (SyntaxError, IndexError, ValueError):
-        return margin, 1
-    while isinstance(statement, (ast.If, ast.For, ast.While, ast.With)):  # `if bad: loss = ...` on one line
-        statement = statement.body[-1]
-    value = getattr(statement, "value", None)
-    node = value if isinstance(value, ast.expr) else statement
-    if not isinstance(node, (ast.expr, ast.stmt)) or node.end_col_offset is None:
-        return margin, 1
-    before = stripped.encode()[: node.col_offset].decode()  # ast counts bytes
+    node = _computing(stripped)
+    if node is None or node.end_col_offset is None:  # the line goes on in the next one
+        begin = _VALUE_BEGINS.match(stripped)
+        before = begin.end() if begin is not None else 0
+        return margin + before, max(1, len(stripped) - before)
+    begins = len(stripped.encode()[: node.col_offset].decode())  # ast counts bytes
     inside = stripped.encode()[node.col_offset : node.end_col_offset].decode()
-    return margin + len(before), max(1, len(inside))
+    return margin + begins, max(1, len(inside))
+
+
+_VALUE_BEGINS = re.compile(r"return\s+|[^=()]*[^=!<>()]=(?!=)\s*")
+
+
+def _computing(line: str) -> ast.expr | ast.stmt | None:
+    """The part of a line that computes; None where it is no statement by itself."""
+    with contextlib.suppress(SyntaxError, ValueError, IndexError):
+        statement = ast.parse(line).body[0]
+        while isinstance(statement, (ast.If, ast.For, ast.While, ast.With)):  # `if bad: loss = ...` on one line
+            statement = statement.body[-1]
+        value = getattr(statement, "value", None)
+        return value if isinstance(value, ast.expr) else statement
+    with contextlib.suppress(SyntaxError, ValueError, IndexError):
+        head = ast.parse(f"{line} pass").body[0]  # of a block
+        if isinstance(head, ast.With):
+            return head.items[0].context_expr
+        return getattr(head, "test", None) or getattr(head, "iter", None)
+    return None
 
 
 def _key_numbers(incident: Incident) -> str:
