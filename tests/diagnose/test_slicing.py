@@ -251,6 +251,21 @@ def test_overflow_among_others_that_came_an_operator_later(place: int, shape: tu
     assert chain.head.flat == place
 
 
+@pytest.mark.parametrize("row", [0, 7, 11])
+@pytest.mark.parametrize("dim", [1, (1, 2), -1, 0])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_overflow_of_one_element_among_sums_that_overflow(row: int, dim: int | tuple[int, ...], keepdim: bool) -> None:
+    """Most sums grow beyond float16; one holds an element that did before."""
+
+    def compute() -> Tensor:
+        values = torch.full((12, 4, 3), 180.0)
+        values[row, 2, 1] = 300.0
+        values = values.transpose(0, 1) if dim == 0 else values
+        return (values.half() ** 2).sum(dim, keepdim=keepdim).mean()
+
+    assert accused(chain_behind(compute)) == "pow"
+
+
 def test_overflow_that_does_not_go_into_the_result_is_not_followed() -> None:
     def compute() -> Tensor:
         rows = torch.full((12, 1), 63000.0)

@@ -251,6 +251,21 @@ def _reduction(
     return _match(source, wanted, free=set(dims))
 
 
+def reached_by(op: TracedOp, operand: int, result: int, positions: Tensor) -> Tensor | None:
+    """The elements of a result that elements of an operand went into, where that is one for each: reductions."""
+    source, target = op.inputs[operand].shape, op.outputs[result].shape
+    dims = _reduced_dims(op, source, target) if op.short_name in REDUCTIONS else None
+    if dims is None or math.prod(target) != math.prod(size for dim, size in enumerate(source) if dim not in dims):
+        return None
+    reached, step, rest = torch.zeros_like(positions), 1, positions
+    for dim in range(len(source) - 1, -1, -1):
+        if dim not in dims:
+            reached = reached + rest % source[dim] * step
+            step *= source[dim]
+        rest = rest // source[dim]
+    return reached
+
+
 def _reduced_dims(op: TracedOp, source: tuple[int, ...], target: tuple[int, ...]) -> set[int] | None:
     if math.prod(target) == 1 and math.prod(source) != 1:
         return set(range(len(source)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ampguard.diagnose.contributions import contributing
+from ampguard.diagnose.contributions import contributing, reached_by
 from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
@@ -249,7 +249,7 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
 
 
 def _older(trace: Trace, reader: TracedOp, tensor: TracedTensor, bad: BadElements, hits: Tensor) -> list[int]:
-    """One of the hits at whose place an operand of their maker was bad already: the others may have begun there."""
+    """One of the hits that an operand of their maker was bad for already: the others may have begun there."""
     writer = trace.writer_of(tensor.storage, int(bad.offsets[hits[0]]), before=reader.index) if len(hits) > 2 else None
     if writer is None:
         return []
@@ -262,12 +262,20 @@ def _older(trace: Trace, reader: TracedOp, tensor: TracedTensor, bad: BadElement
 
 
 def _bad_before(bad: BadElements, maker: TracedOp, result: int) -> Tensor | None:
-    """Which of these elements an operand of their maker had at the same place already; None where that cannot be seen."""
+    """Which of these elements an operand of their maker had at the same place (or, summed up, in the same row) already.
+
+    None where that cannot be seen.
+    """
     made = maker.outputs[result]
-    alike = [o.bad.flat for o in maker.inputs if o.bad is not None and o.shape == made.shape]
-    if made.bad is None or not alike:
+    before: list[Tensor] = []
+    for number, operand in enumerate(maker.inputs):
+        if operand.bad is not None:
+            alike = operand.shape == made.shape
+            places = operand.bad.flat if alike else reached_by(maker, number, result, operand.bad.flat)
+            before += [places] if places is not None else []
+    if made.bad is None or not before:
         return None
-    older = made.bad.offsets[_among(made.bad.flat, torch.cat(alike))]  # (it may be read through a view)
+    older = made.bad.offsets[_among(made.bad.flat, torch.cat(before))]  # (it may be read through a view)
     return _among(bad.offsets, older)
 
 
