@@ -12,7 +12,7 @@ from torch import nn
 from watching import Watched
 
 from ampguard import compat
-from ampguard.diagnose import budget, casebook
+from ampguard.diagnose import budget, examiner
 from ampguard.diagnose.budget import Budget
 
 Guard = Callable[..., Watched]
@@ -65,7 +65,7 @@ def test_a_slow_first_step_lends_a_quick_failing_one_no_time(guard: Guard, monke
     asked: list[float] = []
     for_step = Budget.for_step
     monkeypatch.setattr(
-        casebook.Budget, "for_step", staticmethod(lambda step, *more: (asked.append(step), for_step(step, *more))[1])
+        examiner.Budget, "for_step", staticmethod(lambda step, *more: (asked.append(step), for_step(step, *more))[1])
     )
 
     def body() -> None:

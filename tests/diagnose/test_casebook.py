@@ -126,7 +126,7 @@ def test_no_more_than_max_incidents_are_investigated(guard: Guard, monkeypatch: 
     run = guard(fails(0, 1, 2, 3, 0, 1), max_incidents=2)
 
     assert len(run.report.incidents) == 2
-    assert run.session._casebook.is_used_up
+    assert run.session._examiner.is_used_up
     before = len(replays)
     assert before > 0
     assert run.result == 6

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.diagnose import casebook, further
+from ampguard.diagnose import examiner, further
 from ampguard.diagnose.evidence import Evidence
 
 Guard = Callable[..., Watched]
@@ -78,9 +78,9 @@ def test_an_overflow_after_the_losses_have_come_down_is_another_one(guard: Guard
 
 def test_fixes_of_one_step_are_not_tried_for_its_ends(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     explained: list[Evidence] = []
-    explain = casebook.explain
+    explain = examiner.explain
     monkeypatch.setattr(
-        casebook, "explain", lambda evidence, *more: (explained.append(evidence), explain(evidence, *more))[1]
+        examiner, "explain", lambda evidence, *more: (explained.append(evidence), explain(evidence, *more))[1]
     )
     run = guard(lambda: Training().go(40))
     assert run.first.cause == "divergence"
@@ -89,9 +89,9 @@ def test_fixes_of_one_step_are_not_tried_for_its_ends(guard: Guard, monkeypatch:
 
 def test_once_it_has_taken_its_time_no_further_end_is_run_again(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     located: list[BadResult] = []
-    locate = casebook.locate
-    monkeypatch.setattr(casebook, "locate", lambda bad, *more: (located.append(bad), locate(bad, *more))[1])
-    monkeypatch.setattr(casebook, "LEAST_SECONDS", 0.0)
+    locate = examiner.locate
+    monkeypatch.setattr(examiner, "locate", lambda bad, *more: (located.append(bad), locate(bad, *more))[1])
+    monkeypatch.setattr(examiner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(further, "TIME_SHARE", 0.0)
 
     def body() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, seed_everything
 
-from ampguard.diagnose import budget, casebook
+from ampguard.diagnose import budget, examiner
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
@@ -65,13 +65,13 @@ def at_failure(
 ) -> Any:
     """`look(evidence)` at the moment of the failure, in place of an explanation."""
     seen: list[Any] = []
-    original = casebook.explain
+    original = examiner.explain
 
     def explain(evidence: Evidence, *more: Any) -> Any:
         seen.append(look(evidence))
         return original(evidence, *more)
 
-    monkeypatch.setattr(casebook, "explain", explain)
+    monkeypatch.setattr(examiner, "explain", explain)
     run = guard(body)
     assert run.faults == 0, run.stderr
     return seen[0]

@@ -37,7 +37,7 @@ from ampguard.capture import (
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.spoilt import SpoiltGradients
-from ampguard.diagnose import casebook, causes, evidence, finding, investigate, minimal, trying
+from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, minimal, trying
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
 from ampguard.replay import live, rebuild, sandbox, tracer, writer
@@ -255,11 +255,11 @@ INVESTIGATION = [
     (investigate, "find_cause"),
     (investigate, "incident_of"),
     (investigate, "verified_fixes"),
-    (casebook, "locate"),
-    (casebook, "explain"),
-    (casebook, "place_of"),
-    (casebook.Casebook, "_examine"),
-    (casebook.Casebook, "_open"),
+    (examiner, "locate"),
+    (examiner, "explain"),
+    (examiner, "place_of"),
+    (examiner.Examiner, "_examine"),
+    (casebook.Casebook, "open"),
     (evidence, "stats"),
     (evidence, "contributing"),
     (evidence, "converted"),
@@ -398,7 +398,7 @@ def test_fault_while_the_step_is_traced_live(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (casebook.Casebook, "close"),
+        (examiner.Examiner, "close"),
         (recorder.FlightRecorder, "flush"),
         *[
             (owner, name)

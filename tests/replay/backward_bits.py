@@ -81,7 +81,7 @@ def at_bad_gradients(
             errors.append(error)
 
     with ampguard.watch(out=out) as session:
-        session._casebook.examine = examine  # type: ignore[method-assign]
+        session._examiner.examine = examine  # type: ignore[method-assign]
         body()
     if errors:
         raise errors[0]

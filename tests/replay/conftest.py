@@ -43,7 +43,7 @@ def at_failure(tmp_path: Path) -> AtFailure:
                 errors.append(error)
 
         with ampguard.watch(out=tmp_path / "run") as session:
-            session._casebook.examine = examine  # type: ignore[method-assign]
+            session._examiner.examine = examine  # type: ignore[method-assign]
             body()
         if errors:
             raise errors[0]

@@ -24,6 +24,11 @@ class BadSince:
         """Bad gradients of steps that have finite ones when they are run again."""
         self._recorder = recorder
 
+    def weights_were_bad(self, step: int) -> None:
+        """A look at the weights has found some that were not finite."""
+        if self.weights_bad_since is None:
+            self.weights_bad_since = step
+
     def changed_before(self, incident: Incident) -> BadResult | None:
         """Gradients that something changed before the optimizer used them, in a step before the incident's."""
         return next((bad for bad in self.changed_gradients if bad.step < incident.step), None)

@@ -170,7 +170,7 @@ class LearningDynamics:
         self.trajectory.look(sample)
         norm, casebook = sample.weight_norm, self._casebook
         if norm is not None and not math.isfinite(norm):
-            casebook.weights_were_bad(sample.step)
+            casebook.past.weights_were_bad(sample.step)
         self._ask("look", sample.step)
         for text in suspicion.gradient_underflow(self._situation(sample.step)) if self._is_in_half() else ():
             self.note(EventRow(sample.step, "gradient-underflow-suspected", text))

@@ -24,6 +24,7 @@ from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import RunFolderError, StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
@@ -78,15 +79,16 @@ class Session:
         self._rank = int(os.environ.get("RANK", "0")) if os.environ.get("RANK", "0").isdigit() else 0
         if options.joins is not None:
             self._rank = options.joins.launch.rank
-        self._casebook = Casebook(
-            self._recorder, options.max_incidents, self._rank, self._on_new_incident, self._on_small_fault
+        self._casebook = Casebook(self._recorder, self._on_new_incident)
+        self._examiner = Examiner(
+            self._recorder, self._casebook, options.max_incidents, self._rank, self._on_small_fault
         )
         self._dynamics = LearningDynamics(self._recorder, self._casebook, self._rank, self._on_dynamics_fault)
         self._protocol = ProtocolDesk(self._casebook, self._rank, self._note)
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
         self._overrides = overrides_under(
-            options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook
+            options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook, self._examiner
         )
         self._dynamics.by_script.somebody_else_does = options.on_nonfinite != "observe"
         self._casebook.past_scaler.may_wait = options.on_nonfinite == "observe"
@@ -134,9 +136,11 @@ class Session:
             self._recorder.steps.created(optimizer)
         if self._overrides is not None:
             self._overrides.begin_healing()
-            self._casebook.least_seconds = LEAST_SECONDS_OF_HEALING
+            self._examiner.least_seconds = LEAST_SECONDS_OF_HEALING
             return
-        self._overrides = overrides_under(None, "heal", self._recorder, self._dynamics, self._casebook, holds_off=False)
+        self._overrides = overrides_under(
+            None, "heal", self._recorder, self._dynamics, self._casebook, self._examiner, holds_off=False
+        )
         if self._overrides is not None and _guarding is self:
             self._overrides.install()
 
@@ -155,7 +159,7 @@ class Session:
                 self._recorder.judge.is_ended_by_numbers = is_about_numbers(error)
                 self._calls.forward_begins()
                 self._barrier.call(self._recorder.flush, error)
-                self._barrier.call(self._casebook.close)
+                self._barrier.call(self._examiner.close)
                 if self._ranks is not None:
                     self._ranks.close()
                 self._barrier.call(self._protocol.close)
@@ -280,14 +284,14 @@ class Session:
         if self._overrides is not None and self._overrides.was_before_healing(bad):
             return
         started = time.perf_counter()
-        self._casebook.examine(bad)
+        self._examiner.examine(bad)
         self._dynamics.pause(time.perf_counter() - started)
 
     def on_step(self, step: int) -> None:
         self._dynamics.iteration_ended(step - 1)
         if self._ranks is not None:
             self._ranks.iteration_ended(step - 1)
-        self._casebook.tick(step)
+        self._examiner.tick(step)
         if self._options.steps is not None and step >= self._options.steps:
             self._stop_at_next_forward = f"{step} steps, as asked for"
             self._recorder.tells_forward = True

@@ -15,6 +15,7 @@ from ampguard import compat
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.casebook import Casebook
+from ampguard.diagnose.examiner import Examiner
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
 
@@ -88,6 +89,7 @@ def overrides_under(
     recorder: FlightRecorder,
     dynamics: LearningDynamics,
     casebook: Casebook,
+    examiner: Examiner,
     holds_off: bool = True,
 ) -> RunningOverrides | None:
     """The overrides of a guarded run; None where nothing is to be changed.
@@ -100,7 +102,7 @@ def overrides_under(
     from ampguard.run.overrides.running import RunningOverrides
 
     if on_nonfinite == "heal":
-        casebook.least_seconds = LEAST_SECONDS_OF_HEALING
+        examiner.least_seconds = LEAST_SECONDS_OF_HEALING
     patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
     running = RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
     casebook.came_back = running.heal_again
