@@ -66,6 +66,12 @@ class _Facts:
     is_plain: bool
 
 
+READS = frozenset(
+    [torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default]
+)
+"""By which a script gets a number out of a tensor. In inference mode PyTorch hands on `item()` itself, not what it calls."""
+
+
 class GlueTape(compat.DispatchMode):
     """Records operators into the event log while it is on the stack."""
 
@@ -249,7 +255,7 @@ class GlueTape(compat.DispatchMode):
     def _learn(self, func: Any) -> _Facts:
         writes = compat.positions_written(func)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        is_read = func is torch.ops.aten._local_scalar_dense.default
+        is_read = func in READS
         is_bookkeeping = func.namespace == "profiler"
         is_plain = not (writes or is_random or is_read or is_bookkeeping)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in compat.schema_of(func).returns)
