@@ -74,7 +74,7 @@ def is_finite(tensor: Tensor) -> bool:
     tensor = compat.local_part(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()) or not compat.has_values(tensor):
         return True
-    if tensor.layout != torch.strided:
+    if not compat.is_dense(tensor):
         tensor = compat.stored_values(tensor)
     if tensor.is_complex():
         return is_finite(torch.view_as_real(tensor.detach().resolve_conj()))
@@ -97,7 +97,7 @@ def all_finite_on_cpu(tensors: Iterable[Tensor]) -> bool:
             tensor = compat.local_part(tensor)
         if type(tensor) not in PLAIN or not tensor.is_cpu:
             continue  # a fake one
-        if tensor.layout != torch.strided:
+        if not compat.is_dense(tensor):
             tensor = compat.stored_values(tensor)
         if tensor.numel() <= SMALL:
             small.setdefault(tensor.dtype, []).append(tensor)
@@ -153,8 +153,10 @@ class TensorStats:
 
 
 def stats(tensor: Tensor) -> TensorStats:
-    """Statistics of any tensor, computed in float64 (integers and booleans too)."""
+    """Statistics of any tensor, computed in float64 (integers and booleans too); of a sparse one those of its values."""
     values = tensor.detach()
+    if not compat.is_dense(values):
+        values = compat.stored_values(values)
     dtype = str(values.dtype).removeprefix("torch.")
     shape = tuple(values.shape)
     count = values.numel()

@@ -19,10 +19,21 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base if tensor._is_view() else None
 
 
+WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+"""Layouts whose `values()` needs nothing to be added up first."""
+
+
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind `tensor`; 0 where it has none (sparse, meta of a subclass)."""
+    """Identity of the memory behind `tensor` (of a sparse one: behind its values); 0 where it has none (of a subclass)."""
     try:
         return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return 0 if tensor.layout is torch.strided else _key_of_values(tensor)
+
+
+def _key_of_values(tensor: torch.Tensor) -> int:
+    try:
+        return int(stored_values(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):
         return 0
 
@@ -59,10 +70,23 @@ def has_gradient_hooks(leaf: torch.Tensor) -> bool:
     return bool(getattr(leaf, "_post_accumulate_grad_hooks", None)) or torch.distributed.is_initialized()
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and strides that say where its elements lie: neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a sparse gradient as they are stored, without adding up what belongs to one place."""
+    """The values of a sparse or nested tensor as they are stored, without adding up what belongs to one place."""
+    if tensor.layout in WITH_VALUES or tensor.is_nested:
+        return tensor.values()
     values = getattr(tensor, "_values", None)
     return values() if tensor.layout == torch.sparse_coo and values is not None else tensor.to_dense()
+
+
+def elements_here(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory here of any tensor, as a dense one: of a shard this part, else the stored values; or itself."""
+    tensor = local_part(tensor)
+    return tensor if is_dense(tensor) else stored_values(tensor)
 
 
 def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:

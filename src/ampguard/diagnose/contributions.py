@@ -99,6 +99,8 @@ def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> C
     if flat is None or operand >= len(op.inputs):
         return None
     name = op.short_name
+    if not (op.inputs[operand].is_dense and op.outputs[result].is_dense):
+        return None
     source, target = op.inputs[operand].shape, op.outputs[result].shape
     if source == () and target != ():
         return None

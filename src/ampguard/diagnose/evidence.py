@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, held_in, refs_in
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.contributions import contributing
@@ -138,7 +138,8 @@ class Evidence:
             return []
         found = []
         for position, tensor in enumerate(self.call.tensors):
-            values = tensor.detach().reshape(-1)
+            values = tensor.detach()
+            values = (values if compat.is_dense(values) else compat.stored_values(values)).reshape(-1)
             test = contributing(self.op, position, self.link.result, self.flat)
             if test is not None:
                 everywhere = torch.arange(values.numel(), device=values.device)

@@ -20,6 +20,10 @@ from ampguard.numerics import is_finite
 _IN_CODE = re.compile(r"(?!args\b)[A-Za-z_]\w*(\.\w+|\[\w+\]|\['[^'\]]+'\])*")
 
 
+CONSTANT = "tensor"
+"""The role of what a module read beside its arguments and its state."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
     """A tensor of the step's givens. `held` is the script's own object, `tensor` its value at the time.
@@ -147,14 +151,12 @@ def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> Nam
 
 
 def _looks_like(element: Tensor | None, value: Tensor) -> bool:
-    return (
-        element is not None
-        and element.numel() == value.numel()
-        and torch.equal(
-            torch.nan_to_num(element.detach().double(), 7.0).reshape(-1),
-            torch.nan_to_num(value.detach().double(), 7.0).reshape(-1),
-        )
+    if element is None or element.numel() != value.numel():
+        return False
+    one, other = (
+        torch.nan_to_num(compat.elements_here(t.detach()).double(), 7.0).reshape(-1) for t in (element, value)
     )
+    return torch.equal(one, other)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -203,7 +205,19 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
                 return NamedTensor(name, "input", made, as_made, bad_samples(as_made), leaf)
     if evidence.given.reader.in_backward:  # nothing that the step was given: it was made where nobody can follow
         return None
-    return NamedTensor("a tensor", "input", element, value, bad_samples(value))
+    name = _attribute_name(evidence, element) or variable_name(element) or "a tensor"
+    is_batch = compat.is_dense(value) and _is_per_sample(evidence, value)
+    return NamedTensor(name, CONSTANT, element, value, bad_samples(value), is_batch=is_batch)
+
+
+def _attribute_name(evidence: Evidence, element: Tensor) -> str | None:
+    """The attribute of a module that is this tensor and no buffer, as the module's own code calls it."""
+    for root in evidence.events():
+        for module in root.module.modules() if isinstance(root, RootCall) else ():
+            name = next((name for name, value in vars(module).items() if value is element), None)
+            if name is not None:
+                return f"self.{name}"
+    return None
 
 
 def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTensor:
@@ -211,10 +225,13 @@ def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTens
     in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
     name = in_batch or (name if isinstance(event, RootCall) else words.code_at(event.line) or name)
     value = held.value.detach()
+    may_be_batch = bool(in_batch) or _is_model(event)
     role = "input" if _is_model(event) or _goes_into_model(evidence) else "target"
     if role == "target" and in_batch is None and _is_table(evidence, event, held):
         role = "table"
-    return NamedTensor(name, role, held.tensor, value, bad_samples(value), is_batch=bool(in_batch) or _is_model(event))
+    return NamedTensor(
+        name, role, held.tensor, value, bad_samples(value), is_batch=may_be_batch and compat.is_dense(value)
+    )
 
 
 def _is_table(evidence: Evidence, event: Event, held: Held) -> bool:
@@ -261,6 +278,7 @@ def _carries_data(evidence: Evidence) -> bool:
     element, values = evidence.given_tensor, evidence.given_values
     if element is None or values is None or is_masks_doing(evidence):
         return False
+    values = compat.elements_here(values)
     finite = values[torch.isfinite(values)]
     if values.numel() > 1 and finite.unique().numel() > 2:
         return True
@@ -283,8 +301,8 @@ def _is_model(event: Event) -> bool:
 
 
 def bad_samples(tensor: Tensor) -> list[int]:
-    """Positions along the first dimension that hold a non-finite value."""
-    if tensor.dim() == 0:
+    """Positions along the first dimension that hold a non-finite value; none are known of a sparse tensor."""
+    if tensor.dim() == 0 or not compat.is_dense(tensor):
         return []
     rows = torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1)
     return [int(i) for i in (~rows).nonzero().reshape(-1)[:32]]

@@ -49,6 +49,8 @@ def run_root(
             now = saved.owner.get(saved.name)
             if now is not None and now is not saved.tensor:
                 mode.stand_ins[compat.storage_key(now)] = (now, saved.tensor)
+        for _, _, copy, original in sandbox.attributes:
+            mode.stand_ins[compat.storage_key(copy)] = (copy, original)
         args = values.for_module(root.args, grad=root.modes.grad)
         kwargs = values.for_module(root.kwargs, grad=root.modes.grad)
         args, kwargs = sandbox.given(args), sandbox.given(kwargs)
@@ -104,6 +106,9 @@ def swap_state(sandbox: ModuleSandbox, module: nn.Module, variant: Variant, valu
             other = low_to(variant.tensors.get(sandbox.identity_of(owner, name, buffer), buffer), wide)
             if other is not buffer:
                 sandbox.swap_buffer(owner, name, other)
+    for attributes, name, _, original in sandbox.attributes:
+        if id(original) in variant.tensors:
+            attributes[name] = variant.tensors[id(original)]
 
 
 def _swap_parameter(

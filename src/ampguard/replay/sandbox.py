@@ -92,6 +92,8 @@ class ModuleSandbox:
         self._undo: list[Callable[[], None]] = []
         self.stand_ins: dict[int, tuple[dict[str, Tensor | None], str]] = {}
         self._keeper = StateKeeper()
+        self.attributes: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        """Tensors that are plain attributes of modules: where each hangs, its clone, and itself."""
         self._clones: dict[int, Tensor] = {}
         self._cloned = 0
 
@@ -176,7 +178,8 @@ class ModuleSandbox:
             keeper.keep_class(type(module))
             for name, value in list(attributes.items()):  # a tensor that is written to in place: let it be a clone
                 if isinstance(value, Tensor) and value.numel() <= MAX_ATTRIBUTE_COPY and not value.requires_grad:
-                    attributes[name] = value.clone()
+                    attributes[name] = copy = value.clone()
+                    self.attributes.append((attributes, name, copy, value))
         else:
             before = dict(attributes)
             self._undo.append(lambda: _put_back(attributes, before))

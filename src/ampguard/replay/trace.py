@@ -51,7 +51,8 @@ class BadElements:
 class TracedTensor:
     """A tensor that took part in an operator: shape and type, never its values.
 
-    `laid_out`: its strides and its offset in the storage, kept where the operator was about to overwrite it.
+    `laid_out`: its strides and its offset in the storage, kept where the operator was about to overwrite it. `is_dense`:
+    else the shape is that of the values that it stores.
     """
 
     shape: tuple[int, ...]
@@ -61,6 +62,7 @@ class TracedTensor:
     bad: BadElements | None = None
     live: weakref.ref[Tensor] | None = None
     laid_out: Layout | None = None
+    is_dense: bool = True
 
 
 @dataclass(slots=True)
@@ -156,8 +158,8 @@ def bad_elements(tensor: Tensor, laid_out: Layout | None = None) -> BadElements 
 
     `laid_out`: how the tensor lay in memory of which `tensor` is a copy. Offsets are in that memory.
     """
-    tensor = compat.local_part(tensor)
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout != torch.strided:
+    tensor = compat.elements_here(tensor)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if numerics.is_finite(tensor):
         return None
@@ -181,9 +183,9 @@ def identical(old: Tensor, new: Tensor) -> bool:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """The layout of what lies here of a tensor; that of a tensor without strides is empty."""
-    tensor = compat.local_part(tensor)
-    return (tuple(tensor.stride()), int(tensor.storage_offset())) if tensor.layout == torch.strided else ((), 0)
+    """The layout of what lies here of a tensor, or of the values that a sparse or nested one stores."""
+    tensor = compat.elements_here(tensor)
+    return tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 def storage_offsets(shape: tuple[int, ...], laid_out: Layout, flat: Tensor) -> Tensor:
@@ -198,4 +200,7 @@ def storage_offsets(shape: tuple[int, ...], laid_out: Layout, flat: Tensor) -> T
 
 
 def traced(tensor: Tensor, made_by: tuple[int, int] | None = None) -> TracedTensor:
-    return TracedTensor(tensor.shape, tensor.dtype, compat.storage_key(tensor), made_by)
+    is_dense = compat.is_dense(tensor)
+    if not is_dense:
+        tensor = compat.stored_values(tensor)
+    return TracedTensor(tensor.shape, tensor.dtype, compat.storage_key(tensor), made_by, is_dense=is_dense)

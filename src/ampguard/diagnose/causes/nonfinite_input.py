@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.record import Ref
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import NamedTensor, describe_input, sent_by
+from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
 from ampguard.numerics import stats
+from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import Variant
 
 
@@ -36,13 +38,13 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         "filter-sample",
         given.name,
         f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
-        trial=lambda e: Variant(tensors={key: _without_bad_samples(value) for key, value in bad.items()}),
+        trial=lambda e: _with(given, {key: _without_bad_samples(value) for key, value in bad.items()}),
     )
     cleaning = Proposal(
         "fix-data",
         given.name,
         f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
-        trial=lambda e: Variant(tensors={key: _cleaned(value) for key, value in bad.items()}),
+        trial=lambda e: _with(given, {key: _cleaned(value) for key, value in bad.items()}),
     )
     proposals = (filtering, cleaning)
     if not _has_good_sample(given.tensor):  # none would be left
@@ -53,14 +55,17 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     if sender is not None:
         facts_of_input["sent_by"] = sender
     sent = f" Another rank sent it ({sender}): look there first." if sender is not None else ""
-    what = f"{given.role} `{given.name}` of the step" if given.is_batch else f"{given.role} that `{given.name}` read"
+    is_name = given.is_batch or given.short_name == given.name
+    what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
+    if given.role == CONSTANT:
+        what = f"tensor `{given.name}`, which is neither an argument of the model nor a part of its state,"
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
         f"passed them on, first in {words.name(reader)}.{sent}",
         weight=100,
         evidence=facts_of_input,
-        proposals=(cleaning,) if given.role == "table" else proposals,
+        proposals=proposals if given.is_batch or given.role == "target" else (cleaning,),
         phase="data",
         op=reader,
     )
@@ -75,13 +80,23 @@ def _others_with_nan(evidence: Evidence, given: NamedTensor) -> dict[int | Ref, 
     for _, _, held in evidence.held():
         value = held.value.detach()
         is_data = held.tensor.is_leaf and not held.tensor.requires_grad and value.is_floating_point()
-        if is_data and id(held.tensor) != given.key and bool(torch.isnan(value).any()):
+        if is_data and id(held.tensor) != given.key and bool(torch.isnan(compat.elements_here(value)).any()):
             others[id(held.tensor)] = value
     return others
 
 
+def _with(given: NamedTensor, others: dict[int | Ref, Tensor]) -> Variant:
+    """The step with these values in the place of what it was given."""
+    if given.role != CONSTANT:
+        return Variant(tensors=others)
+    constants = {key: value for key, value in others.items() if isinstance(key, int)}
+    return Variant(tensors=others, within=lambda: Replaced(constants))
+
+
 def _cleaned(tensor: Tensor) -> Tensor:
-    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    clean = tensor.detach().clone()
+    compat.elements_here(clean).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return clean
 
 
 def _which(samples: list[int], is_batch: bool) -> str:
@@ -94,7 +109,11 @@ def _which(samples: list[int], is_batch: bool) -> str:
 
 
 def _has_good_sample(tensor: Tensor) -> bool:
-    return tensor.dim() > 0 and bool(torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1).any())
+    return (
+        tensor.dim() > 0
+        and compat.is_dense(tensor)
+        and bool(torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1).any())
+    )
 
 
 def _without_bad_samples(tensor: Tensor) -> Tensor:
