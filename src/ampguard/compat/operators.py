@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -74,6 +74,29 @@ def tree_map(visit: Callable[[Any], Any], tree: Any) -> Any:
     return torch.utils._pytree.tree_map(visit, tree)
 
 
+def running_backward() -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]] | None:
+    """Roots of the backward pass that is running, and the gradients that they were given; None where it is not known.
+
+    On an accelerator a hook runs on another thread than the call.
+    """
+    for frame in (sys._getframe(1), *sys._current_frames().values()):
+        while frame is not None:
+            if frame.f_code.co_name == "backward" and frame.f_code.co_filename == torch.autograd.__file__:
+                return _roots(frame.f_locals)
+            frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _roots(call: Mapping[str, Any]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]] | None:
+    roots, gradients = (_as_tuple(call.get(name)) for name in ("tensors", "grad_tensors"))
+    is_known = bool(roots) and all(isinstance(root, torch.Tensor) for root in roots)
+    return (roots, gradients) if is_known else None
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
 def backward_engine() -> tuple[Any, str] | None:
     """Where `torch.autograd.backward` and `grad` look up the call that runs a backward pass."""
     return (torch.autograd, "_engine_run_backward") if hasattr(torch.autograd, "_engine_run_backward") else None
@@ -89,14 +112,25 @@ _LOOKED_AT = 16
 def tensor_factors(loss: torch.Tensor) -> list[torch.Tensor]:
     """Single float32 numbers on a device, by which a loss (or a term of it) was multiplied last: no Python numbers."""
     found: list[torch.Tensor] = []
-    nodes = [loss.grad_fn]
-    for node in nodes:  # grows
-        if node is None or type(node).__name__ not in _KEEPS_FACTORS or len(nodes) > _LOOKED_AT:
-            continue
+    for node in _last_nodes(loss):
         saved = [_saved(node, name) for name in ("_saved_self", "_saved_other")]
         found += [f for f in saved if f is not None and not f.dim() and f.dtype == torch.float32 and f.grad_fn is None]
-        nodes += [inner for inner, _ in node.next_functions]
     return found
+
+
+def is_multiplied(loss: torch.Tensor) -> bool:
+    """Whether a loss (or a term of it) was multiplied last by something that needs no gradient: a number, say."""
+    products = (node for node in _last_nodes(loss) if type(node).__name__ == "MulBackward0")
+    return any(inner is None for node in products for inner, _ in node.next_functions)
+
+
+def _last_nodes(loss: torch.Tensor) -> list[Any]:
+    """The nodes by which a loss was put together last, as far as factors are kept through them."""
+    nodes = [loss.grad_fn]
+    for node in nodes:  # grows
+        if node is not None and type(node).__name__ in _KEEPS_FACTORS and len(nodes) <= _LOOKED_AT:
+            nodes += [inner for inner, _ in node.next_functions]
+    return [node for node in nodes if node is not None and type(node).__name__ in _KEEPS_FACTORS]
 
 
 def _saved(node: Any, name: str) -> torch.Tensor | None:

@@ -66,8 +66,8 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def has_gradient_hooks(leaf: torch.Tensor) -> bool:
-    """Whether something happens when a gradient has been added to this leaf."""
-    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None)) or torch.distributed.is_initialized()
+    """Whether something happens when a gradient has been added to this leaf, beside our own looking on."""
+    return hooks_behind_leaf(leaf) is not None or torch.distributed.is_initialized()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -187,6 +187,20 @@ def hooks_of_leaf(leaf: torch.Tensor) -> Any:
 
 
 def hooks_behind_leaf(leaf: torch.Tensor) -> Any:
-    """The hooks that run once a leaf's gradient is complete, by the number of their handle; None where there are none."""
+    """The hooks that run once a leaf's gradient is complete, by the number of their handle; None where there are none.
+
+    None too where all of them only look on.
+    """
     hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    return hooks if hooks and isinstance(hooks, dict) else None
+    if not hooks or not isinstance(hooks, dict):
+        return None
+    return None if all(hasattr(hook, _LOOKS_ON) for hook in hooks.values()) else hooks
+
+
+_LOOKS_ON = "looks_on_for_ampguard"
+
+
+def observing(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A hook behind a leaf, marked as one of ours that changes nothing."""
+    setattr(hook, _LOOKS_ON, True)
+    return hook

@@ -249,6 +249,7 @@ class Amp:
 
     def get_scale(self) -> float:
         """The loss scale; 1 where there is none. Waits for the device."""
+        self.stepper.rules.others.scale_was_told = True
         return float(self.stepper.scale) if self.stepper.scale is not None else 1.0
 
     def settle(self) -> None:

@@ -103,6 +103,11 @@ class Holding:
         gradients = [p.grad for p in self._sample]
         return list(map(id, gradients)), compat.versions_of([g for g in gradients if g is not None])
 
+    def glanced_at(self) -> list[tuple[Tensor, Tensor]]:
+        """The leaf that autograd knows, and the parameter that gets its gradient; none of a flat buffer's."""
+        flat = {id(p) for p in self.flat}
+        return [(self._leaf_of(p), p) for p in self._sample if id(p) not in flat]
+
     def sees_all(self) -> bool:
         """Whether the fingerprint is of all parameters."""
         return len(self._sample) == len(self._learning)

@@ -111,6 +111,17 @@ def foreign_gradients(name: str) -> ProtocolError:
     )
 
 
+def plain_backward_beside(name: str, scale: float, where: Line | None) -> ProtocolError:
+    return error(
+        "unscaled-backward",
+        f"a loss.backward() has added to gradients of `{name}` that carry the loss scale {scale:g}: what it added was not "
+        "scaled, and would be divided by it all the same",
+        "call amp.backward(loss) instead of loss.backward() for every loss",
+        first=where,
+        again=calling_line(),
+    )
+
+
 def not_reached(name: str, backward: Line | None) -> ProtocolError:
     return error(
         "no-gradients",

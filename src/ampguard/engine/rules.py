@@ -9,6 +9,7 @@ from ampguard.engine import misuse
 from ampguard.engine.holding import Fingerprint, Holding
 from ampguard.engine.left_over import LeftOver
 from ampguard.engine.misuse import Line
+from ampguard.engine.other_backwards import OtherBackwards
 from ampguard.protocol.events import Backward, Breach, Clear, Step, Unscale, Update
 from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
@@ -46,6 +47,9 @@ class Rules:
         self._seen: dict[str, Fingerprint] = {}
         """What the gradients were when the last call of ours that changed them had ended."""
         self._backward_at: Line | None = None
+        self.others = OtherBackwards(lambda: float(self._scale), self.is_held)
+        if is_scaled:
+            self.others.watch(holdings)
 
     def stage(self, holding: Holding) -> Stage:
         return self._machine.stage(holding.name)
@@ -53,6 +57,7 @@ class Rules:
     def before_backward(self, only: Sequence[Holding] | None) -> None:
         """Somebody may have cleared gradients, or written to them. `only`: whose will be reached; None: anybody's."""
         for holding in self._holdings:
+            self.others.look_again(holding)
             if self.stage(holding) is Stage.EMPTY and not holding.micro_steps:
                 if only is None or holding in only:
                     self._refuse_foreign_gradients(holding)
@@ -65,7 +70,7 @@ class Rules:
 
     def _refuse_foreign_gradients(self, holding: Holding) -> None:
         """Those of a backward pass of the loop's own; zeros are none."""
-        if not holding.has_gradients():
+        if not holding.has_gradients() or self._are_carried_on(holding):
             return
         if (
             self._is_scaled
@@ -74,6 +79,14 @@ class Rules:
         ):
             raise misuse.foreign_gradients(holding.name)
         self._refuse_multiplied(holding)
+
+    def _are_carried_on(self, holding: Holding) -> bool:
+        """Whether they carry the scale all the same: `features.backward(gradient)` has brought them. Noted as ours then."""
+        if not self.others.carries_on(holding):
+            return False
+        self._machine.feed(Backward((holding.name,), self._scale))
+        self._seen[holding.name] = holding.fingerprint()
+        return True
 
     def _refuse_multiplied(self, holding: Holding) -> None:
         scale = self._left_over.multiplied(holding)
@@ -129,7 +142,8 @@ class Rules:
             self._refuse_divided(holding)
             if self._is_written_to(holding):
                 self._refuse_multiplied(holding)
-                self._tell_of_foreign_writes(holding)
+                if not self.others.carries_on(holding):
+                    self._tell_of_foreign_writes(holding)
             self._divide(holding)
         breaches = self._machine.feed(Step(holding.name, "amp", misuse.calling_line()))
         return self._raise_first(holding, breaches)
@@ -152,9 +166,11 @@ class Rules:
     def cleared(self, holding: Holding) -> None:
         self._machine.feed(Clear(holding.name))
         self._seen.pop(holding.name, None)
+        self.others.forget(holding)
 
     def updated(self) -> None:
         self._machine.feed(Update("amp"))
+        self.others.updated()
 
     def direct_step(self, holding: Holding) -> None:
         """The optimizer's own step, called by the loop."""
@@ -188,8 +204,13 @@ class Rules:
             if not holding.is_new:
                 raise misuse.stepped_already(holding.name, self._window)
             raise misuse.not_reached(holding.name, self._backward_at)
-        if self.stage(holding) in (Stage.EMPTY, Stage.USED) and (self._is_scaled or self._window > 1):
+        is_unknown = self.stage(holding) in (Stage.EMPTY, Stage.USED) and (self._is_scaled or self._window > 1)
+        if is_unknown and not self._are_carried_on(holding):
             raise misuse.never_differentiated(holding.name, True)
+        plain = self.others.plain_line(holding)
+        if plain is not None:
+            self._refuse_multiplied(holding)  # not plain then, but a GradScaler's
+            raise misuse.plain_backward_beside(holding.name, float(self._scale), plain[0])
 
     def _is_written_to(self, holding: Holding) -> bool:
         """Whether somebody has changed gradients since the last call of ours that did, or has made them."""
@@ -201,6 +222,8 @@ class Rules:
             raise misuse.unscaled_by_another(holding.name, scale, self._backward_at)
 
     def _tell_of_foreign_writes(self, holding: Holding) -> None:
+        if self._left_over.is_worth_a_look(f"written {holding.name}"):
+            self.others.watch(self._holdings)
         if holding.foreign_writes_told:
             return
         holding.foreign_writes_told = True
