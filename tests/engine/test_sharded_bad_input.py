@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_loops import made, model_of, train
+from engine_loops import batch, made, model_of, same, train
+from torch import nn
 
 import ampguard
 from ampguard.errors import CheckpointError
@@ -92,3 +93,97 @@ def test_a_mask_that_is_infinite_from_the_start_is_saved(saved: Path) -> None:
     again.load_sharded(saved)
     assert torch.equal(model_of(again).mask, torch.tensor([0.0, -torch.inf]))
     assert again.steps == 2
+
+
+def alter(folder: Path, tensor: torch.Tensor) -> None:
+    """Another last bit of one element: still a finite number."""
+    part = tensor.detach().numpy().tobytes()
+    for file in folder.glob("*.distcp"):
+        content = file.read_bytes()
+        if part in content:
+            file.write_bytes(content.replace(part, bytes([part[0] ^ 1]) + part[1:]))
+            return
+    raise AssertionError("the tensor is in no file")
+
+
+@pytest.mark.parametrize("which", ["weight", "moment"])
+def test_altered_bytes_are_named(tmp_path: Path, which: str) -> None:
+    amp = made("fp16")
+    train(amp, range(2))
+    amp.save_sharded(tmp_path / "ck")
+    weight = model_of(amp).inner.weight
+    alter(tmp_path / "ck", weight if which == "weight" else amp.optimizers["AdamW"].state[weight]["exp_avg"])
+    again = made("fp16", seed=1)
+    before = copy.deepcopy(again.state_dict())
+    with pytest.raises(CheckpointError, match=r"inner\.weight[a-z_.]*` is not what was saved: it was altered"):
+        again.load_sharded(tmp_path / "ck")
+    assert not again.optimizers["AdamW"].state
+    again.load_state_dict(before)  # nothing has changed: its seal would not hold
+
+
+def test_altered_progress_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = torch.load
+
+    def other(*args: object, **options: object) -> object:
+        loaded = read(*args, **options)
+        if isinstance(loaded, dict) and "progress" in loaded:
+            loaded["progress"]["steps"] += 1
+        return loaded
+
+    monkeypatch.setattr(torch, "load", other)
+    with pytest.raises(CheckpointError, match="what it says of itself does not match its seal"):
+        made("fp16", seed=1).load_sharded(saved)
+
+
+class Heads(nn.Module):
+    """Of two heads only the first is trained at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 1), nn.Linear(8, 1)
+
+
+def with_heads() -> tuple[Heads, ampguard.Amp, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    heads = Heads()
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    return heads, ampguard.Amp(heads, optimizer, schedulers=scheduler), scheduler
+
+
+def steps_of(heads: Heads, amp: ampguard.Amp, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        x, y = batch(step)
+        with amp.autocast():
+            loss = nn.functional.mse_loss((heads.first if step < 4 else heads.second)(x), y)
+        amp.backward(loss)
+        amp.step()
+    return [p.detach().clone() for p in heads.parameters()]
+
+
+@pytest.mark.parametrize("saved_at", [0, 2, 5])
+def test_resumed_bit_for_bit_where_parameters_have_no_state_yet(tmp_path: Path, saved_at: int) -> None:
+    heads, amp, scheduler = with_heads()
+    steps_of(heads, amp, range(saved_at))
+    amp.save_sharded(tmp_path / "ck")
+    expected = steps_of(heads, amp, range(saved_at, 7))
+    untouched, plain, _ = with_heads()
+    assert same(steps_of(untouched, plain, range(7)), expected)  # saving has changed nothing
+    for trained_before in (0, 1):
+        again, resumed, its = with_heads()
+        steps_of(again, resumed, range(trained_before))
+        resumed.load_sharded(tmp_path / "ck")
+        assert same(steps_of(again, resumed, range(saved_at, 7)), expected)
+        assert its.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_another_optimizer_or_model_is_refused(saved: Path) -> None:
+    model = model_of(made("fp16"))
+    with pytest.raises(CheckpointError, match=r"kinds=\['AdamW'\], here it is \['SGD'\]"):
+        ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)).load_sharded(saved)
+    small = nn.Sequential()
+    small.add_module("inner", nn.Linear(8, 32))
+    with pytest.raises(
+        CheckpointError, match=r"its models are others: \d+ of its tensors are not in them \(`model_0\."
+    ):
+        ampguard.Amp(small, torch.optim.AdamW(small.parameters())).load_sharded(saved)

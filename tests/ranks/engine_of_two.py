@@ -6,6 +6,7 @@ import datetime
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ampguard
 from ampguard import compat
 from ampguard.engine.policies import Rollback
-from ampguard.errors import NonfiniteError, SetupError
+from ampguard.errors import CheckpointError, NonfiniteError, SetupError
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -174,6 +175,23 @@ def weights(model: nn.Module) -> float:
     return sum(float(p.detach().double().abs().sum()) for p in whole)
 
 
+def altered(kind: str) -> str:
+    """What is said where one rank's file has another bit in a weight."""
+    model, _, amp = made(kind, "fp32")
+    amp.save_sharded(f"{kind}-altered")
+    if dist.get_rank() == 0:
+        weight = next(model.parameters()).detach()
+        part = getattr(weight, "_local_tensor", weight).numpy().tobytes()
+        for file in Path(f"{kind}-altered").glob("*.distcp"):
+            file.write_bytes(file.read_bytes().replace(part, bytes([part[0] ^ 1]) + part[1:]))
+    dist.barrier()
+    try:
+        amp.load_sharded(f"{kind}-altered")
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
 def main() -> None:
     several = sys.argv[1] == "several"
     if several:
@@ -198,6 +216,7 @@ def main() -> None:
     if several:
         found["partly sharded"] = partly_sharded()
         found["refused"] = refused()
+        found["altered"] = [altered("ddp"), altered("fsdp")]
         for kind in ("ddp", "fsdp"):
             found[f"{kind} rollback"] = with_policy(kind, Rollback(every=3))
             found[f"{kind} raise"] = with_policy(kind, "raise")

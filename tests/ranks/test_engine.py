@@ -23,6 +23,7 @@ def test_two_ranks_step_as_one_process_does(two_ranks: Ranks, tmp_path: Path) ->
     assert first == second
     assert first["timeout"] == 50.0
     assert first["partly sharded"] == [False, True, False]
+    assert all("is not what was saved: it was altered" in said for said in first["altered"]), first["altered"]
     paths = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, SCRIPT, "one"]
     alone = warm.run(command, cwd=tmp_path, env=paths, timeout=WITHIN_S, modules=warm.RANKS)

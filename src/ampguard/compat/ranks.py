@@ -75,6 +75,20 @@ def replicated_by(ddp: torch.nn.parallel.DistributedDataParallel) -> list[tuple[
     return [(n, p) for n, p in named if p.requires_grad and n not in ignored and not hasattr(p, "_local_tensor")]
 
 
+def counts_on_this_rank(tensor: torch.Tensor) -> bool:
+    """Whether this rank adds its part, where ranks add up a tensor and every element is to be counted once.
+
+    Of a whole tensor the first rank does, of one that is spread every rank, and of its copies the first.
+    """
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None:
+        return not several_ranks() or torch.distributed.get_rank() == 0
+    here = mesh.get_coordinate()
+    return here is not None and all(
+        at == 0 or not kind.is_replicate() for kind, at in zip(placements, here, strict=True)
+    )
+
+
 def averaged_last_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Whether DDP's last call was followed by an all-reduce: not so under `no_sync()`."""
     return bool(getattr(ddp, "require_forward_param_sync", True))

@@ -75,7 +75,8 @@ class Amp:
         roots = list(self.models.values())
         all_parameters = [p for model in roots for p in model.parameters()]
         device = all_parameters[0].device if all_parameters else torch.device("cpu")
-        kind, evaluation = mode_named(precision), mode_named(eval_precision or precision)
+        kind = mode_named(precision)
+        evaluation = mode_named(eval_precision, "eval_precision") if eval_precision is not None else kind
         self.mode = options.made_mode(kind, device.type, mode_options, _options())
         self.evaluation = self.mode if evaluation is kind else evaluation(device.type)
         for mode in {self.mode, self.evaluation}:

@@ -17,7 +17,7 @@ def seal_of(state: Any) -> int:
     """Changes with any element of any tensor, any plain value and any key. One pass over the memory."""
     total = 0
     for path, leaf in leaves(state):
-        total = (total * 31 + zlib.crc32(f"{path}:{_told(leaf)}".encode())) % _MODULUS
+        total = (total * 31 + zlib.crc32(f"{path}:{told(leaf)}".encode())) % _MODULUS
         if isinstance(leaf, Tensor):
             dense = leaf.detach().coalesce().values() if leaf.is_sparse else leaf
             total = (total * 31 + int(bit_sum(dense))) % _MODULUS
@@ -36,7 +36,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _told(leaf: Any) -> str:
+def told(leaf: Any) -> str:
     """What can be compared across processes: the text of an object with an address cannot."""
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)}:{leaf.dtype}"

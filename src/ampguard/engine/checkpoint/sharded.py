@@ -7,24 +7,25 @@ random streams are each process's own and are not stored: seed them when resumin
 
 from __future__ import annotations
 
-import json
+import io
 import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ampguard import compat
-from ampguard.engine.checkpoint import replicated
+from ampguard.engine.checkpoint import by_name, replicated
 from ampguard.engine.checkpoint.poison import nonfinite_leaves
+from ampguard.engine.checkpoint.seal import leaves, seal_of
+from ampguard.engine.checkpoint.sharded_seal import altered, sums_of
 from ampguard.errors import CheckpointError, PoisonedStateError
 
 if TYPE_CHECKING:
     from ampguard.engine.amp import Amp
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
@@ -34,7 +35,10 @@ def save_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
 
     _refuse_what_cannot_be_split(amp)
     rest = {**_rest(amp), "replicated": _has_own_state(amp)}
-    state = {"amp": json.dumps(rest), **(_whole(amp) if rest["replicated"] else _named(amp))}
+    parts = _whole(amp) if rest["replicated"] else _named(amp)
+    if not rest["replicated"]:
+        rest["sums"] = sums_of(parts)
+    state = {"amp": _written({**rest, "seal": seal_of(rest)}), **parts}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # statistics of a batch differ: let them be one rank's
     try:
         save(state, checkpoint_id=os.fspath(folder), planner=planner)
@@ -44,34 +48,79 @@ def save_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
 
 def load_sharded(amp: Amp, folder: str | os.PathLike[str]) -> None:
     """Go on from `save_sharded`, with any number of ranks; every rank has to call this. Raises CheckpointError."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
     _refuse_what_cannot_be_split(amp)
-    rest = json.loads(_loaded({"amp": ""}, folder)["amp"])
+    rest = _read_rest(folder)
     _check(rest, amp)
     if rest.get("replicated", False):
         amp.load_without_streams(_whole_read(folder))
         return
-    models, optimizers = _both(amp)
-    state = _loaded(_apart({"models": models, "optimizers": optimizers}), folder)
-    _refuse_bad_numbers(state, nonfinite_leaves({"models": models, "optimizers": optimizers}), folder)
-    set_state_dict(
-        _all_models(amp),
-        list(amp.optimizers.values()),
-        model_state_dict=state["models"],
-        optim_state_dict=state["optimizers"],
-    )
+    names = _names_in(folder)
+    state = by_name.to_load_into(amp, names)
+    _refuse_surplus(state, names, folder)
+    known = nonfinite_leaves(state)
+    _load(state, folder)
+    _refuse_bad_numbers(state, known, folder)
+    sums = sums_of(state)
+    if sums is not None and rest.get("sums"):
+        where = altered(rest["sums"], sums)
+        if where is not None:
+            raise _was_altered(folder, f"`{where}` is not what was saved")
+    by_name.load(amp, state)
     _load_rest(amp, rest)
 
 
-def _loaded(state: dict[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
+def _load(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
         load(state, checkpoint_id=os.fspath(folder))
     except _failures() as error:
         raise _not_loaded(folder, error) from error
-    return state
+
+
+def _written(rest: dict[str, Any]) -> bytes:
+    written = io.BytesIO()
+    torch.save(rest, written)
+    return written.getvalue()
+
+
+def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What is no tensor of a model or an optimizer."""
+    state: dict[str, Any] = {"amp": b""}
+    _load(state, folder)
+    try:
+        rest = dict(torch.load(io.BytesIO(state["amp"]), weights_only=True))
+    except Exception as error:
+        raise _was_altered(folder, f"what it says of itself cannot be read ({type(error).__name__})") from error
+    if rest.pop("seal", None) != seal_of(rest):
+        raise _was_altered(folder, "what it says of itself does not match its seal")
+    return rest
+
+
+def _names_in(folder: str | os.PathLike[str]) -> set[str]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        return set(FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata)
+    except _failures() as error:
+        raise _not_loaded(folder, error) from error
+
+
+def _refuse_surplus(state: dict[str, Any], names: set[str], folder: str | os.PathLike[str]) -> None:
+    own = {f"models.{path}" for path, _ in leaves(state["models"])}
+    surplus = sorted(name for name in names if name.startswith("models.") and name not in own)
+    if surplus:
+        raise CheckpointError(
+            f"the checkpoint {os.fspath(folder)!r} was not loaded: its models are others: {len(surplus)} of its tensors are "
+            f"not in them (`{surplus[0].removeprefix('models.')}`{', ...' if len(surplus) > 1 else ''})"
+        )
+
+
+def _was_altered(folder: str | os.PathLike[str], what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {os.fspath(folder)!r} was not loaded: {what}: it was altered since it was made\n"
+        "  do    use another one"
+    )
 
 
 def _whole_read(folder: str | os.PathLike[str]) -> Any:
@@ -79,15 +128,6 @@ def _whole_read(folder: str | os.PathLike[str]) -> Any:
         return replicated.read(folder)
     except _failures() as error:
         raise _not_loaded(folder, error) from error
-
-
-def _apart(value: Any) -> Any:
-    """Tensors to load into that are not yet the model's: a file that ends half way must leave it as it is."""
-    if isinstance(value, dict):
-        return {key: _apart(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_apart, value))
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _refuse_bad_numbers(state: dict[str, Any], known: Collection[str], folder: str | os.PathLike[str]) -> None:
@@ -118,11 +158,11 @@ def _not_loaded(folder: str | os.PathLike[str], error: BaseException) -> Checkpo
 
 def _named(amp: Amp) -> dict[str, Any]:
     """Weights and optimizer state by their names. Raises PoisonedStateError on all ranks where any holds NaN or Inf."""
-    models, optimizers = _both(amp)
+    state = by_name.present_state(amp)
     known = {f"models.model_{i}.{path}" for i, name in enumerate(amp.models) for path in amp.nonfinite_from_start(name)}
-    bad = [path for path in nonfinite_leaves({"models": models, "optimizers": optimizers}) if path not in known]
+    bad = [path for path in nonfinite_leaves(state) if path not in known]
     _raise_on_all(f"`{bad[0]}` of this rank holds" if bad else None)
-    return {"models": models, "optimizers": optimizers}
+    return state
 
 
 def _whole(amp: Amp) -> dict[str, Any]:
@@ -150,24 +190,12 @@ def _has_own_state(amp: Amp) -> bool:
     return bool(amp.mode.state_dict() or amp.followers.averages)
 
 
-def _both(amp: Amp) -> tuple[dict[str, Any], Any]:
-    """Weights and optimizer state by name. A new optimizer is stepped once without effect, to have a state to load into."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    with amp.stepper.stepping():
-        return get_state_dict(_all_models(amp), list(amp.optimizers.values()))
-
-
-def _all_models(amp: Amp) -> nn.Module:
-    """One module that holds all models, so that every parameter has one name."""
-    return nn.ModuleDict({f"model_{number}": model for number, model in enumerate(amp.models.values())})
-
-
 def _rest(amp: Amp) -> dict[str, Any]:
     return {
         "ampguard": FORMAT,
         "precision": amp.mode.name,
         "accumulate": amp.accumulate,
+        "kinds": [type(optimizer).__name__ for optimizer in amp.optimizers.values()],
         "scale": amp.loss_scale.state_dict() if amp.mode.scales_loss else None,
         "schedulers": amp.followers.state_dict()["schedulers"],
         "progress": {
@@ -195,7 +223,9 @@ def _load_rest(amp: Amp, rest: dict[str, Any]) -> None:
 
 
 def _check(rest: dict[str, Any], amp: Amp) -> None:
-    for what, own in (("ampguard", FORMAT), ("precision", amp.mode.name), ("accumulate", amp.accumulate)):
+    kinds = [type(optimizer).__name__ for optimizer in amp.optimizers.values()]
+    expected = {"ampguard": FORMAT, "precision": amp.mode.name, "accumulate": amp.accumulate, "kinds": kinds}
+    for what, own in expected.items():
         if rest.get(what) != own:
             raise CheckpointError(
                 f"the checkpoint was not loaded: it was made with {what}={rest.get(what)!r}, here it is {own!r}"

@@ -60,7 +60,7 @@ class Checkpoint:
             compat.unwrapped(model).load_state_dict(state["models"][name])
         amp.mode.load_state_dict(state["mode"])
         for name, optimizer in amp.optimizers.items():
-            _load_optimizer(optimizer, state["optimizers"][name])
+            load_optimizer(optimizer, state["optimizers"][name])
             amp.holdings[name].refresh()
         if state["scale"] is not None:
             amp.loss_scale.load_state_dict(state["scale"])
@@ -127,7 +127,7 @@ def _load_gradient(parameter: torch.Tensor, saved: torch.Tensor | None) -> None:
         parameter.grad = saved.to(parameter.device, copy=True)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """`optimizer.load_state_dict`, with the types of the saved state: PyTorch casts it to those of the parameters."""
     optimizer.load_state_dict({"state": saved["state"], "param_groups": saved["param_groups"]})
     for number, parameter in enumerate(parameters_of(optimizer)):

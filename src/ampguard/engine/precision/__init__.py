@@ -25,8 +25,8 @@ ALIASES = {
 """What else these modes are called, in lower case."""
 
 
-def mode_named(name: str) -> type[Precision]:
-    """The mode of a name or an alias. Raises PrecisionError with the nearest names.
+def mode_named(name: str, option: str = "precision") -> type[Precision]:
+    """The mode of a name or an alias. Raises PrecisionError with the option that it was given to, and the nearest names.
 
     >>> mode_named("O1").name, mode_named("16-mixed").name, mode_named("bf16-true").name
     ('fp16', 'fp16', 'bf16-true')
@@ -35,9 +35,9 @@ def mode_named(name: str) -> type[Precision]:
     known = MODES.get(str(name)) or MODES.get(ALIASES.get(lower, lower))
     if known is not None and name is not None:
         return known
-    near = difflib.get_close_matches(str(name).lower(), [*MODES, *ALIASES], 3, 0.5)
+    near = difflib.get_close_matches(lower, [*MODES, *ALIASES], 3, 0.5) if name is not None else []
     meant = f"; nearest: {', '.join(map(repr, near))}" if near else ""
     raise PrecisionError(
-        f"unknown precision {name!r}{meant}\n"
+        f"unknown {option} {name!r}{meant}\n"
         "  do    use one of fp32 (O0), tf32, fp16 (O1), O2, O3, bf16, bf16-true, float8"
     )
