@@ -1,15 +1,18 @@
 """indeterminate: Inf - Inf or 0 * Inf, from an infinity that the code meant to have.
 
 What happens   an infinity that stands for "never" or "unbounded" (a beam score, a distance, a mask) meets another one in a
-               difference, or a 0 in a product, and becomes NaN.
-Why it hurts   each of the two operands is fine by itself.
-Instead        use a large finite number in place of the infinity, or torch.where in place of arithmetic with it.
+               difference, or a 0 in a product, and becomes NaN; or it is summed up with ordinary numbers, as label smoothing
+               sums up the log-probabilities of all classes, those that a mask forbids too.
+Why it hurts   each of the operands is fine by itself.
+Instead        use a large finite number in place of the infinity, or torch.where in place of arithmetic with it; leave what
+               is masked out of a sum.
 Not this       a softmax row without a key: see masked-softmax.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +28,10 @@ from ampguard.replay.variants import Variant
 
 @cause("indeterminate")
 def indeterminate(evidence: Evidence) -> Finding | None:
-    if evidence.op.refused or evidence.kind != "nan":
+    if evidence.op.refused:
         return None
+    if evidence.kind != "nan":
+        return _summed_up(evidence)
     by_a_literal = evidence.given is None and any(math.isinf(s) for s in evidence.scalars)
     if not by_a_literal and not (evidence.intended and evidence.converts):
         return None
@@ -41,6 +46,41 @@ def indeterminate(evidence: Evidence) -> Finding | None:
         evidence={"operands": [o.stats.as_dict() for o in operands]},
         proposals=(_finite_constant(evidence, source),),
     )
+
+
+def _summed_up(evidence: Evidence) -> Finding | None:
+    """An infinity that was meant for single elements, in a sum over them that is a part of the result."""
+    if not evidence.intended or evidence.converts:
+        return None
+    sums = (link for link in reversed(evidence.chain.links) if link.op.short_name in ("sum", "mean"))
+    summing = next(sums, None)
+    if summing is None or summing.op.line is None:
+        return None
+    source, op = evidence.op, summing.op
+    where = source.line.location() if source.line is not None else None
+    made = f" ({words.name(source)} at {Path(where.file).name}:{where.line} makes them)" if where is not None else ""
+    how = (
+        "leave the infinite elements out of the sum, as torch.where(torch.isinf(x), 0.0, x) does (with label_smoothing a cross "
+        "entropy sums up the log-probabilities of all classes: set it to 0 where classes are masked, or smooth by hand over "
+        "those that are left)"
+    )
+    return Finding(
+        "indeterminate",
+        f"{words.name(op)} takes in infinities that the code meant for single elements{made}: the sum is as infinite as they.",
+        weight=30,
+        evidence={"made_by": source.name},
+        proposals=(Proposal("stable-form", words.region(evidence), how, trial=lambda e: _without_infinities(op)),),
+        op=op,
+    )
+
+
+def _without_infinities(op: TracedOp) -> Variant:
+    """The step with the infinite operands of `op` left out."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(torch.where(torch.isinf(args[0]), 0.0, args[0]), *args[1:], **kwargs)
+
+    return Variant(at_places={op.place: run})
 
 
 def _finite_constant(evidence: Evidence, source: TracedOp) -> Proposal:
