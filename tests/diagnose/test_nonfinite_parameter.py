@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -117,3 +118,49 @@ def test_weights_that_the_script_has_just_written_are_told_with_their_line(guard
     fix = incident.fixes[0]
     assert fix.verified is True
     assert fix.how.endswith("in: p.copy_(s / (1 - 0.9**updates))")
+
+
+def test_weights_that_a_cast_made_infinite(guard: Guard) -> None:
+    """Trained in float32, with a weight beyond float16's range; then `.half()` for the test."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        for _ in range(3):
+            loss = net(torch.randn(8, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            net[1].weight.mul_(1e6)  # an adapter that was merged into it
+        net.half().eval()
+        with torch.inference_mode():
+            net(torch.randn(8, 4).half())
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    incident = run.first
+    assert (incident.cause, incident.evidence["name"], incident.mode) == ("nonfinite-parameter", "1.weight", "eval")
+    assert "cast to float16" in incident.explanation
+    assert "beyond 65504" in incident.explanation
+    assert "poisoned" not in incident.explanation
+    assert [fix.action for fix in incident.fixes] == ["use-bf16"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(4)], ids=lambda m: type(m).__name__
+)
+def test_a_weight_is_named_in_evaluation(guard: Guard, mode: Callable[[], Any], layer: nn.Module) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Identity(), layer).eval()
+        with mode():
+            with torch.no_grad():
+                layer.weight.view(-1)[0] = float("nan")  # type: ignore[operator]
+            net(torch.randn(2, 3, 4))
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.evidence["name"]) == ("nonfinite-parameter", "1.weight")

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
+from ampguard import compat
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases import Case
 from ampguard.diagnose.words import spelled_out
-from ampguard.incident import Incident
+from ampguard.incident import Fix, Incident
+from ampguard.numerics import is_finite, is_low_precision
 
 
 class BadSince:
@@ -53,6 +56,15 @@ class BadSince:
                 "PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "
                 "these values (or a write through `.data`)."
             )
+        elif _is_infinite_in_low_precision(facts) and self._was_cast():
+            facts["since_step"] = last_good
+            low = facts["values"]["dtype"]
+            text = (
+                f"It was trained in float32, as its optimizer's state still is: the cast to {low} since then (`.half()`, "
+                f"`.to(dtype)`) made Inf of values beyond {torch.finfo(getattr(torch, low)).max:.5g}."
+            )
+            how = f"cast the model to bfloat16, which has float32's range, or keep {facts['name']} in float32"
+            incident = msgspec.structs.replace(incident, fixes=(Fix("use-bf16", facts["name"], how),))
         elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
             text = f"{reason} The steps before this one did not use it: initialisation or a checkpoint."
         elif last_good is not None:
@@ -85,6 +97,19 @@ class BadSince:
             "a gradient of norm 0 is divided by that norm: add 1e-12 to it"
         )
 
+    def _was_cast(self) -> bool:
+        """Whether a parameter that is not finite has another type than when its optimizer began to keep state for it."""
+        stepped = self._recorder.stepped_since(0)
+        for optimizer in (
+            o for o in stepped if compat.is_of_pytorch(type(o))
+        ):  # others may keep another type on purpose
+            for p, state in optimizer.state.items():
+                if isinstance(p, torch.Tensor) and is_low_precision(p.dtype) and not is_finite(p.detach()):
+                    kept = (t for t in state.values() if isinstance(t, torch.Tensor) and t.shape == p.shape)
+                    if any(t.dtype == torch.float32 for t in kept):
+                        return True
+        return False
+
     def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
         """What shows that a parameter was bad while the losses were still finite; None where nothing does."""
         last_good, seen = self._recorder.judge.last_good_step, self.weights_bad_since
@@ -94,6 +119,14 @@ class BadSince:
         if facts.get("is_trained") and written is not None and written < len(self._recorder.stepped_since(0)):
             return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
         return None
+
+
+def _is_infinite_in_low_precision(facts: dict[str, Any]) -> bool:
+    """Whether nothing but infinities is bad in a parameter of a low precision."""
+    values = facts.get("values", {})
+    dtype = getattr(torch, str(values.get("dtype")), None)
+    is_low = isinstance(dtype, torch.dtype) and is_low_precision(dtype)
+    return is_low and not values.get("nan") and bool(values.get("+inf") or values.get("-inf"))
 
 
 def _spoiled(case: Case, facts: dict[str, Any]) -> str:

@@ -56,6 +56,9 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
     if evidence.given is None:
         return None
     element = evidence.given_tensor
+    base = compat.base_of(element) if element is not None else None
+    if isinstance(base, nn.Parameter):  # what a product of a Linear reads without gradients: its weight, transposed
+        element = base
     if element is not None and element.is_leaf and (element.requires_grad or isinstance(element, nn.Parameter)):
         named = _state_by_identity(evidence, element)
         if named is None and sent_by(evidence, element) is not None:
