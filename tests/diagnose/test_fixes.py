@@ -16,7 +16,7 @@ from ampguard.diagnose import budget, examiner
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
-from ampguard.diagnose.investigate import locate
+from ampguard.diagnose.locating import locate
 from ampguard.diagnose.trying import tried, verified_fixes
 from ampguard.incident import Fix
 from ampguard.replay.rebuild import Replayer

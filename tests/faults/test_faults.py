@@ -37,7 +37,7 @@ from ampguard.capture import (
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.spoilt import SpoiltGradients
-from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, minimal, trying
+from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, locating, minimal, trying
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
 from ampguard.replay import live, rebuild, sandbox, tracer, writer
@@ -251,7 +251,7 @@ INVESTIGATION = [
     (writer, "bad_elements"),
     (writer, "traced"),
     (tracer.ReplayMode, "call_module"),
-    (investigate, "chain_from"),
+    (locating, "chain_from"),
     (investigate, "find_cause"),
     (investigate, "incident_of"),
     (investigate, "verified_fixes"),

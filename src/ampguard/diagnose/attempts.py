@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,3 +45,12 @@ def _is_masked_on_purpose(trace: Trace, tensor: Tensor) -> bool:
         return True
     chain = chain_from(trace, traced(tensor), elements)
     return chain is not None and chain.intended and chain.conversion() is None
+
+
+def described(outcome: Outcome, bad: BadResult, with_gradients: bool = False) -> str:
+    """ "the replayed step is finite; the loss is 2.31"."""
+    if outcome.is_bad:
+        return "the replayed step is still bad"
+    what = "loss" if bad.mode == "train" else "result"  # (in evaluation any number that is read)
+    loss = f"; the {what} is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
+    return f"the replayed step is finite{', its gradients too' if with_gradients else ''}{loss}"

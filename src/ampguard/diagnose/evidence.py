@@ -21,6 +21,7 @@ from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.slicing import Chain, Given, Link
+from ampguard.incident import Fix
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
 from ampguard.replay.operators import facts_of
 from ampguard.replay.outcome import Outcome
@@ -64,6 +65,8 @@ class Evidence:
         self.converts = converted_at is not None
         self.half_cured: list[tuple[Variant, str]] = []
         """Changes that leave a finite loss and gradients that are not, and how they are written."""
+        self.still_bad: list[tuple[Variant, Fix]] = []
+        """Changes that were not enough, and the fixes that they are."""
         self.losses_with: dict[str, float] = {}
         """The loss of the failing step with each fix that was seen to work, by its action."""
 

@@ -22,10 +22,9 @@ from ampguard.diagnose.investigate import (
     explain,
     explain_at_once,
     explain_trace,
-    locate,
-    locate_in_trace,
     unexplained_incident,
 )
+from ampguard.diagnose.locating import locate, locate_in_trace
 from ampguard.diagnose.past_scaler import is_only_the_scale
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice

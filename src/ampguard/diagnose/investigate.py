@@ -3,79 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampguard.capture.compiled_functions import CompiledFunction
-from ampguard.capture.raised import is_conversion_refusal
-from ampguard.capture.record import BadResult, GlueOp, Held, RootCall, held_in, refs_in
+from ampguard.capture.record import BadResult, GlueOp, RootCall, held_in, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.budget import UNLIMITED, Budget
-from ampguard.diagnose.compiled_fault import CompiledFault, fault_of_compiled_code
+from ampguard.diagnose.compiled_fault import CompiledFault
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
-from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
+from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.minimal import advice
 from ampguard.diagnose.proposals import spelled
-from ampguard.diagnose.rows import is_masks_doing
-from ampguard.diagnose.slicing import COPIES, Chain, at_the_data, chain_from
 from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.diagnose.trying import tried, verified_fixes
-from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
-from ampguard.replay.outcome import Outcome
-from ampguard.replay.rebuild import Replayer
-from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
-
-SEARCHING = COPIES | {"add", "sub"}
-"""What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
-
-
-def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> Evidence | None:
-    """Where the failure begins. One traced replay.
-
-    None where the bad values are infinities that the code meant to return. Raises ReplayError where the step cannot be
-    run again or is not bad when it is.
-    """
-    budget = budget or Budget.for_step(0.0, time.perf_counter())
-    if bad.kind == "gradient":
-        return locate_gradient(bad, replayer, budget.deadline)
-    outcome = replayer.run()
-    if not outcome.is_bad:
-        fault = fault_of_compiled_code(bad, replayer, outcome, budget.deadline)
-        if fault is not None:
-            return fault
-        raise ReplayError("the replayed step is finite: it does not repeat itself")
-    chain = chain_of(outcome)
-    if chain is None:
-        raise ReplayError("no operator of the replay made the bad value")
-    if _was_computed_unseen(outcome, chain):
-        chain.intended = False
-    models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
-    from_data = at_the_data(chain, models[0].index if models else None)
-    if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
-        chain = from_data
-    return None if is_on_purpose(bad, chain) else evidence_of(bad, chain, outcome, replayer)
-
-
-def _was_computed_unseen(outcome: Outcome, chain: Chain) -> bool:
-    """Whether the chain ends at a tensor that was computed from weights by operators of which there is no record.
-
-    Nobody meant it to be infinite. Of a loop of small operators outside modules only so many are kept.
-    """
-    stand_in = outcome.stand_ins.get(chain.given.tensor.storage) if chain.given is not None else None
-    return stand_in is not None and stand_in[1].grad_fn is not None
-
-
-def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> Evidence:
-    """The evidence of a bad loss or output; that of a derivative, where the step computes with one that is bad."""
-    evidence = Evidence(bad, chain, outcome, replayer)
-    is_derivative = evidence.op.in_backward and evidence.given is None
-    return GradientEvidence(bad, chain, outcome, replayer) if is_derivative else evidence
 
 
 def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding | None = None) -> Incident:
@@ -102,28 +47,6 @@ def explain_at_once(evidence: Evidence, finding: Finding, rank: int) -> Incident
     evidence.half_cured.clear()  # that fix is tried again, in its turn
     rung = "replay" if evidence.outcome.is_exact else "replay-inexact"
     return incident_of(evidence, finding, tuple(fix for fix in fixes if fix is not None), rank, rung)
-
-
-def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
-    """The same from a trace that was taken while the step ran."""
-    targets = []
-    for target in bad.targets:
-        if isinstance(target, Held):
-            targets.append(("", target.tensor))
-        elif (event := bad.record.event(target.event)) is not None and target.output < len(event.outputs):
-            tensor = event.outputs[target.output]()
-            if tensor is not None:
-                targets.append(("", tensor))
-    outcome = Outcome(is_bad=True, is_exact=True, trace=trace, targets=targets, error=bad.error)
-    if bad.kind == "gradient":
-        outcome.gradients = [(p, p.grad) for p in bad.parameters if p.grad is not None]
-        outcome.targets = [("", gradient) for _, gradient in outcome.gradients]
-        chain = earliest_chain(outcome)
-        return GradientEvidence(bad, chain, outcome, None) if chain is not None else None
-    chain = chain_of(outcome)
-    if chain is None or is_on_purpose(bad, chain):
-        return None
-    return evidence_of(bad, chain, outcome, None)
 
 
 def with_terms(finding: Finding, terms: list[Term]) -> Finding:
@@ -202,53 +125,6 @@ def _why_unknown(bad: BadResult, reason: str, saw_bad_weights: bool) -> str:
         f"The step could not be run again ({reason}), and the failure did not come back while the following steps were "
         f"watched operator by operator."
     )
-
-
-def chain_of(outcome: Outcome) -> Chain | None:
-    """The chain behind the first bad target; that of the refused operator where PyTorch raised."""
-    trace = outcome.trace
-    if is_conversion_refusal(outcome.error):
-        refused = next((op for op in reversed(trace.ops) if op.refused), None)
-        return chain_at(refused) if refused is not None else None
-    fallback: Chain | None = None
-    for _, tensor in outcome.targets:
-        bad = bad_elements(tensor)
-        if bad is None:
-            continue
-        chain = chain_from(trace, traced(tensor), bad)
-        if chain is None:
-            continue
-        if not chain.intended or chain.conversion() is not None:
-            return chain
-        fallback = fallback or chain
-    if fallback is None and not outcome.targets:
-        last = next((op for op in reversed(trace.ops) if op.is_bad), None)
-        if last is not None:
-            position = next(i for i, out in enumerate(last.outputs) if out.bad is not None)
-            out = last.outputs[position]
-            return chain_from(trace, out, out.bad) if out.bad is not None else None
-    return fallback
-
-
-def chain_at(op: TracedOp) -> Chain:
-    """A chain of one operator that never returned."""
-    from ampguard.diagnose.slicing import Link
-    from ampguard.numerics import NEG_INF
-
-    if not op.outputs:
-        shape = op.inputs[0].shape if op.inputs else ()
-        dtype = op.inputs[0].dtype if op.inputs else torch.float32
-        op.outputs.append(TracedTensor(shape, dtype, 0))
-    return Chain([Link(op, 0, None, NEG_INF)])
-
-
-def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
-    """An infinity that the code wrote, and returned or read in evaluation, unchanged: masked logits, a sentinel, the score
-    of a path that does not exist."""
-    if not chain.intended or chain.conversion() is not None:
-        return False
-    is_score = bad.kind == "loss" and bad.mode == "eval" and chain.given is None
-    return bad.kind == "output" or (is_score and all(link.op.short_name in SEARCHING for link in chain.links[:-1]))
 
 
 def unexplained(evidence: Evidence) -> Finding:

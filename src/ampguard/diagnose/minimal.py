@@ -16,6 +16,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
+from ampguard.diagnose.locating import chain_of
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
@@ -33,8 +34,6 @@ Region: TypeAlias = tuple[str, int | tuple[str, int]]
 
 def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, str, Variant, Outcome] | None:
     """(target, how, the variant, its outcome) of the smallest region in float32 that cures the step; None if none does."""
-    from ampguard.diagnose.investigate import chain_of
-
     replayer = evidence.replayer
     if replayer is None:
         return None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from ampguard.diagnose import words
-from ampguard.diagnose.attempts import attempt
+from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import Finding, Proposal, find_cause
-from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
+from ampguard.diagnose.finding import Finding, Proposal
+from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.minimal import advice, smallest_float32_region
+from ampguard.diagnose.second_place import fixes_behind, fixes_beside
 from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.incident import Fix
-from ampguard.replay.differentiated import has_finite_gradients, with_backward
+from ampguard.replay.differentiated import has_finite_gradients
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant
@@ -29,7 +29,8 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
     """Try each proposal on the failing step; what works first, then what was not tried, then what did not work."""
     fixes = [fix for proposal in finding.proposals if (fix := tried_in_turn(evidence, proposal, budget)) is not None]
     if not any(fix.verified and fix.action not in OTHER_PRECISION for fix in fixes):
-        fixes += fixes_behind(evidence, budget)
+        both = fixes_behind(evidence, budget) or fixes_beside(evidence, budget)
+        fixes = [fix for fix in fixes if not any(b.how.startswith(f"{fix.how}\n") for b in both)] + both
     return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
 
 
@@ -51,7 +52,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         return Fix(proposal.action, target or proposal.target, how or proposal.how, verified, effect)
 
     if proposal.known is not None:
-        return fix(not proposal.known.is_bad, described(proposal.known, evidence))
+        return fix(not proposal.known.is_bad, described(proposal.known, evidence.bad))
     replayer = evidence.replayer
     is_trial = proposal.search or proposal.trial is not None
     if not is_trial or replayer is None or budget.is_spent:
@@ -71,6 +72,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     except Exception as error:
         return fix(None, f"the replay with it raised: {error}"[:300], how)
     verified, effect = judged(evidence, replayer, variant, outcome, budget, how)
+    if verified is False and outcome.is_bad and proposal.action not in OTHER_PRECISION:
+        evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
     return fix(verified, effect, how, target)
@@ -84,7 +87,7 @@ def judged(
         return None, "a replay cannot show it: what it changes is differentiated as it was before"
     if outcome.is_bad:
         why_not = stays_for_a_number(evidence, variant)
-        return (None, why_not) if why_not is not None else (False, described(outcome, evidence))
+        return (None, why_not) if why_not is not None else (False, described(outcome, evidence.bad))
     changed = changed_loss(evidence, outcome)
     if changed is not None:
         return False, changed
@@ -93,44 +96,7 @@ def judged(
         evidence.half_cured.append((variant, how))
         loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
         return False, f"the loss is finite{loss}, its gradients are not"
-    return True, described(outcome, evidence, with_gradients=gradients is True)
-
-
-def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
-    """Where a fix leaves a loss that is finite and gradients that are not: what makes those finite, alone or beside it.
-
-    The step with that fix is a step with bad gradients; where they begin, and why, is asked as of any other.
-    """
-    if evidence.replayer is None or not evidence.half_cured:
-        return []
-    variant, how = evidence.half_cured[0]
-    try:
-        again = with_backward(evidence.replayer, variant)
-        second = locate_gradient(again.bad, again, budget.deadline) if again is not None else None
-        found = find_cause(second) if second is not None else None
-    except Exception:  # that step cannot be followed: what is known of the fixes stands
-        return []
-    op = second.forward.op if isinstance(second, GradientEvidence) else evidence.op
-    for proposal in found.proposals if found is not None else ():
-        if proposal.trial is None or second is None:
-            continue
-        alone = proposal.trial(second)
-        written = words.marked(proposal.how, op, evidence.op)
-        for text, change in ((written, alone), (f"{written}\n{how}", alone.with_base(variant))):
-            effect = _cures(evidence, evidence.replayer, change) if not budget.is_spent else None
-            if effect is not None:
-                return [Fix(proposal.action, proposal.target, text, True, effect)]
-    return []
-
-
-def _cures(evidence: Evidence, replayer: Replayer, change: Variant) -> str | None:
-    """What a change comes to that makes the loss and its gradients finite; None for any other."""
-    try:
-        outcome = attempt(evidence.bad, replayer, change)
-        is_cured = not outcome.is_bad and has_finite_gradients(replayer, change)
-    except Exception:
-        return None
-    return described(outcome, evidence, with_gradients=True) if is_cured else None
+    return True, described(outcome, evidence.bad, with_gradients=gradients is True)
 
 
 def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
@@ -141,12 +107,3 @@ def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
     if before is None or after is None or math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-6):
         return None
     return f"the replayed step is finite, but its loss is no longer {before:.4g}: it is {after:.4g}"
-
-
-def described(outcome: Outcome, evidence: Evidence, with_gradients: bool = False) -> str:
-    """ "the replayed step is finite; the loss is 2.31"."""
-    if outcome.is_bad:
-        return "the replayed step is still bad"
-    what = "loss" if evidence.bad.mode == "train" else "result"  # (in evaluation any number that is read)
-    loss = f"; the {what} is {outcome.loss:.4g}" if outcome.loss is not None and math.isfinite(outcome.loss) else ""
-    return f"the replayed step is finite{', its gradients too' if with_gradients else ''}{loss}"

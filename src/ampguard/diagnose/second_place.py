@@ -1,0 +1,87 @@
+"""Steps that fail in two places: a fix that cures the first is tried together with one that cures the second."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+
+import msgspec
+
+from ampguard.diagnose import words
+from ampguard.diagnose.attempts import attempt, described
+from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.finding import find_cause
+from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
+from ampguard.diagnose.locating import locate
+from ampguard.incident import Fix
+from ampguard.replay.differentiated import has_finite_gradients, with_backward
+from ampguard.replay.rebuild import Replayer
+from ampguard.replay.variants import Variant
+
+MAX_FIRSTS = 3
+"""Fixes of the first place that another is looked for beside."""
+
+
+def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
+    """Where a fix leaves a loss that is finite and gradients that are not: what makes those finite, alone or beside it.
+
+    The step with that fix is a step with bad gradients; where they begin, and why, is asked as of any other.
+    """
+    if evidence.replayer is None or not evidence.half_cured:
+        return []
+    variant, how = evidence.half_cured[0]
+    try:
+        again = with_backward(evidence.replayer, variant)
+        second = locate_gradient(again.bad, again, budget.deadline) if again is not None else None
+        found = find_cause(second) if second is not None else None
+    except Exception:  # that step cannot be followed: what is known of the fixes stands
+        return []
+    op = second.forward.op if isinstance(second, GradientEvidence) else evidence.op
+    for proposal in found.proposals if found is not None else ():
+        if proposal.trial is None or second is None:
+            continue
+        alone = proposal.trial(second)
+        written = words.marked(proposal.how, op, evidence.op)
+        for text, change in ((written, alone), (f"{written}\n{how}", alone.with_base(variant))):
+            effect = _cures(evidence, evidence.replayer, change) if not budget.is_spent else None
+            if effect is not None:
+                return [Fix(proposal.action, proposal.target, text, True, effect)]
+    return []
+
+
+def fixes_beside(evidence: Evidence, budget: Budget) -> list[Fix]:
+    """Where a fix cures its own place and the step then fails in another one: what cures both."""
+    if evidence.replayer is None:
+        return []
+    for variant, fix in islice(evidence.still_bad, MAX_FIRSTS):
+        try:
+            again = copy.copy(evidence.replayer)
+            again.base = variant.with_base(evidence.replayer.base)
+            second = locate(evidence.bad, again, budget)
+            found = find_cause(second) if second is not None and second.op.place != evidence.op.place else None
+        except Exception:  # that step cannot be followed: what is known of the fixes stands
+            continue
+        for proposal in found.proposals if found is not None else ():
+            if proposal.trial is None or second is None or budget.is_spent:
+                continue
+            change = proposal.trial(second).with_base(variant)
+            effect = _cures(evidence, evidence.replayer, change, may_be_unknown=True)
+            if effect is not None:
+                how = f"{fix.how}\n{words.marked(proposal.how, second.op, evidence.op)}"
+                return [msgspec.structs.replace(fix, how=how, verified=True, outcome=effect)]
+    return []
+
+
+def _cures(evidence: Evidence, replayer: Replayer, change: Variant, may_be_unknown: bool = False) -> str | None:
+    """What a change comes to that makes the loss and its gradients finite; None for any other.
+
+    `may_be_unknown`: also where nobody can tell of the gradients (in evaluation there are none).
+    """
+    try:
+        outcome = attempt(evidence.bad, replayer, change)
+        gradients = has_finite_gradients(replayer, change)
+    except Exception:
+        return None
+    is_cured = not outcome.is_bad and (gradients or (gradients is None and may_be_unknown))
+    return described(outcome, evidence.bad, with_gradients=gradients is True) if is_cured else None
