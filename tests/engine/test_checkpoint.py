@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_loops import MODES, Net, made, model_of, same, train, weights
+from engine_loops import MODES, Net, loss_of, made, model_of, same, train, weights
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
@@ -48,6 +48,34 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(mode: str, accumulat
     assert train(second, range(7, 17)) == losses[7:]
     assert same(weights(whole), weights(second))
     assert whole.state_dict()["seal"] == second.state_dict()["seal"]
+    assert whole.get_scale() == second.get_scale()
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "O2", "O3"])
+def test_a_state_between_backward_and_step_goes_on(mode: str, spoilt: bool, is_unscaled: bool) -> None:
+    """Gradients that the loop had divided are not divided again; an overflow that it has clamped since is remembered."""
+
+    def begun() -> ampguard.Amp:
+        amp = made(mode, max_grad_norm=1.0)
+        train(amp, range(3))
+        amp.backward(loss_of(amp, 3) * (torch.inf if spoilt else 1.0))
+        if is_unscaled:
+            amp.unscale_()
+            for p in amp.optimizers["AdamW"].param_groups[0]["params"]:
+                p.grad.nan_to_num_().clamp_(-1, 1)
+        return amp
+
+    whole = begun()
+    state = through_a_file(whole.state_dict())
+    whole.step()
+    losses = train(whole, range(4, 7))
+    second = made(mode, seed=5, max_grad_norm=1.0)
+    second.load_state_dict(state)
+    second.step()
+    assert train(second, range(4, 7)) == losses
+    assert same(weights(whole), weights(second))
     assert whole.get_scale() == second.get_scale()
 
 

@@ -45,7 +45,7 @@ class Stepper:
         self._announcer = Announcer(loss_scale.value if mode.scales_loss else None)
         self.found_infs: dict[str, Tensor] = {}
         """The answers of the optimizers that have been stepped since the last update of the scale."""
-        self._found_when_unscaled: dict[str, Tensor] = {}
+        self.found_when_unscaled: dict[str, Tensor] = {}
         """By optimizer: whether its gradients were not finite when the loop had them divided; a clamp may hide it since."""
         self._is_stepping = False
         for holding in holdings:
@@ -94,7 +94,7 @@ class Stepper:
                 check = check_gradients(holding.parameters, self.scale)
                 self._announcer.unscaled(holding.optimizer, check.found_inf)
                 _multiply(holding.parameters, check.inverse_scale)
-                self._found_when_unscaled[holding.name] = check.found_inf
+                self.found_when_unscaled[holding.name] = check.found_inf
 
     def check(self, chosen: Sequence[Holding]) -> GradientCheck:
         """One look at all gradients, after the rules were asked; with their norm where it is needed for clipping."""
@@ -115,7 +115,7 @@ class Stepper:
         may_write = not self._announcer.is_heard()  # who listens divides what it reads by the scale
         check = check_for_update(optimizers, parameters, scale, self._max_norm, may_write=may_write)
         for holding in unscaled:
-            found_inf = torch.maximum(check.found_inf, self._found_when_unscaled.pop(holding.name))
+            found_inf = torch.maximum(check.found_inf, self.found_when_unscaled.pop(holding.name))
             check = dataclasses.replace(check, found_inf=found_inf)
         return check
 
@@ -170,13 +170,18 @@ class Stepper:
         for holding in chosen:
             holding.clear()
             self._mode.cleared(holding.optimizer)
-            self._found_when_unscaled.pop(holding.name, None)
+            self.found_when_unscaled.pop(holding.name, None)
             self.rules.cleared(holding)
 
     def restored(self, was_loaded: bool) -> None:
         """The loss scale was set from outside."""
-        self._found_when_unscaled.clear()
+        self.found_when_unscaled.clear()
         self._announcer.restored(was_loaded)
+
+    def restored_unscaled(self, holding: Holding, found_inf: float) -> None:
+        """Gradients came from a state that was saved between `amp.unscale_` and the step."""
+        self.rules.unscale(holding)
+        self.found_when_unscaled[holding.name] = self._loss_scale.value.new_tensor(found_inf)
 
     def _watch_direct_step(self, holding: Holding) -> Callable[..., None]:
         def before_step(*_: Any) -> None:

@@ -91,6 +91,7 @@ class Checkpoint:
                 "in_a_row": amp.verdicts.in_a_row,
                 "micro_steps": {name: h.micro_steps for name, h in amp.holdings.items()},
                 "found_infs": {name: float(flag) for name, flag in amp.stepper.found_infs.items()},
+                "unscaled": {name: float(flag) for name, flag in amp.stepper.found_when_unscaled.items()},
             },
             "gradients": {name: [p.grad for p in h.parameters] for name, h in amp.holdings.items()},
             "rng": rng_state(),
@@ -115,6 +116,8 @@ class Checkpoint:
             for p, gradient in zip(holding.parameters, saved, strict=True):
                 _load_gradient(p, gradient)
             amp.stepper.rules.restored(holding)
+            if name in progress.get("unscaled", ()):
+                amp.stepper.restored_unscaled(holding, progress["unscaled"][name])
 
 
 @torch.no_grad()
