@@ -43,7 +43,10 @@ def test_the_fastest_that_trains_alike() -> None:
         ({"losses": FALLING[:50] + shifted(1000.0)[50:]}, "its loss rose from 2 to 112.9"),
         ({"losses": shifted(1.3)}, "its loss is 30.0% above fp32's"),
         ({"losses": (2.0,) + (None,) * 99}, "its losses cannot be compared"),
-        ({"status": 1}, "the script ended with status 1"),
+        (
+            {"status": 1, "folder": "/runs/fp16"},
+            "the script ended with status 1; what it printed is in /runs/fp16-output.txt",
+        ),
         ({"skipped": 40, "skipped_late": 20}, "20 of its last 50 steps were skipped"),
         ({"steps": 0, "losses": ()}, "no optimizer step was made"),
         ({"trouble": "cannot read the report x"}, "cannot read the report x"),

@@ -16,6 +16,8 @@ from ampguard.report.store import read_report
 
 WARM_UP_STEPS = 3
 """Steps at the beginning whose time says little."""
+OUTPUT = "output.txt"
+"""Behind a run folder's name and a hyphen: what the script printed."""
 
 
 class Course(msgspec.Struct, frozen=True):

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ampguard.compare.runs import OUTPUT, Subject, run_command, run_environment, what_happened
+from ampguard.compare.course import OUTPUT
+from ampguard.compare.runs import Subject, run_command, run_environment, what_happened
 from ampguard.compare.table import plain_lines
 from ampguard.errors import RunFolderError
 from ampguard.report.differences import Difference

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from ampguard.compare.course import Course, course_of
+from ampguard.compare.course import OUTPUT, Course, course_of
 from ampguard.errors import RunFolderError, UsageError
 from ampguard.report.store import REPORT_NAME
-
-OUTPUT = "output.txt"
 
 
 @dataclass(frozen=True)

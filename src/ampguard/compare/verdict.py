@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ampguard.compare.course import Course
+from ampguard.compare.course import OUTPUT, Course
 from ampguard.compare.distance import noise, shift
 
 SAME_LOSS = 0.02
@@ -58,7 +58,8 @@ def _fault(course: Course, reference: Course) -> str | None:
     if course.trouble is not None:
         return course.trouble
     if course.status != 0:
-        return f"the script ended with status {course.status}" + _by(course)
+        told = _by(course) or f"; what it printed is in {course.folder}-{OUTPUT}"
+        return f"the script ended with status {course.status}{told}"
     if course.steps == 0:
         return "no optimizer step was made"
     if course.errors:

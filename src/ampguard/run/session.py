@@ -166,7 +166,7 @@ class Session:
         except StopRun:
             pass  # it is ending already
         finally:
-            self._take_out()
+            self._take_out(has_failed=error is not None and not isinstance(error, StopRun))
             self._dynamics.finish()
         try:
             self._conclude(error)
@@ -180,9 +180,9 @@ class Session:
         self._take_out()
         self._dynamics.undo()
 
-    def _take_out(self) -> None:
+    def _take_out(self, has_failed: bool = False) -> None:
         if self._overrides is not None:
-            self._overrides.undo()
+            self._overrides.undo(has_failed)
         self._calls.undo()
         self._probes.undo()
         if self._ranks is not None:

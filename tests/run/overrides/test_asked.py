@@ -39,3 +39,8 @@ def test_contradictions(options: tuple[str | None, str | None, bool]) -> None:
 def test_an_empty_pattern() -> None:
     with pytest.raises(UsageError, match="an empty pattern"):
         overrides_of(None, None, False, ("",))
+
+
+def test_an_option_in_place_of_a_pattern() -> None:
+    with pytest.raises(UsageError, match="--force-fp32 --out: a pattern of modules is missing"):
+        overrides_of(None, None, False, ("--out",))

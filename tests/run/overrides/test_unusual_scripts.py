@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
+
+from ampguard.run.overrides.asked import Overrides
+from ampguard.run.session import RunOptions, Session
 
 SCALE = 2.0**16
 
@@ -261,3 +265,11 @@ def test_an_optimizer_that_evaluates_losses_by_itself_gets_no_loss_scale(overrid
         losses = [optimizer.step(closure).item() for _ in range(5)]
     assert losses[-1] < 0.2 * losses[0]
     assert any("LBFGS" in what and "no loss scale" in what for what in session.report.run["could_not"])
+
+
+def test_a_script_that_fails_before_its_first_model_is_told_nothing_of_overrides(tmp_path: Path) -> None:
+    for error in (ModuleNotFoundError("no such package"), None):
+        session = Session(RunOptions(out=tmp_path / str(error), overrides=Overrides("fp16", ())))
+        session.start()
+        session.finish(error)
+        assert bool(session.report.run["could_not"]) is (error is None)

@@ -49,6 +49,9 @@ def overrides_of(
     name = next(iter(given.values()), None)
     if "" in force_fp32:
         raise UsageError("--force-fp32 '': an empty pattern; for the whole model, --precision fp32")
+    option = next((pattern for pattern in force_fp32 if pattern.startswith("-")), None)
+    if option is not None:
+        raise UsageError(f"--force-fp32 {option}: a pattern of modules is missing, say --force-fp32 'blocks.*.attn'")
     if not (name is not None or force_fp32 or compare_eval):
         return None
     return Overrides(name, force_fp32, compare_eval)

@@ -123,8 +123,11 @@ class RunningOverrides:
             self._reads.install(self._patches)
         self._is_installed = True
 
-    def undo(self) -> None:
-        """Put back every patched attribute; whatever of the overrides named nothing is said."""
+    def undo(self, has_failed: bool = False) -> None:
+        """Put back every patched attribute; whatever of the overrides named nothing is said.
+
+        `has_failed`: the script ended by an error; before its first model was called, there was nothing to override yet.
+        """
         self._lightning.undo()
         self._patches.undo()
         self._lines.undo()
@@ -135,7 +138,8 @@ class RunningOverrides:
             self._patience.close()
         if self._updates.gradients_again is not None:
             self._updates.gradients_again.scale.close()
-        self._say_what_never_came()
+        if not has_failed or self._roots.roots:
+            self._say_what_never_came()
 
     def heal(self, incident: Incident) -> None:
         """An incident was explained."""
