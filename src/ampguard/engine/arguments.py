@@ -142,10 +142,11 @@ def listed_losses(given: Any) -> list[Tensor]:
     return losses
 
 
-def refuse_loss(loss: Any) -> None:
+def refuse_loss(loss: Any, call: str = "amp.backward()") -> None:
+    """Raises LossError for what cannot be differentiated."""
     if not isinstance(loss, Tensor):
         hint = "\n  do    pass the tensor itself: loss.item() has lost what made it" if isinstance(loss, float) else ""
-        raise LossError(f"amp.backward() takes a loss tensor, not a {type(loss).__name__}{hint}")
+        raise LossError(f"{call} takes a loss tensor, not a {type(loss).__name__}{hint}")
     if not loss.requires_grad:
         why = (
             "it was computed under no_grad"

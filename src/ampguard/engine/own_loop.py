@@ -30,7 +30,7 @@ class LoopPrecision:
                 f"precision {kind.name!r} needs a step of its own, which a GradScaler does not have\n"
                 f"  do    use ampguard.Amp(model, optimizer, precision={kind.name!r})"
             )
-        self.device_type = _device_type(device or _default_device())
+        self.device_type = device_type_of(device or _default_device())
         self._mode = kind(self.device_type)
         self._mode.refuse_if_unsupported([])
         self._is_ready = kind.weights_dtype == torch.float32
@@ -92,7 +92,8 @@ def precision(name: str, device: str | torch.device | None = None) -> LoopPrecis
     return LoopPrecision(name, device)
 
 
-def _device_type(given: Any) -> str:
+def device_type_of(given: Any) -> str:
+    """`cuda` of `cuda:1`. Raises PrecisionError for what is no device."""
     try:
         return torch.device(given).type
     except (RuntimeError, TypeError) as error:

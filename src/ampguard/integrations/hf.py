@@ -19,6 +19,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ampguard.errors import SetupError
 from ampguard.integrations.accelerate_scaler import AcceleratedScaler, install
 from ampguard.integrations.losses import Losses, loss_of
 from ampguard.integrations.reporting import Reporting
@@ -41,6 +42,11 @@ def prepare(accelerator: Any, *, patience: int | None = PATIENCE) -> Accelerated
     trainer = accelerator if hasattr(accelerator, "callback_handler") else None
     if trainer is not None:
         accelerator = trainer.accelerator
+    if not hasattr(accelerator, "distributed_type"):
+        raise SetupError(
+            f"prepare() takes an Accelerator or a transformers Trainer, not a {type(accelerator).__name__}\n"
+            "  do    prepare(accelerator) before accelerator.prepare(model, optimizer), or prepare(trainer)"
+        )
     scaler = getattr(accelerator, "_ampguard", None)
     if not isinstance(scaler, AcceleratedScaler):
         scaler = accelerator._ampguard = install(accelerator, patience)

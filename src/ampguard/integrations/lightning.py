@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from ampguard.engine.own_loop import device_type_of
 from ampguard.integrations import lightning_packages as packages
 from ampguard.integrations.lightning_callback import GuardCallback
 from ampguard.integrations.scaler import PATIENCE
@@ -63,7 +64,7 @@ class GuardedPrecision:
         self._fabric = packages.mixed_precision(packages.fabric_of(package))
         self._given = (precision, str(device), scaler)
         self._options = {"init_scale": init_scale, "growth_interval": growth_interval, "patience": patience}
-        name = torch.device(device).type
+        name = device_type_of(device)
         self._base.__init__(self, precision, name, scaler or (_Unused() if precision == "16-mixed" else None))
         self._fabric.__init__(self, precision, name, self.scaler)
         self._optimizers: list[Optimizer] = []

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ampguard.engine import misuse
 from ampguard.engine.announce import Announcer
+from ampguard.engine.arguments import refuse_loss
 from ampguard.engine.casting import map_tensors, tensors_in
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
@@ -96,6 +97,7 @@ class EngineScaler:
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None = None, *, create_graph: bool = False) -> None:
         """`scale(loss).backward()`. The gradients of `optimizer` may wait for its step: they follow the scale."""
+        refuse_loss(loss, "the scaler")
         if optimizer is not None:
             self._of(optimizer)
         with self._mode.computing():

@@ -19,7 +19,7 @@ from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameters_of
 from ampguard.engine.step import check_gradients
-from ampguard.errors import UsageError
+from ampguard.errors import SetupError, UsageError
 from ampguard.integrations.clipping import MODES, clip_
 from ampguard.integrations.scaler import PATIENCE, EngineScaler
 
@@ -76,6 +76,8 @@ class _OneCall:
     ) -> Tensor | None:
         if clip_mode not in MODES:
             raise UsageError(f"unknown clip_mode {clip_mode!r}: it is one of {', '.join(map(repr, MODES))}")
+        if not hasattr(optimizer, "param_groups"):
+            raise SetupError(f"a {type(optimizer).__name__} is no optimizer\n  do    loss_scaler(loss, optimizer, ...)")
         self._scaler.backward(loss, optimizer, create_graph=create_graph)
         if not ends_window:
             return None
