@@ -170,6 +170,11 @@ def test_the_card_is_a_rich_renderable() -> None:
         ("    criterion(weight=w,", "criterion(weight=w,"),
         ("    )", ")"),
         ("return", "return"),
+        ("w = a * b; s = q @ k; p = s / c", "q @ k"),
+        ("w = a * b; p = s / c", "w = a * b; p = s / c"),
+        ("q = a @ b; k = c @ d", "q = a @ b; k = c @ d"),
+        ("def forward(self, q, k): return q @ k.t()", "q @ k.t()"),
+        ("def scores(q, k): q = q / 8; return torch.bmm(q, k)", "torch.bmm(q, k)"),
     ],
 )
 def test_the_mark_is_under_what_the_line_computes(code: str, marked: str) -> None:

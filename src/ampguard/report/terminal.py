@@ -162,7 +162,7 @@ def _code_and_numbers(incident: Incident, numbers: str, style: str, width: int) 
         return
     code = location.code.splitlines()[0].rstrip().expandtabs(4)
     gutter = " " * len(str(location.line))
-    start, length = _expression_span(code)
+    start, length = _expression_span(code, incident.op)
     mark = Text.assemble((f"{gutter} | ", "blue"), " " * start, ("^" * length, style))
     yield Text.assemble((f"{location.line} | ", "blue"), code)
     if len(mark) + 1 + len(numbers) <= width:
@@ -177,11 +177,14 @@ def _code_and_numbers(incident: Incident, numbers: str, style: str, width: int) 
         yield Text.assemble((f"{gutter} | ", "blue"), indent + line)
 
 
-def _expression_span(code: str) -> tuple[int, int]:
-    """Where the line computes: the value of an assignment or a return, else the whole statement."""
+def _expression_span(code: str, op: str | None = None) -> tuple[int, int]:
+    """Where the line computes: the value of an assignment or a return, else the whole statement.
+
+    Of several statements the one that has the operator in it; the whole line where that cannot be told.
+    """
     stripped = code.lstrip()
     margin = len(code) - len(stripped)
-    node = _computing(stripped)
+    node = _computing(stripped, op)
     if node is None or node.end_col_offset is None:  # the line goes on in the next one
         begin = _VALUE_BEGINS.match(stripped)
         before = begin.end() if begin is not None else 0
@@ -191,17 +194,53 @@ def _expression_span(code: str) -> tuple[int, int]:
     return margin + begins, max(1, len(inside))
 
 
+def _whole(line: str) -> ast.Pass:
+    """A statement as long as the line."""
+    return ast.Pass(lineno=1, col_offset=0, end_lineno=1, end_col_offset=len(line.encode()))
+
+
+_WITH_A_BODY = (ast.If, ast.For, ast.While, ast.With, ast.FunctionDef)
+
+_SIGNS: dict[str, type[ast.operator]] = {
+    "div": ast.Div,
+    "mul": ast.Mult,
+    "add": ast.Add,
+    "sub": ast.Sub,
+    "rsub": ast.Sub,
+    "pow": ast.Pow,
+    **dict.fromkeys(("mm", "bmm", "addmm", "mv", "dot", "baddbmm"), ast.MatMult),
+}
+"""What an operator of PyTorch's is written as."""
+
+
+def _is_in(op: str, statement: ast.stmt) -> bool:
+    """Whether an operator (`aten.log.default`) is written in a statement, as a sign or by its name."""
+    name = op.split(".")[1].strip("_") if "." in op else op
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, _SIGNS.get(name, ())):
+            return True
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            written = node.attr if isinstance(node, ast.Attribute) else node.id
+            if written.strip("_") == name:
+                return True
+    return False
+
+
 _VALUE_BEGINS = re.compile(r"return\s+|[^=()]*[^=!<>()]=(?!=)\s*")
 
 
-def _computing(line: str) -> ast.expr | ast.stmt | None:
-    """The part of a line that computes; None where it is no statement by itself."""
+def _computing(line: str, op: str | None) -> ast.expr | ast.stmt | None:
+    """The part of a line that computes; None where it is no statement by itself, or where it cannot be told."""
     with contextlib.suppress(SyntaxError, ValueError, IndexError):
-        statement = ast.parse(line).body[0]
-        while isinstance(statement, (ast.If, ast.For, ast.While, ast.With)):  # `if bad: loss = ...` on one line
-            statement = statement.body[-1]
-        value = getattr(statement, "value", None)
-        return value if isinstance(value, ast.expr) else statement
+        statements = ast.parse(line).body
+        while isinstance(statements[-1], _WITH_A_BODY):  # `if bad: loss = ...` on one line
+            statements = statements[-1].body
+        if len(statements) > 1 and op is not None:
+            statements = [statement for statement in statements if _is_in(op, statement)]
+            if len(statements) != 1:
+                return _whole(line)
+        value = getattr(statements[0], "value", None)
+        return value if isinstance(value, ast.expr) else statements[0]
     with contextlib.suppress(SyntaxError, ValueError, IndexError):
         head = ast.parse(f"{line} pass").body[0]  # of a block
         if isinstance(head, ast.With):
