@@ -61,7 +61,7 @@ class BufferWatch:
         if again or watched.calls % RESCAN_CALLS == 0:
             watched.places = [
                 (compat.buffers_of(owner), name, f"{path}.{name}" if path else name)
-                for path, owner in module.named_modules()
+                for path, owner in compat.named_modules_of_user(module).values()
                 for name in compat.buffers_of(owner)
             ]
             self._keep_lowest(watched)

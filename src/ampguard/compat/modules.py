@@ -142,6 +142,26 @@ def is_wrapper(module: torch.nn.Module) -> str | None:
     return known.get(name)
 
 
+def named_modules_of_user(root: torch.nn.Module, prefix: str = "") -> dict[int, tuple[str, torch.nn.Module]]:
+    """By identity: each module under `root` and its dotted name without any wrapper's prefix (`module.`, `_orig_mod.`).
+
+    A module that hangs in two places has its first name.
+    """
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+
+    def walk(module: torch.nn.Module, name: str) -> None:
+        if id(module) in found:
+            return
+        found[id(module)] = name, module
+        hidden = is_wrapper(module)
+        for key, child in children_of(module).items():
+            if child is not None:
+                walk(child, name if key == hidden else f"{name}.{key}" if name else key)
+
+    walk(root, prefix)
+    return found
+
+
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The user's module behind PyTorch's wrappers (`torch.compile`, DDP, DataParallel, checkpoint wrappers)."""
     while True:

@@ -31,7 +31,8 @@ def named_leaves(event: Event) -> list[tuple[str, Any]]:
     names: list[str] = []
     if isinstance(event, RootCall):
         try:
-            names = list(inspect.signature(event.module.forward).parameters)
+            parameters = inspect.signature(compat.unwrapped(event.module).forward).parameters.values()
+            names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         except (TypeError, ValueError):
             names = []
     elif isinstance(event, GlueOp):

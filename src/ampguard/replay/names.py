@@ -27,27 +27,14 @@ def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
     """
     names: dict[int, str] = {}
     for module in roots_in(root):
-        _walk(module, strip_wrappers(module, prefix), names)
+        for known, (name, _) in compat.named_modules_of_user(module, strip_wrappers(module, prefix)).items():
+            names.setdefault(known, name)
     return names
 
 
 def roots_in(root: nn.Module) -> list[nn.Module]:
     """The module itself; in place of a compiled function the modules that it can call."""
     return list(root.children()) if isinstance(root, CompiledFunction) else [root]
-
-
-def _walk(module: nn.Module, name: str, names: dict[int, str]) -> None:
-    if id(module) in names:
-        return
-    names[id(module)] = name
-    hidden = compat.is_wrapper(module)
-    for key, child in compat.children_of(module).items():
-        if child is None:
-            continue
-        if key == hidden:
-            _walk(child, name, names)
-        else:
-            _walk(child, f"{name}.{key}" if name else key, names)
 
 
 def strip_wrappers(root: nn.Module, prefix: str) -> str:
