@@ -266,7 +266,7 @@ class GlueTape(compat.DispatchMode):
         taped = self._taped
         kwargs = kwargs or {}
         if self.left <= 0 or taped.paused or not taped.active:
-            return func(*args, **kwargs)
+            return compat.run_counted(func, args, kwargs)
         facts = self._facts.get(func)
         if facts is None:
             facts = taped.barrier.call(self._learn, func)
@@ -308,9 +308,9 @@ class GlueTape(compat.DispatchMode):
             live = taped.live
             if live is not None and op is not None:
                 with live.watch(op):
-                    output = func(*args, **kwargs)
+                    output = compat.run_counted(func, args, kwargs)
             else:
-                output = func(*args, **kwargs)
+                output = compat.run_counted(func, args, kwargs)
         except BaseException as error:
             if op is not None:
                 taped.barrier.call(taped.glue_raised, op, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -11,6 +12,9 @@ import torch
 import torch.utils._pytree
 
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
+
+_increment_version: Callable[[Any], None] | None = getattr(torch.autograd.graph, "increment_version", None)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _next_sequence_number: Callable[[], int] | None = getattr(
     getattr(torch._C, "_autograd", None), "_get_sequence_nr", None
@@ -62,6 +66,32 @@ def positions_written(func: Any) -> frozenset[int]:
     """Positions of the arguments that an operator writes to."""
     declared = enumerate(schema_of(func).arguments)
     return frozenset(i for i, argument in declared if argument.alias_info is not None and argument.alias_info.is_write)
+
+
+@functools.cache
+def writes_to_lists(func: Any) -> bool:
+    """Whether an operator writes to all tensors of a list, each by an operator of its own where there is no kernel for all."""
+    return bool(func.namespace == "aten" and str(func.overloadpacket.__name__).startswith("_foreach_")) and bool(
+        positions_written(func)
+    )
+
+
+def run_counted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator under a dispatch mode, and count its writes to lists of plain CPU tensors as PyTorch does without one.
+
+    Under a mode the operators of which it is made pass by the layer that counts.
+    """
+    if not writes_to_lists(func):
+        return func(*args, **kwargs)
+    lists = [args[position] for position in positions_written(func) if position < len(args)]
+    written = [t for tensors in lists for t in tensors if type(t) in _PLAIN and t.is_cpu and not t.is_inference()]
+    before = [t._version for t in written]
+    result = func(*args, **kwargs)
+    if _increment_version is not None:
+        for tensor, version in zip(written, before, strict=True):
+            if tensor._version == version:
+                _increment_version(tensor)
+    return result
 
 
 def tree_leaves(tree: Any) -> list[Any]:

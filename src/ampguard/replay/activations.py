@@ -84,7 +84,7 @@ class PeakMode(compat.DispatchMode):
         self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = compat.run_counted(func, args, kwargs or {})
         self._barrier.call(self._note, func, output)
         return output
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.record import Event, RootCall
 from ampguard.replay.names import module_names
@@ -38,7 +39,7 @@ class LiveMode(ReplayMode):
         kwargs = kwargs or {}
         noted = self._barrier.call(self.note_before, func, args, kwargs)
         try:
-            output = func(*args, **kwargs)
+            output = compat.run_counted(func, args, kwargs)
         except RuntimeError:
             if noted is not None:
                 noted.op.refused = True

@@ -158,7 +158,7 @@ class ReplayMode(compat.DispatchMode):
         kwargs = kwargs or {}
         if self._intervenes:
             if self.changed_nodes.is_busy:
-                return func(*args, **kwargs)
+                return compat.run_counted(func, args, kwargs)
             self.changed_nodes.settle()
         facts = facts_of(func)
         if facts.is_collective and compat.several_ranks():  # (one that is alone waits for nobody)
@@ -169,9 +169,10 @@ class ReplayMode(compat.DispatchMode):
         noted = self.note_before(func, args, kwargs)
         intervention = self._intervention(noted.index, func) if self._intervenes else None
         try:
-            output = (
-                func(*args, **kwargs) if intervention is None else self._intervened(intervention, func, args, kwargs)
-            )
+            if intervention is None:
+                output = compat.run_counted(func, args, kwargs)
+            else:
+                output = self._intervened(intervention, func, args, kwargs)
         except RuntimeError:
             if noted.traced is not None:
                 noted.op.refused = True
