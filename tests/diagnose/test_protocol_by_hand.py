@@ -99,6 +99,21 @@ def test_a_division_by_hand_that_is_clipped_stays_known_between_close_looks(guar
     assert is_silent(guard(body))
 
 
+def test_a_division_by_the_attribute_in_which_the_scaler_keeps_its_scale(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(4):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            for p in model.parameters():
+                p.grad.div_(scaler._scale)
+            scaler.step(opt)
+            scaler.update()
+
+    assert only(guard(body)).cause == "double-unscale"
+
+
 def test_a_division_by_a_scale_that_was_read_before(guard: Guard) -> None:
     def body() -> None:
         model, scaler = Net(), new_scaler()

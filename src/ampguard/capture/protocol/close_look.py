@@ -14,7 +14,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.hand_scale import HandScale
 from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookDivision, LeafHooks
 from ampguard.capture.protocol.loss_scale import DeviceScale
-from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.script_lines import names_scale, script_line
 from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
@@ -92,16 +92,19 @@ class CloseLook:
             if len(moves.watches.optimizers) > 1:
                 self._tell_shared(watch, of, frame)
             self._tell_added(watch, of, frame)
+        stage, ledger = moves.machine.stage(watch), moves.machine.ledger(watch)
         is_as_it_was = watch.is_untouched() and watch.divided == 1.0
-        if watch.copy is None or moves.machine.stage(watch) is not Stage.SCALED or is_as_it_was:
+        if watch.copy is None or stage not in (Stage.SCALED, Stage.UNSCALED) or is_as_it_was:
             watch.copy = None
             return
         by, scale = watch.divided_by(), float(of.current_scale())
         watch.copy = None
-        if _is_scale(by, scale):
-            first = moves.machine.ledger(watch).parts[-1].where
-            facts = {"by_hand": True, "backward": first, "divided_at": watch.divided_at}
-            facts["explicit"] = moves.stepping is None
+        if _is_scale(by, scale) and (of.was_asked or watch.divides_in_hook or names_scale(frame)):
+            last = ledger.parts[-1].where if ledger.parts else None
+            facts: dict[str, Any] = {"by_hand": True, "backward": last, "divided_at": watch.divided_at}
+            facts |= {"explicit": moves.stepping is None, "read_at": moves.scale_read_at}
+            facts["again_by_hand"] = stage is Stage.UNSCALED
+            first = ledger.unscaled_at if stage is Stage.UNSCALED else last
             self._tell("double-unscale", watch, of, (first, frame), scale, facts)
 
     def note_division(self, watch: OptimizerWatch) -> None:

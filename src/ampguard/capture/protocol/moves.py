@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import FrameType
@@ -72,6 +73,8 @@ class Moves:
         """The iteration of the last attempted step."""
         self.scale_was_read = False
         """The script asked for the scale since the last backward: it may divide by hand."""
+        self.scale_read_at: Line | None = None
+        """Where, in an iteration that is looked at closely."""
         self.looks_closely = True
         self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None
         """The scaler's step that is under way: the optimizer's own step and unscaling are part of it."""
@@ -116,6 +119,13 @@ class Moves:
 
     def created(self, optimizer: Optimizer, frame: Frame) -> None:
         self.watches.optimizer(optimizer, script_line(frame))
+
+    def scale_read(self, scaler: Any) -> None:
+        """Somebody has asked a scaler for its scale."""
+        self.scale_was_read = True
+        self.watches.scaler(scaler).was_asked = True
+        if self.looks_closely:
+            self.scale_read_at = script_line(sys._getframe(1))
 
     def scaler_created(self, scaler: Any, frame: Frame) -> None:
         self.watches.scaler(scaler, script_line(frame))
@@ -226,6 +236,7 @@ class Moves:
         was_empty = {watch: watch.before is None or watch.before[0][0] is None for watch in mine}
         reached = () if self.is_lost else tuple([w for w in mine if w.after_backward()])
         self.scale_was_read = False
+        self.scale_read_at = None
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         self.machine.feed(event)
         empty = tuple([was_empty[watch] for watch in reached])
@@ -254,6 +265,7 @@ class Moves:
         watch.rest()
         if self.looks_closely:
             watch.keep_weights()
+            watch.keep_copy()
             self.close.divided(watch, event.where)
         if frame is not None:
             self.routine.note(("unscale", of, watch, frame.f_code, frame.f_lasti), event)

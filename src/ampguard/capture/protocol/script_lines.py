@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import site
 import sysconfig
 from types import CodeType, FrameType
@@ -33,6 +35,8 @@ FRAMEWORKS = {
     "speechbrain": "speechbrain",
 }
 """Packages whose code drives a scaler, and what their frameworks are called; "trainer" (transformers) is above Accelerate."""
+
+_SCALE = re.compile(r"\._scale\b")
 
 MAX_LINES = 4096
 _lines: dict[tuple[int, int], Line] = {}
@@ -96,6 +100,16 @@ def script_line(frame: FrameType | None) -> Line | None:
             return line
         frame = frame.f_back
     return _library_line(start)
+
+
+def names_scale(frame: FrameType | None) -> bool:
+    """Whether a file of the user's project, from `frame` on outwards, reads the scale where a scaler keeps it."""
+    files = set()
+    while frame is not None:
+        if is_script_code(frame.f_code):
+            files.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return any(_SCALE.search(line) for file in files for line in linecache.getlines(file))
 
 
 def _library_line(frame: FrameType | None) -> Line | None:

@@ -33,6 +33,7 @@ class ScalerWatch:
         "state_asked",
         "steps",
         "uses",
+        "was_asked",
     )
 
     def __init__(self, scaler: Any, number: int, created: Line | None) -> None:
@@ -50,6 +51,8 @@ class ScalerWatch:
         """The iteration in which that was."""
         self.uses = 0
         self.steps = 0
+        self.was_asked = False
+        """Its scale was read: without that, nobody divides by it on purpose."""
         self.state_asked = False
         """Its `state_dict()` was called: somebody saves it."""
         self.loaded = False

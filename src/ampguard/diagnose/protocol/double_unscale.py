@@ -25,13 +25,17 @@ def double_unscale(scene: Scene) -> Telling:
     if scene.facts.get("shared_with") is not None:
         return _shared(scene)
     if scene.facts.get("by_hand"):
-        divided = scene.facts.get("divided_at")
+        divided = scene.facts.get("divided_at") or scene.facts.get("read_at")
         where = divided if divided is not None else where
         by = f"at {at(divided)}" if divided is not None else f"after {at(scene.first)}"
         text = f"by the script itself {by}, and by the scaler at {at(scene.again)}. They are {scene.factor}."
         how = f"let the scaler divide, once: {scaler}.unscale_({name}) in place of the division by hand"
         if scene.facts.get("explicit"):
             how = f"leave out the division by hand, and read true gradients after {at(scene.again)}, which divides them"
+        if scene.facts.get("again_by_hand"):
+            by = f" at {at(divided)}" if divided is not None else f", before {at(scene.again)}"
+            text = f"by the scaler at {at(scene.first)}, and then by the script itself{by}. They are {scene.factor}."
+            how = f"leave out the division by hand: behind {at(scene.first)} the gradients are true ones"
     elif scene.facts.get("second_pass"):
         text, how = _second_pass(scene)
     elif scene.facts.get("after_step"):

@@ -26,7 +26,7 @@ class ScalingProbe:
         moves, habits, replace, noting = witness.moves, witness.habits, witness.patches.replace, witness.noting
 
         def read(frame: Frame, scaler: Any) -> None:
-            moves.scale_was_read = True
+            moves.scale_read(scaler)
 
         replace(kind, "__init__", noting(after=lambda frame, scaler, *_: moves.scaler_created(scaler, frame)))
         replace(kind, "scale", self._watch_scale)
