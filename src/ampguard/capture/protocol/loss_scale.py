@@ -149,7 +149,7 @@ class ScaledLosses:
             scale = nodes.get(id(node)) or _by_hand(node, current)
             if scale is not None:
                 found = scale
-            elif len(seen) > MAX_NODES or not _is_linear(node):
+            elif len(seen) > MAX_NODES or not is_linear(node):
                 is_plain = True
             elif not _is_times_zero(node):
                 stack += [inner for inner, _ in node.next_functions]
@@ -185,7 +185,8 @@ def constant_factors(loss: Tensor) -> list[float]:
 SCALING = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
 
 
-def _is_linear(node: Any) -> bool:
+def is_linear(node: Any) -> bool:
+    """Whether an operator of the graph hands on a scale that its input carries."""
     name: str = type(node).__name__
     return name.partition("Backward")[0] in _LINEAR and any(inner is not None for inner, _ in node.next_functions)
 

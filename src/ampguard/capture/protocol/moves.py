@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import user_line
+from ampguard.capture.protocol.carried import goes_on_in
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses, goes_on
@@ -87,6 +88,8 @@ class Moves:
         """What the scaler has scaled last, until it is differentiated: not yet among the scaled losses."""
         self.fresh_from: ScalerWatch | None = None
         self.routine = Routine(self.machine, recorder.barrier.call)
+        self.ended_outside: DeviceScale | None = None
+        """Which scale a backward pass carried that has reached no optimizer: its gradients are for something else."""
         self._glances: list[tuple[Tensor | None, int]] = []
         self._next: tuple[DeviceScale | None, bool] = (None, True)
         self._step_frame: Frame = None
@@ -170,6 +173,8 @@ class Moves:
         reached = [w for w, a, b in zip(watches, glances, now, strict=True) if a[0] is not b[0] or a[1] != b[1]]
         key = ("backward", event.scale is not None, frame.f_code, frame.f_lasti, empty)
         self.scale_was_read = False
+        if not watches and event.scale is not None and self.fresh_from is not None:
+            self.ended_outside = self.fresh_from.current_scale()
         if len(reached) == len(watches) and self.routine.matches(key):
             return
         if self.routine.is_on:
@@ -214,10 +219,11 @@ class Moves:
         tensors = [losses] if isinstance(losses, Tensor) else [t for t in losses if isinstance(t, Tensor)]
         given = gradients if isinstance(gradients, Sequence) else [gradients] * len(tensors)
         scale, is_plain = self.losses.scale_of(tensors, given, scales)
-        if scale is None and any(goes_on(g) for g in given) and (last := self.machine.last_backward) is not None:
-            carried = last.scale  # of this iteration: no update has come since
-            if isinstance(carried, DeviceScale) and carried.watch.scale is carried:
-                return carried, False
+        if scale is None and (last := self.machine.last_backward) is not None:
+            carried = last.scale
+            is_open = isinstance(carried, DeviceScale) and carried.watch.scale is carried  # no update has come since
+            if is_open and (any(map(goes_on, given)) or goes_on_in(losses, carried is self.ended_outside)):
+                return carried, False  # type: ignore[return-value]
         return scale, is_plain
 
     def _was_zeroed(self, watch: OptimizerWatch) -> bool:
@@ -237,6 +243,8 @@ class Moves:
         reached = () if self.is_lost else tuple([w for w in mine if w.after_backward()])
         self.scale_was_read = False
         self.scale_read_at = None
+        if scale is not None and not reached and not self.is_lost:
+            self.ended_outside = scale
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         self.machine.feed(event)
         empty = tuple([was_empty[watch] for watch in reached])
