@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ampguard.engine.casting import cast_floats, lowest_dtype
+from ampguard.engine.force_fp32.low_weights import low_weights_of, on_float32_casts
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,11 +53,18 @@ def call_in_fp32(
 
 
 def in_fp32(function: F, cast_back: bool = True) -> F:
-    """The function, made to run in float32."""
+    """The function, made to run in float32: on float32 casts of low weights too, of the modules that it is given."""
 
     @functools.wraps(function)
     def forced(*args: Any, **kwargs: Any) -> Any:
-        return call_in_fp32(function, args, kwargs, cast_back)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]  # the `self` of a method
+        low = [(module, dtype) for module in given if (dtype := low_weights_of(module)) is not None]
+        if not low:
+            return call_in_fp32(function, args, kwargs, cast_back)
+        with contextlib.ExitStack() as casts:
+            for module, _ in low:
+                casts.enter_context(on_float32_casts(module))
+            return call_in_fp32(function, args, kwargs, cast_back, low[0][1])
 
     return forced  # type: ignore[return-value]
 
