@@ -111,6 +111,8 @@ class Updates:
             if torch.compiler.is_compiling() or compat.in_backward():
                 return original(tensors, *args, **kwargs)
             losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+            if self._plan.scales_loss:
+                guarded(self._see_thrown_away)
             if self.again is not None:
                 losses = guarded(self.again.losses, losses) or losses
             # One loss goes on as it came: the guard knows what a scaler gave by its identity.
@@ -148,6 +150,16 @@ class Updates:
         for optimizer in list(self._optimizers):
             gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             self._is_spoilt[optimizer] = bool(gradients) and not all_finite(gradients)
+
+    def _see_thrown_away(self) -> None:
+        """A loop that looks at its gradients itself, and leaves a step out, does not come to any optimizer's step."""
+        spoilt = [optimizer for optimizer, is_bad in self._is_spoilt.items() if is_bad]
+        if self._stepped_since_backward or not spoilt:
+            return
+        held = [p.grad for optimizer in spoilt for p in parameters_of(optimizer) if p.grad is not None]
+        if all_finite(held):  # they were cleared: no window that still adds to them
+            self._gained.attempted(False)
+            self._is_spoilt.clear()
 
     def _see_losses(self, losses: tuple[Tensor, ...]) -> None:
         if self._stepped_since_backward:
