@@ -87,7 +87,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def all_finite_on_cpu(tensors: Iterable[Tensor]) -> bool:
-    """Whether those that lie on the CPU are all finite; to look at others would mean to wait for the device.
+    """Whether those gradients or buffers that lie on the CPU are all finite; to look at others would mean to wait for them.
 
     Small ones are looked at together: one operator for many, at the price of a copy.
     """
@@ -97,7 +97,7 @@ def all_finite_on_cpu(tensors: Iterable[Tensor]) -> bool:
             tensor = compat.local_part(tensor)
         if type(tensor) not in PLAIN or not tensor.is_cpu:
             continue  # a fake one
-        if not compat.is_dense(tensor):
+        if tensor.layout is not torch.strided:  # (a gradient is sparse at times, never nested)
             tensor = compat.stored_values(tensor)
         if tensor.numel() <= SMALL:
             small.setdefault(tensor.dtype, []).append(tensor)
