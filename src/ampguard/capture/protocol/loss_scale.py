@@ -88,6 +88,8 @@ class ScaledLosses:
 
     def __init__(self) -> None:
         self._known: dict[int, Scaled] = {}
+        self.of_several = False
+        """The losses that were asked about last carry scales of several scalers: which gradient carries which is not known."""
 
     def note(self, result: Any, scale: DeviceScale) -> None:
         """`scaler.scale()` returned `result`."""
@@ -115,9 +117,10 @@ class ScaledLosses:
     ) -> tuple[DeviceScale | None, bool]:
         """The scale that the losses (or the gradients passed with them) carry, and whether a part carries none."""
         found: DeviceScale | None = None
-        is_plain = False
+        is_plain = self.of_several = False
         for loss, gradient in zip(losses, gradients, strict=False):
             scale, plain = self._of_one(loss, gradient, current)
+            self._join(found, scale)
             found = scale or found
             is_plain = is_plain or plain
         return found, is_plain
@@ -136,6 +139,10 @@ class ScaledLosses:
         with compat.unseen():
             return self._walk(loss.grad_fn, tuple(current))
 
+    def _join(self, one: DeviceScale | None, other: DeviceScale | None) -> None:
+        if one is not None and other is not None and one.watch is not other.watch:
+            self.of_several = True
+
     def _walk(self, start: Any, current: tuple[DeviceScale, ...]) -> tuple[DeviceScale | None, bool]:
         nodes = {id(known.node): known.scale for known in self._known.values() if known.node is not None}
         found: DeviceScale | None = None
@@ -148,6 +155,7 @@ class ScaledLosses:
             seen[id(node)] = node
             scale = nodes.get(id(node)) or _by_hand(node, current)
             if scale is not None:
+                self._join(found, scale)
                 found = scale
             elif len(seen) > MAX_NODES or not is_linear(node):
                 is_plain = True

@@ -200,6 +200,7 @@ class Moves:
             stage = machine.stage(watch)
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
                 machine.feed(Clear(watch))
+        self.losses.of_several = False
         self._next = self.scale_of(losses, gradients)
         if self.looks_closely:
             self.close.before_backward(losses, self._next[0] is not None)
@@ -246,6 +247,11 @@ class Moves:
         if scale is not None and not reached and not self.is_lost:
             self.ended_outside = scale
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
+        if self.losses.of_several:
+            self.routine.spoil()
+            for watch in reached:
+                self.machine.forget(watch)
+            return reached
         self.machine.feed(event)
         empty = tuple([was_empty[watch] for watch in reached])
         self.routine.note(("backward", scale is not None, frame.f_code, frame.f_lasti, empty), event)
