@@ -9,14 +9,13 @@ import linecache
 import os
 import re
 import site
-import sysconfig
 from types import CodeType, FrameType
 
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.record import Line
 
-_paths = {sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_LIBRARY_ROOTS = tuple(path + os.sep for path in {*_paths, *site.getsitepackages()} if path)
+_LIBRARY_ROOTS = tuple(path + os.sep for path in {os.path.dirname(os.__file__), *site.getsitepackages()})
+"""(`sysconfig` would tell the same, and load a table of how Python was built.)"""
 _LIBRARY_FOLDERS = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 """Packages are installed elsewhere too: an environment that builds on another one, a folder on PYTHONPATH, `pip --user`."""
 _is_script: dict[int, tuple[bool, CodeType]] = {}
