@@ -83,7 +83,24 @@ def is_finite(tensor: Tensor) -> bool:
         return math.isfinite(values.item())
     if values.dtype.itemsize >= 2 and math.isfinite(values.sum(dtype=max_sum_dtype(values)).item()):
         return True  # a NaN or an infinity anywhere makes the sum non-finite
-    return bool(torch.isfinite(values).all())  # the sum itself may have overflowed
+    return bool(torch.isfinite(_computable(values)).all())  # the sum itself may have overflowed
+
+
+def cleaned(tensor: Tensor) -> Tensor:
+    """A copy with 0 in place of everything that is not finite (in the stored values of a sparse tensor).
+
+    >>> cleaned(torch.tensor([1.0, float("nan"), float("inf")]))
+    tensor([1., 0., 0.])
+    """
+    clean = tensor.detach().clone()
+    values = compat.elements_here(clean)
+    values.copy_(torch.nan_to_num(_computable(values), nan=0.0, posinf=0.0, neginf=0.0))
+    return clean
+
+
+def _computable(values: Tensor) -> Tensor:
+    """PyTorch stores float8 and computes nothing with it."""
+    return values.float() if values.dtype.itemsize < 2 and values.is_floating_point() else values
 
 
 def all_finite_on_cpu(tensors: Iterable[Tensor]) -> bool:
@@ -117,6 +134,7 @@ def kinds(tensor: Tensor) -> Tensor:
     if values.is_complex():
         parts = kinds(torch.view_as_real(values.resolve_conj()))
         return torch.where((parts == NAN).any(-1), NAN, parts.amax(-1)).to(torch.uint8)
+    values = _computable(values)
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     if not values.is_floating_point():
         return codes
@@ -184,6 +202,23 @@ def stats(tensor: Tensor) -> TensorStats:
         int((wide == -math.inf).sum()),
         zeros,
     )
+
+
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and type hold the same, a NaN like the same NaN. Waits for the device.
+
+    >>> has_same_bits(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
+    True
+    """
+    one, other = compat.elements_here(one), compat.elements_here(other)
+    if one.shape != other.shape:  # of sparse ones
+        return False
+    if one.is_complex():
+        return has_same_bits(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj()))
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    bits = INTEGERS[one.dtype.itemsize]
+    return torch.equal(one.view(bits), other.view(bits))
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

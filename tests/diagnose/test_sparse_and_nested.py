@@ -27,12 +27,15 @@ def adjacency(layout: str) -> Tensor:
 
 
 class Graph(nn.Module):
-    """A layer of a graph network, whose adjacency matrix is an attribute, an argument or a variable around it."""
+    """A layer of a graph network, whose adjacency matrix is an attribute, a buffer, an argument or a variable around it."""
 
     def __init__(self, matrix: Tensor, comes_as: str) -> None:
         super().__init__()
         self.lift = nn.Linear(4, 3)
-        self.adjacency = matrix if comes_as == "attribute" else None
+        if comes_as == "buffer":
+            self.register_buffer("adjacency", matrix)
+        else:
+            self.adjacency = matrix if comes_as == "attribute" else None
         self.read = (lambda: matrix) if comes_as == "closure" else None
 
     def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
@@ -43,7 +46,7 @@ class Graph(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("comes_as", ["attribute", "argument", "closure"])
+@pytest.mark.parametrize("comes_as", ["attribute", "argument", "closure", "buffer"])
 @pytest.mark.parametrize("layout", ["coo", "csr", "dense"])
 def test_a_matrix_of_a_graph_is_named_and_its_repair_tried(guard: Guard, layout: str, comes_as: str) -> None:
     def body() -> None:
@@ -61,9 +64,12 @@ def test_a_matrix_of_a_graph_is_named_and_its_repair_tried(guard: Guard, layout:
     run = guard(body)
     assert run.faults == 0, run.stderr
     incident = run.first
-    assert (incident.cause, incident.step, incident.module) == ("nonfinite-input", 0, "")
-    assert incident.evidence["name"] in ("matrix", "self.adjacency")
-    cleaning = next(fix for fix in incident.fixes if fix.action == "fix-data")
+    cause, action = (
+        ("nonfinite-input", "fix-data") if comes_as != "buffer" else ("nonfinite-parameter", "initialise-parameter")
+    )
+    assert (incident.cause, incident.step, incident.module) == (cause, 0, "")
+    assert incident.evidence["name"] in ("matrix", "self.adjacency", "adjacency")
+    cleaning = next(fix for fix in incident.fixes if fix.action == action)
     assert cleaning.verified, cleaning.outcome
 
 
@@ -109,3 +115,28 @@ def test_bad_values_that_come_out_of_a_nested_tensor_are_followed_into_it(guard:
     incident = run.first
     assert (incident.cause, incident.op) == ("domain-error", "aten.log.default")
     assert "row.log()" in incident.location.code
+
+
+def test_weights_that_are_kept_in_float8(guard: Guard) -> None:
+    """PyTorch computes nothing with them; a layer of zeros had a scale of 0."""
+
+    class Quantised(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            scale = weight.abs().amax() / 448.0
+            self.register_buffer("scale", scale)
+            self.register_buffer("weight", (weight / scale).to(torch.float8_e4m3fn))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight.to(x.dtype) * self.scale).t()  # type: ignore[operator]
+
+    def body() -> None:
+        net = nn.Sequential(Quantised(torch.randn(4, 4)), Quantised(torch.zeros(4, 4))).eval()
+        with torch.inference_mode():
+            net(torch.randn(2, 4))
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    incident = run.first
+    assert (incident.cause, incident.evidence["name"]) == ("nonfinite-parameter", "1.weight")
+    assert any(fix.action == "initialise-parameter" and fix.verified for fix in incident.fixes)

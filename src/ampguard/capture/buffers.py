@@ -15,7 +15,7 @@ from ampguard import compat
 from ampguard.capture.bymodule import ByModule
 from ampguard.capture.record import SavedBuffer
 from ampguard.compat import version_of
-from ampguard.numerics import all_finite_on_cpu, is_finite
+from ampguard.numerics import all_finite_on_cpu, has_same_bits, is_finite
 
 FIRST_CALL_COPY = 1 << 16
 """Elements up to which a buffer is copied before it is known whether calls in this mode change it."""
@@ -81,8 +81,13 @@ class BufferWatch:
     def _keep_lowest(self, watched: _Watched) -> None:
         for owner, name, path in watched.places:
             tensor = owner.get(name)
-            if tensor is None or tensor.dtype not in WIDE or not 0 < tensor.numel() <= RANGED:
-                continue
+            if (
+                tensor is None
+                or tensor.dtype not in WIDE
+                or not 0 < tensor.numel() <= RANGED
+                or not compat.is_dense(tensor)
+            ):
+                continue  # (a mask is dense)
             if (path, tensor.shape) not in self._lowest and compat.has_values(tensor):
                 with torch.no_grad(), compat.unseen():
                     self._lowest[path, tensor.shape] = compat.local_part(tensor.detach()).amin()
@@ -118,4 +123,4 @@ def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched) -> bool:
     """BatchNorm's kernels write their running statistics without counting a version: compare values once, then know."""
     if version_of(now) != buffer.version or (id(buffer.owner), buffer.name) in watched.changing:
         return True
-    return buffer.copy is not None and not torch.equal(now.detach(), buffer.copy)
+    return buffer.copy is not None and not has_same_bits(now.detach(), buffer.copy)

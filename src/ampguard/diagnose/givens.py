@@ -15,7 +15,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.diagnose.rows import is_masks_doing
-from ampguard.numerics import is_finite
+from ampguard.numerics import cleaned, is_finite
 
 _IN_CODE = re.compile(r"(?!args\b)[A-Za-z_]\w*(\.\w+|\[\w+\]|\['[^'\]]+'\])*")
 
@@ -118,14 +118,14 @@ def repaired_state(evidence: Evidence) -> dict[int | Ref, Tensor]:
     repaired: dict[int | Ref, Tensor] = {}
     element = evidence.given_tensor
     if element is not None and element.is_leaf and element.requires_grad:
-        repaired[id(element)] = torch.nan_to_num(element.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+        repaired[id(element)] = cleaned(element)
     for root in evidence.events():
         if isinstance(root, RootCall):
             saved = {id(s.owner.get(s.name)): s.copy for s in root.buffers if s.copy is not None}
             for tensor in (*root.module.parameters(), *root.module.buffers()):
                 value = saved.get(id(tensor), tensor).detach()
                 if value.is_floating_point() and not is_finite(value):
-                    repaired[id(tensor)] = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
+                    repaired[id(tensor)] = cleaned(value)
     return repaired
 
 

@@ -16,7 +16,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
-from ampguard.numerics import stats
+from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import Variant
 
@@ -44,7 +44,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         "fix-data",
         given.name,
         f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
-        trial=lambda e: _with(given, {key: _cleaned(value) for key, value in bad.items()}),
+        trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}),
     )
     proposals = (filtering, cleaning)
     if not _has_good_sample(given.tensor):  # none would be left
@@ -93,12 +93,6 @@ def _with(given: NamedTensor, others: dict[int | Ref, Tensor]) -> Variant:
     return Variant(tensors=others, within=lambda: Replaced(constants))
 
 
-def _cleaned(tensor: Tensor) -> Tensor:
-    clean = tensor.detach().clone()
-    compat.elements_here(clean).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    return clean
-
-
 def _which(samples: list[int], is_batch: bool) -> str:
     """ " (samples 3, 5 of the batch)"; "" where it is not known."""
     if not samples:
@@ -119,10 +113,10 @@ def _has_good_sample(tensor: Tensor) -> bool:
 def _without_bad_samples(tensor: Tensor) -> Tensor:
     """The batch with each bad sample replaced by a good one; the batch keeps its size for the replay."""
     if tensor.dim() == 0 or tensor.shape[0] < 2:
-        return _cleaned(tensor)
+        return cleaned(tensor)
     good = torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1)
     if not bool(good.any()):
-        return _cleaned(tensor)
+        return cleaned(tensor)
     first = int(good.nonzero()[0, 0])
     index = torch.arange(tensor.shape[0])
     index[~good.cpu()] = first
