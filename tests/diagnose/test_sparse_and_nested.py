@@ -140,3 +140,41 @@ def test_weights_that_are_kept_in_float8(guard: Guard) -> None:
     incident = run.first
     assert (incident.cause, incident.evidence["name"]) == ("nonfinite-parameter", "1.weight")
     assert any(fix.action == "initialise-parameter" and fix.verified for fix in incident.fixes)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("rate", [0.05, 60.0])
+def test_a_loop_whose_batches_are_sparse_and_nested(guard: Guard, rate: float) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Parameter(torch.randn(20, 4) * 0.1)
+            self.lift = nn.Linear(4, 4)
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, bag: Tensor, rows: Tensor) -> Tensor:
+            padded = torch.nested.to_padded_tensor(torch.relu(self.lift(rows)), 0.0)
+            return self.out(torch.tanh(torch.sparse.mm(bag, self.words)) + padded.sum(1))
+
+    def body() -> list[Any]:
+        torch.manual_seed(0)
+        net = Words()
+        optimizer = torch.optim.SGD(net.parameters(), rate, momentum=0.9)
+        for step in range(20):
+            bag = (torch.rand(6, 20) < 0.2).float()
+            rows = torch.nested.nested_tensor([torch.randn(int(n), 4) for n in torch.randint(1, 4, (6,))])
+            given = bag.to_sparse_csr() if step % 2 else bag.to_sparse()
+            loss = nn.functional.cross_entropy(net(given, rows), bag.sum(1).long() % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [p.tolist() for p in net.parameters()]
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    if rate < 1:
+        assert not run.report.incidents
+        assert run.result == body()
+    else:
+        assert run.first.cause == "divergence"
+        assert any(fix.verified for fix in run.first.fixes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ampguard.capture.record import Held
-from ampguard.compat import plain_version
+from ampguard.compat import is_dense, plain_version
 
 MAX_COPY = 1 << 22
 """Elements up to which a tensor is copied before an operator outside every module overwrites it."""
@@ -32,7 +31,7 @@ class ArgumentCopies:
     def hold(self, tensor: Tensor, version: int) -> Held:
         """An argument that no event made. Small ones are copied: masks and states are changed in place before backward."""
         held = Held(tensor, version)
-        if tensor.requires_grad or tensor.layout != torch.strided:
+        if tensor.requires_grad or not is_dense(tensor):
             return held
         if self.copies_large or self._untouched_calls < TRUSTED_CALLS:
             limit = MAX_COPY if self.copies_large else SMALL_ARGUMENT

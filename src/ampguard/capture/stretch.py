@@ -175,9 +175,7 @@ def secure(events: Sequence[Event]) -> None:
     for event in events:
         for held in held_in((event.args, event.kwargs)):
             tensor = held.tensor
-            is_plain = (
-                not tensor.requires_grad and tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
-            )
+            is_plain = not tensor.requires_grad and compat.is_dense(tensor) and not isinstance(tensor, nn.Parameter)
             if held.copy is None and is_plain and tensor.numel() <= SMALL_TENSOR and held.is_intact:
                 held.copy = tensor.detach().clone()
 

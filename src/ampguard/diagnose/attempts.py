@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.record import BadResult
 from ampguard.diagnose.slicing import chain_from
 from ampguard.numerics import is_finite
@@ -34,7 +35,7 @@ def _has_no_worse_than_a_mask(tensor: Tensor) -> bool:
     values = tensor.detach()
     if is_finite(values):
         return True
-    if values.layout != torch.strided or values.is_complex():
+    if not compat.is_dense(values) or values.is_complex():
         return False
     return not bool((values.isnan() | (values == torch.inf)).any()) and bool((values > -torch.inf).any())
 

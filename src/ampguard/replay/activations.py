@@ -96,7 +96,7 @@ class PeakMode(compat.DispatchMode):
         self.seconds += time.perf_counter() - started + DISPATCH_SECONDS
 
     def _note_extremes(self, func: Any, tensor: Tensor) -> None:
-        if facts_of(func).is_uninitialised or tensor.layout != torch.strided or not compat.has_values(tensor):
+        if facts_of(func).is_uninitialised or not compat.is_dense(tensor) or not compat.has_values(tensor):
             return
         self.extremes += torch.aminmax(tensor.detach())
         event = self.event

@@ -178,7 +178,7 @@ def low_to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """A copy with the strides of `like`, also where that is a slice: kernels and compiled code depend on them."""
     copy = tensor.clone()
-    is_plain = type(like) in (Tensor, nn.Parameter) and tensor.layout == like.layout == torch.strided
+    is_plain = type(like) in (Tensor, nn.Parameter) and compat.is_dense(tensor) and compat.is_dense(like)
     if not is_plain or tensor.shape != like.shape or copy.stride() == like.stride() or 0 in like.stride():
         return copy
     strided = torch.empty_strided(tensor.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)

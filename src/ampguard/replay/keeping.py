@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.replay.trace import identical
 
@@ -78,7 +79,7 @@ class StateKeeper:
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """A tensor's memory and contents; past its version counter, which a write by `.data` does not move either."""
-        if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        if not compat.is_dense(tensor) or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             return
         if self._elements + tensor.numel() > MAX_ELEMENTS:
             return

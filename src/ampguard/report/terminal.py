@@ -235,8 +235,8 @@ def _computing(line: str, op: str | None) -> ast.expr | ast.stmt | None:
         statements = ast.parse(line).body
         while isinstance(statements[-1], _WITH_A_BODY):  # `if bad: loss = ...` on one line
             statements = statements[-1].body
-        if len(statements) > 1 and op is not None:
-            statements = [statement for statement in statements if _is_in(op, statement)]
+        if len(statements) > 1:
+            statements = [statement for statement in statements if op is not None and _is_in(op, statement)]
             if len(statements) != 1:
                 return _whole(line)
         value = getattr(statements[0], "value", None)
