@@ -71,6 +71,7 @@ from ampguard.compat.modules import (
     unwrapped,
 )
 from ampguard.compat.operators import (
+    alpha_of,
     backward_engine,
     engine_call,
     first_node_of,
@@ -83,6 +84,7 @@ from ampguard.compat.operators import (
     run_counted,
     running_backward,
     running_node_number,
+    saved_by,
     schema_of,
     tensor_factors,
     tree_leaves,
@@ -173,6 +175,7 @@ __all__ = [
     "FunctionMode",
     "Paused",
     "allow_one_more_compilation",
+    "alpha_of",
     "as_compiled",
     "averaged_last_gradients",
     "backend_called",
@@ -281,6 +284,7 @@ __all__ = [
     "run_uncompiled",
     "running_backward",
     "running_node_number",
+    "saved_by",
     "scaler_is_watched",
     "scaler_with",
     "scalers_since",

@@ -143,7 +143,7 @@ def tensor_factors(loss: torch.Tensor) -> list[torch.Tensor]:
     """Single float32 numbers on a device, by which a loss (or a term of it) was multiplied last: no Python numbers."""
     found: list[torch.Tensor] = []
     for node in _last_nodes(loss):
-        saved = [_saved(node, name) for name in ("_saved_self", "_saved_other")]
+        saved = [saved_by(node, name) for name in ("self", "other")]
         found += [f for f in saved if f is not None and not f.dim() and f.dtype == torch.float32 and f.grad_fn is None]
     return found
 
@@ -163,12 +163,18 @@ def _last_nodes(loss: torch.Tensor) -> list[Any]:
     return [node for node in nodes if node is not None and type(node).__name__ in _KEEPS_FACTORS]
 
 
-def _saved(node: Any, name: str) -> torch.Tensor | None:
+def saved_by(node: Any, name: str) -> torch.Tensor | None:
+    """The tensor that a node of the graph has saved of an argument of its operator (`self`, `other`); None without one."""
     try:
-        value = getattr(node, name, None)
+        value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # the graph was freed, or the value was written to since
         return None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def alpha_of(node: Any) -> float:
+    """By which an addition or a subtraction has multiplied its second operand."""
+    return float(getattr(node, "_saved_alpha", 1.0))
 
 
 def first_node_of(losses: Iterable[torch.Tensor], dtype: torch.dtype, at_most: int = 2000) -> str | None:

@@ -17,7 +17,7 @@ from ampguard.capture.frames import locals_of
 from ampguard.capture.protocol.loss_scale import MAX_NODES, is_linear
 from ampguard.capture.protocol.script_lines import is_script_code
 
-_SAVED = ("_saved_self", "_saved_other", "_saved_tensor", "_saved_mat2", "_saved_vec")
+_FACTORS = ("self", "other", "tensor", "mat2", "vec")
 _PRODUCTS = frozenset({"MulBackward0", "DotBackward0", "MvBackward0", "BmmBackward0", "MmBackward0"})
 
 
@@ -46,20 +46,11 @@ def _constant_factors(start: Any) -> Iterator[Tensor]:
             continue
         seen[id(node)] = node
         is_product = type(node).__name__ in _PRODUCTS and any(inner is None for inner, _ in node.next_functions)
-        factors = list(_saved(node)) if is_product else []
+        saved = [compat.saved_by(node, name) for name in _FACTORS] if is_product else []
+        factors = [factor for factor in saved if factor is not None and not factor.requires_grad and factor.numel() > 1]
         yield from factors
         if not factors and is_linear(node):
             stack += [inner for inner, _ in node.next_functions]
-
-
-def _saved(node: Any) -> Iterator[Tensor]:
-    for name in _SAVED:
-        try:
-            value = getattr(node, name, None)
-        except RuntimeError:  # the graph was freed
-            return
-        if isinstance(value, Tensor) and not value.requires_grad and value.numel() > 1:
-            yield value
 
 
 def _gradients_of_leaves() -> Iterator[Tensor]:

@@ -216,15 +216,9 @@ def _is_times_zero(node: Any) -> bool:
 def _factors(node: Any) -> list[Tensor]:
     if type(node).__name__ != "MulBackward0":
         return []
-    found = []
-    for (inner, _), name in zip(node.next_functions, ("_saved_self", "_saved_other"), strict=False):
-        try:
-            value = getattr(node, name, None)
-        except RuntimeError:  # the graph was freed
-            return []
-        if inner is None and isinstance(value, Tensor):
-            found.append(value)
-    return found
+    operands = zip(node.next_functions, ("self", "other"), strict=False)
+    saved = [compat.saved_by(node, name) for (inner, _), name in operands if inner is None]
+    return [factor for factor in saved if factor is not None]
 
 
 def _equal_scale(factor: Tensor, current: Iterable[DeviceScale]) -> DeviceScale | None:

@@ -148,13 +148,13 @@ def may_divide(node: Any, scale: float) -> bool:
 
 def _constants(node: Any, name: str) -> Iterator[float]:
     if name.startswith(("AddBackward", "SubBackward")):
-        alpha = float(getattr(node, "_saved_alpha", 1.0))
+        alpha = compat.alpha_of(node)
         if alpha != 1.0:
             yield alpha
     elif name.startswith(("MulBackward", "DivBackward")):
-        for (inner, _), saved in zip(node.next_functions, ("_saved_self", "_saved_other"), strict=False):
-            value = getattr(node, saved, None) if inner is None else None
-            if isinstance(value, Tensor) and value.numel() == 1:
+        for (inner, _), saved in zip(node.next_functions, ("self", "other"), strict=False):
+            value = compat.saved_by(node, saved) if inner is None else None
+            if value is not None and value.numel() == 1:
                 factor = float(value)
                 yield factor if name.startswith("Mul") or not factor else 1 / factor
 
