@@ -326,3 +326,27 @@ def test_casts_of_a_script_without_autocast(guard: Callable[..., Any]) -> None:
 
     how = {fix.action: fix.how for fix in guard(body).first.fixes}
     assert "autocast" not in how["use-bf16"] + how["disable-amp"]
+
+
+def test_a_forward_that_enters_autocast_itself_is_not_wrapped_from_outside(guard: Guard) -> None:
+    """`autocast(enabled=False)` around its call would be undone by its own."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                return (self.lift(x) * 3000.0).square().sum(-1)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            Scores().eval()(torch.randn(3, 4))
+
+    run = guard(body)
+    assert run.first.cause == "fp16-overflow"
+    fix = next(fix for fix in run.first.fixes if fix.action == "force-fp32")
+    assert fix.verified
+    assert "all of Scores.forward" in fix.how

@@ -17,6 +17,7 @@ from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import chain_of
+from ampguard.numerics import is_low_precision
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
@@ -133,7 +134,10 @@ def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None
         name = names[position] if names is not None else (op.module or "")
         off = f'with torch.autocast("{op.device}", enabled=False):'
         root = next((r for r in roots if r.index == op.root), None) if not name else None
-        if root is not None and root.line is not None and _is_given_no_low_precision(root):
+        if root is not None and root.modes.autocast_dtype is None and not _has_low_weights(root):
+            own = type(root.module).__name__
+            body = f"all of {own}.forward  # in place of the autocast (or the casts to low precision) in it"
+        elif root is not None and root.line is not None and _is_given_no_low_precision(root):
             body = words.code_at(root.line) or ""
         elif op.root is not None:
             own = kinds.get(op.root, "the model")
@@ -144,6 +148,10 @@ def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None
             body = f"{code}  # on .float() operands"
         bodies.setdefault(off, {})[body] = None
     return "; ".join(f"{off} {'; '.join(lines)}" for off, lines in bodies.items())
+
+
+def _has_low_weights(root: RootCall) -> bool:
+    return any(is_low_precision(p.dtype) for p in root.module.parameters())
 
 
 def _is_given_no_low_precision(root: RootCall) -> bool:
