@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from watching import Watched
 
 from ampguard.incident import Fix, Incident
