@@ -213,3 +213,30 @@ def test_first_step_of_many_operators(guard: Guard) -> None:
 
     (incident,) = guard(body).report.incidents
     assert (incident.step, incident.cause, incident.op) == (0, "division-by-zero", "aten.div.Tensor")
+
+
+def train_in_float16() -> None:
+    """The variance falls step by step; its root's derivative leaves float16 where float32 holds it."""
+    torch.manual_seed(0)
+    w, v = (torch.randn(16, 32) * 0.2).half().requires_grad_(), (torch.randn(32, 4) * 0.2).half().requires_grad_()
+    for step in range(20):
+        h = torch.relu(torch.randn(8, 16).half() * 0.9 ** (4 * (step + 1)) @ w)
+        centred = h - h.mean(-1, keepdim=True)
+        normed = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-8)
+        loss = torch.nn.functional.cross_entropy((normed @ v).float(), torch.randint(0, 4, (8,)))
+        for weight, slope in zip((w, v), torch.autograd.grad(loss, [w, v]), strict=True):
+            with torch.no_grad():
+                weight -= 0.01 * slope
+
+
+def test_float16_tensors_are_replayed_in_float32(guard: Callable[..., Watched]) -> None:
+    run = guard(train_in_float16)
+    incident = run.report.incidents[0]
+    assert (incident.cause, incident.phase) == ("gradient-overflow", "backward")
+    assert incident.location is not None
+    assert "normed =" in incident.location.code
+    fixes = {fix.action: fix for fix in incident.fixes}
+    assert fixes["use-bf16"].verified
+    assert fixes["disable-amp"].verified
+    assert "autocast" not in fixes["disable-amp"].how
+    assert not run.faults

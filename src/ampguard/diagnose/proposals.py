@@ -60,7 +60,10 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
             f" of the script's own",
         ),
     }[setting]
-    fixes = [] if setting == "weights" else [Proposal("force-fp32", words.region(evidence), "", search=True)]
+    is_all_low = setting == "weights" or (
+        setting == "casts" and not any(isinstance(e, RootCall) for e in evidence.events())
+    )
+    fixes = [] if is_all_low else [Proposal("force-fp32", words.region(evidence), "", search=True)]
     if evidence.precision == torch.float16:
         fixes.append(
             Proposal(
@@ -86,10 +89,10 @@ def _setting(evidence: Evidence) -> str:
     givens = [held.value for _, _, held in evidence.held()]
     if any(numerics.is_low_precision(t.dtype) for t in givens):
         return "casts"
-    if roots:  # operators outside modules: nothing says whether they ran under autocast
-        is_used = evidence.replayer is not None and evidence.replayer.is_autocast_used
-        return "autocast or casts" if is_used else "casts"
-    return "autocast"
+    # operators outside modules: nothing says whether they ran under autocast
+    if not (evidence.replayer is None or evidence.replayer.is_autocast_used):
+        return "casts"
+    return "autocast or casts" if roots else "autocast"
 
 
 def _casts_weights(evidence: Evidence, roots: list[RootCall]) -> bool:

@@ -123,12 +123,13 @@ class Values:
         """A tensor that no event made: one clone for the whole replay where it takes part in a graph."""
         replacement = self.replaced.get(id(held.tensor))
         source = held.value if replacement is None else replacement
-        if isinstance(source, nn.Parameter):
-            return self.stand_ins.get(id(held.tensor), source)
         wants = grad and source.requires_grad and source.is_floating_point()
         if wants and self.keeps_graph and id(held.tensor) in self.stand_ins:
             return self.stand_ins[id(held.tensor)]
-        copy = as_laid_out(source.detach(), held.tensor)
+        other = low_to(source, self.mode.variant.convert)
+        if isinstance(source, nn.Parameter) and other is source:
+            return self.stand_ins.get(id(held.tensor), source)
+        copy = as_laid_out(other.detach(), held.tensor)
         self.mode.stand_ins[compat.storage_key(copy)] = (copy, held.tensor)
         if wants:
             self.stand_ins[id(held.tensor)] = copy.requires_grad_()

@@ -31,7 +31,7 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.surroundings import modes_of
 from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
-from ampguard.replay.arguments import Values, fresh_copy_needed
+from ampguard.replay.arguments import Values, fresh_copy_needed, low_to
 from ampguard.replay.backward import Gradients, run_backward
 from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
@@ -164,7 +164,9 @@ class Replayer:
         if traced and variant is AS_IT_RAN:
             mode.sought = in_groups(self._sought)
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
-        values.made |= {ref: t.detach().clone().requires_grad_(t.requires_grad) for ref, t in self._given.items()}
+        for ref, given in self._given.items():
+            copy = low_to(given, variant.convert).detach().clone()
+            values.made[ref] = copy.requires_grad_(given.requires_grad)
         values.stand_ins |= {id(t): values.made[ref] for ref, t in self._given.items() if t.is_leaf and t.requires_grad}
         gradients = Gradients(self.bad.parameters)
         exact = self.is_exact and not self._recorder.gradients.hooks.are_lost_since(self.events[0].index)
