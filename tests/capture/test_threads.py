@@ -294,6 +294,7 @@ def test_the_tape_of_a_thread_that_trains_no_more_is_taken_off(comes_back: str, 
     """The main thread has computed a loss, and another one trains: the next thing of ours that is called here cleans up."""
     model = nn.Linear(4, 2)
     x = torch.ones(2, 4)
+    has_trained, ends = threading.Event(), threading.Event()
 
     def trains() -> None:
         other = nn.Linear(4, 2)
@@ -302,12 +303,14 @@ def test_the_tape_of_a_thread_that_trains_no_more_is_taken_off(comes_back: str, 
             optimizer.zero_grad()
             other(x).pow(2).mean().backward()
             optimizer.step()
+        has_trained.set()
+        ends.wait(20)
 
     def body() -> tuple[int, int]:
         loss = model(x).pow(2).mean()
         thread = threading.Thread(target=trains)
         thread.start()
-        thread.join()
+        has_trained.wait(20)
         before = modes_on()
         if comes_back == "with a module":
             with torch.no_grad():
@@ -317,7 +320,10 @@ def test_the_tape_of_a_thread_that_trains_no_more_is_taken_off(comes_back: str, 
         else:
             torch.optim.SGD(model.parameters(), lr=0.1)
         del loss
-        return before, modes_on()
+        after = modes_on()
+        ends.set()
+        thread.join()
+        return before, after
 
     before, after = guard(body).result
     assert (before, after) == (1, 0)
@@ -352,3 +358,63 @@ def test_failures_are_told_after_training_has_come_back_to_its_first_thread(guar
     run = guard(body)
     assert (run.first.cause, run.first.op) == ("division-by-zero", "aten.div.Tensor")
     assert not run.faults
+
+
+class Ratio(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = x.exp()
+        return weights / weights.sum()
+
+
+def in_a_thread(run: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("threads", ["one worker", "one for each request"])
+def test_server_that_answers_in_threads_is_followed(threads: str, guard: Guard) -> None:
+    """Nothing trains, and the main thread calls no module."""
+
+    def body() -> None:
+        model = Ratio().half().eval()
+
+        def answer(size: float) -> None:
+            with torch.inference_mode():
+                model(torch.full((3,), size).half())
+
+        if threads == "one worker":
+            in_a_thread(lambda: [answer(size) for size in (1.0, 2.0, 50.0)])
+        else:
+            for size in (1.0, 2.0, 50.0):
+                in_a_thread(lambda size=size: answer(size))  # type: ignore[misc]
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["fp16-overflow"]
+
+
+def test_main_thread_is_followed_though_another_called_a_module_first(guard: Guard) -> None:
+    """A thread that prepares batches with modules, and goes on doing so while the main thread evaluates."""
+
+    def body() -> None:
+        prepared, more = threading.Event(), threading.Event()
+
+        def prepare() -> None:
+            resize = nn.AvgPool1d(2)
+            resize(torch.ones(1, 1, 4))
+            prepared.set()
+            more.wait(20)
+            resize(torch.ones(1, 1, 4))
+
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        prepared.wait(20)
+        with torch.no_grad():
+            Ratio().half().eval()(torch.full((3,), 50.0).half())
+        more.set()
+        thread.join()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["fp16-overflow"]

@@ -124,6 +124,8 @@ class FlightRecorder:
         """Tapes that are on the stack of a thread that is not followed any more."""
         self._has_begun = False
         """Whether a module was called, or anything differentiated, since the guard began."""
+        self._has_trained = False
+        """Whether anything was differentiated."""
         self._first_root = 0
         self.has_compiled_before = False
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
@@ -311,7 +313,7 @@ class FlightRecorder:
 
         A gradient that stays part of a loss (`create_graph`) is no result yet, and is not judged.
         """
-        self._has_begun = True
+        self._has_begun = self._has_trained = True
         if self.tape.is_on_stack:
             self.tape.leave()
         thread = threading.get_ident()
@@ -374,6 +376,15 @@ class FlightRecorder:
             self.barrier.before_hiding = self._leave_old_tapes
         self.tape = GlueTape(self)
         self.log.clear()
+
+    def takes_over(self) -> bool:
+        """Whether this thread, which is about to call a module, is followed from now on: nobody is to be followed any
+        more (a server answers in a thread of its own), or this is the main thread and no other one trains."""
+        is_in_use = self._has_begun and any(thread.ident == self.thread for thread in threading.enumerate())
+        if is_in_use and (self._has_trained or threading.current_thread() is not threading.main_thread()):
+            return False
+        self._follow(threading.get_ident())
+        return True
 
     def _leave_old_tapes(self) -> None:
         """Take a tape off that this thread has had on its stack since another one began to train."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class ModuleProbe:
                     guarded(recorder.tape.leave)
                     return original(module, *args, **kwargs)
                 if drivers.has_any and module in drivers.known:
+                    return original(module, *args, **kwargs)
+                if get_ident() != recorder.thread and not guarded(recorder.takes_over):
                     return original(module, *args, **kwargs)
                 if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
                     return resting_call(module, args, kwargs)
