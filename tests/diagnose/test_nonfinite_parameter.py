@@ -164,3 +164,36 @@ def test_a_weight_is_named_in_evaluation(guard: Guard, mode: Callable[[], Any], 
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.evidence["name"]) == ("nonfinite-parameter", "1.weight")
+
+
+def train_two(stays: bool, both_first: bool) -> None:
+    """Two models side by side; the schedule of the second one's optimizer divides 0 by 0, for one step or for good."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
+    for step in range(7):
+        optimizers[1].param_groups[0]["lr"] = float("nan") if step == 4 or (stays and step > 4) else 0.01
+        losses = []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            loss = (net(torch.randn(8, 4)) - 1).square().mean()
+            losses.append(loss)
+            if not both_first:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        for loss, optimizer in zip(losses, optimizers, strict=True) if both_first else ():
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("both_first", [True, False])
+def test_the_optimizer_of_the_poisoned_model_did_it(stays: bool, both_first: bool, guard: Guard) -> None:
+    incident = guard(lambda: train_two(stays, both_first)).first
+    assert (incident.cause, incident.step) == ("nonfinite-parameter", 5)
+    assert incident.evidence["since_step"] == 4
+    assert "written_by_script" not in incident.evidence
+    assert "initialise-parameter" not in [fix.action for fix in incident.fixes]
+    why = "for the `lr` of SGD is nan" if stays else "the gradients of that update were finite"
+    assert why in incident.explanation

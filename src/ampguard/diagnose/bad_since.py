@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,9 @@ class BadSince:
             if changed is not None or is_incomplete or not self._recorder.stepped_since(0):
                 facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
             text = f"The loss of step {last_good} was still finite{self._since(facts)}."
+            if last_good == incident.step and self._is_of_another_model(facts):
+                facts["since_step"] = incident.step - 1
+                text = f"Its losses were finite until its last update{self._since(facts).replace('after it ', '')}."
             kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
             incident = msgspec.structs.replace(incident, fixes=kept)
         else:
@@ -89,8 +94,10 @@ class BadSince:
         """What has made it bad since the last finite loss."""
         recorder = self._recorder
         is_updating = recorder.is_in_closure or recorder.steps.attempts > recorder.judge.attempts_when_good
+        is_updating = is_updating or self._is_of_another_model(facts)
         if is_updating or not recorder.stepped_since(0) or not facts.get("is_trained", True):
-            return _since(facts)
+            setting = self._bad_setting() if facts.get("is_trained", True) else None
+            return _since(facts) if setting is None else f": the update after it poisoned it, for {setting}"
         facts["written_by_script"] = True
         return (
             ", and no optimizer has stepped since: the script itself has written these values to it. In an ascent such as SAM's "
@@ -110,15 +117,50 @@ class BadSince:
                         return True
         return False
 
+    def _poisoned(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, of those that have stepped, that hold a parameter that is not finite now."""
+        each = {id(optimizer): optimizer for optimizer in self._recorder.stepped_since(0)}
+        return [
+            optimizer
+            for optimizer in each.values()
+            if not all(is_finite(p.detach()) for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def _is_of_another_model(self, facts: dict[str, Any]) -> bool:
+        """Whether the last finite loss need not have used this parameter: others have an optimizer of their own, and its
+        own has not stepped since."""
+        recorder = self._recorder
+        poisoned = {id(optimizer) for optimizer in self._poisoned()}
+        since = {id(optimizer) for optimizer in recorder.stepped_since(recorder.judge.attempts_when_good)}
+        others = {id(optimizer) for optimizer in recorder.stepped_since(0)} - poisoned
+        return bool(facts.get("is_trained") and poisoned and others) and not poisoned & since
+
+    def _bad_setting(self) -> str | None:
+        """A number that such an optimizer works with and that is none: a schedule's 0/0 as its learning rate."""
+        for optimizer in self._poisoned():
+            for group in optimizer.param_groups:
+                for name, value in group.items():
+                    number = value if isinstance(value, float) else _number(value)
+                    if number is not None and not math.isfinite(number):
+                        return f"the `{name}` of {type(optimizer).__name__} is {number}"
+        return None
+
     def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
         """What shows that a parameter was bad while the losses were still finite; None where nothing does."""
         last_good, seen = self._recorder.judge.last_good_step, self.weights_bad_since
-        if seen is not None and last_good is not None and seen < last_good:
+        is_its_own = not self._is_of_another_model(facts)
+        if seen is not None and last_good is not None and seen < last_good and is_its_own:
             return f"The weights were not finite already in step {seen}, when they were looked at."
-        written = facts.get("times_written")
-        if facts.get("is_trained") and written is not None and written < len(self._recorder.stepped_since(0)):
+        written, stepped = facts.get("times_written"), Counter(map(id, self._recorder.stepped_since(0)))
+        steps = [stepped[id(optimizer)] for optimizer in self._poisoned()]
+        if facts.get("is_trained") and written is not None and written < min(steps, default=sum(stepped.values())):
             return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
         return None
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+    return float(value) if is_number else None
 
 
 def _is_infinite_in_low_precision(facts: dict[str, Any]) -> bool:
