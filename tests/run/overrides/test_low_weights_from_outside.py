@@ -429,6 +429,31 @@ def test_an_overflow_is_explained(overridden: Callable[..., Any], precision: str
 
 
 @pytest.mark.parametrize("precision", ["O2", "O3"])
+def test_a_model_that_brings_float32_to_its_weights_is_replayed(overridden: Callable[..., Any], precision: str) -> None:
+    """Its calls run in a region of autocast, and so do their replays."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor, seen: int) -> Tensor:
+            states = torch.zeros(seen, 8)
+            return self.outer(torch.cat([self.inner(x), states.mean(0).expand(len(x), -1)], -1))
+
+    with overridden(precision) as session:
+        net = Pooled()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(3, 8), seen=2 if step < 2 else 0).mean().backward()
+            optimizer.step()
+    first = session.report.incidents[0]
+    assert (first.cause, first.step, first.evidence["rung"]) == ("empty-reduction", 2, "replay")
+    assert any(fix.verified for fix in first.fixes)
+
+
+@pytest.mark.parametrize("precision", ["O2", "O3"])
 def test_an_overflow_is_healed(overridden: Callable[..., Any], precision: str) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ from ampguard.engine.casting import cast_floats
 from ampguard.replay.names import module_names, parameters_under
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
-from ampguard.run.overrides.low_calls import LowCalls
+from ampguard.run.overrides.low_calls import LowCalls, running_replay
 from ampguard.run.overrides.regions import Regions
 
 OnRoot = Callable[[nn.Module, dict[str, nn.Module]], None]
@@ -88,6 +88,8 @@ class RootCalls:
     def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if compat.in_backward() or compat.is_tracing():  # checkpointing computes again as it computed before
             return original(module, *args, **kwargs)
+        if running_replay() is not None:  # in the regions that the step was recorded in
+            return self._run(original, module, args, kwargs, None)
         needed = self._barrier.call(self._prepare, module, args, kwargs, sys._getframe(2))
         if self.evaluations is not None:
             given = self._barrier.call(self.evaluations.before, module, args, kwargs)
