@@ -148,7 +148,7 @@ def find_prefix(module: nn.Module, frame: Any) -> str:
     depth = 0
     while frame is not None and depth < 12:
         owner = locals_of(frame).get("self") if "self" in frame.f_code.co_varnames[:1] else None
-        if isinstance(owner, nn.Module) and owner is not module:
+        if isinstance(owner, nn.Module) and owner is not module and compat.is_built(owner):
             for name, child in owner.named_modules():
                 if child is module and name:
                     return str(name)

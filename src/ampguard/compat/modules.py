@@ -31,6 +31,11 @@ def children_of(module: torch.nn.Module) -> dict[str, Any]:
     return _own(module, "_modules")
 
 
+def is_built(module: torch.nn.Module) -> bool:
+    """Whether `nn.Module.__init__` has run. A class may call its methods, and other modules, before it does that."""
+    return hasattr(module, "_modules")
+
+
 def _own(module: torch.nn.Module, name: str) -> dict[str, Any]:
     found = module.__dict__.get(name)
     return found if isinstance(found, dict) else {}

@@ -192,7 +192,7 @@ def modules_in_frames() -> list[nn.Module]:
             elif not isinstance(value, type) and type(value).__module__ not in ("builtins", "torch"):
                 inner = attributes_of(value) or {}
                 found += [v for v in list(inner.values())[:200] if isinstance(v, nn.Module)] if inner else []
-    return found
+    return [module for module in found if compat.is_built(module)]
 
 
 def parameter_names(roots: Iterable[tuple[nn.Module, str]], wanted: list[Tensor]) -> dict[int, str]:
