@@ -259,3 +259,61 @@ def test_steps_option_ends_the_block_cleanly(guard: Guard) -> None:
     run = guard(body, steps=6)
     assert run.report.steps == 6 == len(done)
     assert run.report.status == "clean"
+
+
+def test_optimizers_that_are_made_as_they_step_share_the_iteration_of_their_gradients() -> None:
+    steps = StepCounter()
+    kept: list[torch.optim.Optimizer] = []
+    for step in range(5):
+        steps.backwards += 1
+        for index in range(3 if step < 2 else 4):  # one more parameter is met in the third iteration
+            if index == len(kept):
+                kept += optimizers(1)
+                steps.created(kept[-1])
+            steps.attempted(kept[index])
+        assert steps.count == step + 1
+
+
+def test_optimizer_made_for_new_gradients_begins_a_phase() -> None:
+    first, second = optimizers(2)
+    steps = counter([first])
+    for _ in range(3):
+        steps.backwards += 1
+        steps.attempted(first)
+    steps.created(second)
+    for _ in range(3):
+        steps.backwards += 1
+        assert steps.attempted(second)
+    assert steps.count == 6
+
+
+def test_one_optimizer_per_parameter_made_when_it_is_first_needed(guard: Guard) -> None:
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        made: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        for step in range(6):
+            loss = model(torch.ones(2, 3)).sum() / (0.0 if step == 4 else 1.0)
+            loss.backward()
+            for p in model.parameters():
+                if p not in made:
+                    made[p] = torch.optim.Adam([p], lr=1e-3)
+                made[p].step()
+                made[p].zero_grad()
+
+    run = guard(body)
+    assert run.faults == 0
+    assert run.first.step == 4
+    assert run.report.steps == 6
+
+
+def test_backward_passes_before_an_optimizer_is_made_are_no_steps() -> None:
+    steps = StepCounter()
+    for _ in range(5):  # a fit by SciPy
+        assert steps.differentiated()
+    assert steps.count == 5
+    (optimizer,) = optimizers(1)
+    steps.created(optimizer)
+    assert steps.count == 0
+    assert not steps.differentiated()
+    assert steps.attempted(optimizer)
+    assert steps.count == 1

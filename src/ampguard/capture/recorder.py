@@ -398,6 +398,7 @@ class FlightRecorder:
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.tells_forward = True  # until an optimizer has stepped: perhaps the step is passed over
         self.loss_of_scaled.clear()
+        self.steps.backwards += 1
         self.gradients.differentiated()
         if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic
             if not self.counting:

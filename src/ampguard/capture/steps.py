@@ -7,6 +7,7 @@ Which optimizers are in use shows only as they step. What is counted while one o
 been a part of one longer iteration (a critic that steps five times), or of a phase of its own (training, then fine
 tuning with another optimizer): what was counted is then put right, as long as it is recent. Where the one that ended an
 iteration steps once more before the one that began it, that still belongs to it (a penalty in every fourth iteration).
+And where each parameter's optimizer is made when it is first needed (Pyro's), they all answer the same backward pass.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class StepCounter:
         self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._by_backward = 0
+        self.backwards = 0
+        """Backward passes, all of them."""
+        self._answered = 0
+        """Those that the last optimizer that stepped had behind it."""
         self._only: weakref.ref[Optimizer] | None = None
         self._first: weakref.ref[Optimizer] | None = None
         """The one that has stepped first in the running iteration, or in the last one between two."""
@@ -78,6 +83,7 @@ class StepCounter:
 
     def created(self, optimizer: Optimizer) -> None:
         """An optimizer exists and may be expected to step."""
+        self._uncount_backwards()
         self._end_short_way()
         self._created.add(optimizer)
         self._in_use.add(optimizer)
@@ -88,10 +94,9 @@ class StepCounter:
         if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
             self.count += 1
             self.attempts += 1
+            self._answered = self.backwards
             return True
-        if self._by_backward:  # an optimizer from before the guard: its steps were counted by their backward passes
-            self.count -= self._by_backward
-            self._by_backward = 0
+        self._uncount_backwards()  # an optimizer from before the guard: its steps were counted by their backward passes
         self._end_short_way()
         self.attempts += 1
         if self._joined is not None and self._joined() is not optimizer:
@@ -99,6 +104,7 @@ class StepCounter:
         if optimizer not in self._in_use or optimizer not in self._ever:
             self._join(optimizer)
         self._last[optimizer] = self.attempts
+        self._answered = self.backwards
         if not self._stepped:
             if self._is_one_more(optimizer):
                 self._has_more = True
@@ -111,6 +117,11 @@ class StepCounter:
         if len(self._in_use) == 1 and (not self._is_provisional or self._provisional > LONGEST_TURN):
             self._only = weakref.ref(optimizer)
         return True
+
+    def _uncount_backwards(self) -> None:
+        """An optimizer is known now: backward passes (a fit by SciPy, a check of gradients) were no steps."""
+        self.count -= self._by_backward
+        self._by_backward = 0
 
     def _is_one_more(self, optimizer: Optimizer) -> bool:
         """Whether this one has ended the last iteration, and another one begins them."""
@@ -148,7 +159,13 @@ class StepCounter:
         others = [o for o in self._in_use if o is not optimizer and o in self._ever]
         self._in_use.add(optimizer)
         self._ever.add(optimizer)
-        if others and all(self._last.get(o, 0) <= born for o in others):  # made when they were done: a new phase
+        if others and all(self._last.get(o, 0) <= born for o in others):  # made when they were done
+            if 0 < self.backwards == self._answered:  # for the same gradients: the iteration had not ended yet
+                if not self._stepped:
+                    self.count -= 1
+                    self._stepped.update(others)
+                return
+            # a new phase
             for other in others:
                 self._in_use.discard(other)
             self._stepped.clear()
