@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -200,3 +201,61 @@ def test_training_flags_are_as_before(guard: Guard) -> None:
     run = guard(body)
     assert run.faults == 0
     assert run.result == [False] * 4
+
+
+class PerSample:
+    """Gradients of each sample, kept by hooks on the modules and on the parameters themselves, as DP-SGD needs them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(self.keep_input)
+                layer.register_full_backward_hook(functools.partial(self.keep_gradient, self))
+        self.model = model
+
+    def keep_input(self, module: Any, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        if not hasattr(module, "activations"):
+            module.activations = []
+        module.activations.append(inputs[0].detach())
+        module.weight.uses = getattr(module.weight, "uses", 0) + 1
+
+    @staticmethod
+    def keep_gradient(owner: PerSample, module: Any, _: Any, outputs: tuple[Tensor, ...]) -> None:
+        sample = torch.einsum("no,ni->noi", outputs[0], module.activations.pop())
+        module.weight.uses -= 1
+        known = getattr(module.weight, "grad_sample", None)
+        module.weight.grad_sample = [sample] if known is None else [*known, sample]
+        if len(module.weight.grad_sample) > 1:
+            raise ValueError("two backward passes and one step")
+
+    def step(self, spoilt: bool) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, nn.Linear):
+                assert layer.activations == []
+                assert layer.weight.uses == 0
+                (sample,) = layer.weight.grad_sample
+                layer.weight.grad = sample.clamp(-1, 1).mean(0) + (float("inf") if spoilt else 0.0)
+
+    def clear(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.grad_sample = None  # type: ignore[attr-defined]
+
+
+def test_state_that_hooks_keep_on_modules_and_on_parameters(guard: Guard) -> None:
+    def body() -> Any:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        samples = PerSample(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            model(torch.randn(6, 4, requires_grad=True)).square().mean().backward()
+            samples.step(spoilt=step == 3)
+            optimizer.step()
+            samples.clear()
+        return bits([p.detach() for p in model.parameters()])
+
+    plain = body()
+    run = guard(body)
+    assert run.faults == 0
+    assert run.result == plain
+    assert run.first.step == 3

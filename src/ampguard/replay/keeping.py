@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 import types
@@ -69,6 +70,9 @@ class StateKeeper:
         elif isinstance(value, random.Random):
             inner = value.getstate()
             self._undo.append(lambda: value.setstate(inner))
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.keep(part, depth + 1)
         elif isinstance(value, types.MethodType):
             self.keep(value.__self__, depth + 1)
             self.keep_function(value.__func__, depth + 1)

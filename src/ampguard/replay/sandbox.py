@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.given_objects import GivenObject
 from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
-from ampguard.replay.keeping import MAX_ELEMENTS, StateKeeper
+from ampguard.replay.keeping import CONTAINERS, MAX_ELEMENTS, StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
+
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What PyTorch itself keeps on every module: its parameters, children, hooks."""
 
 
 @contextlib.contextmanager
@@ -183,9 +186,13 @@ class ModuleSandbox:
         else:
             before = dict(attributes)
             self._undo.append(lambda: _put_back(attributes, before))
+            for name, value in before.items():  # what a hook has hung on it
+                if isinstance(value, CONTAINERS) and name not in OWN_ATTRIBUTES:
+                    keeper.keep(value)
         for parameter in compat.parameters_of(module).values():
             if parameter is not None:
                 keeper.keep_tensor(parameter)  # `.data` can be written to
+                keeper.keep_attributes(parameter.__dict__)  # gradients of each sample, say
         buffers = compat.buffers_of(module)
         names = dict(buffers)
         self._undo.append(lambda: _put_back(buffers, names))
