@@ -278,3 +278,10 @@ def test_a_closed_stderr_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", closed)
     print_incident(OVERFLOW, stderr_console())
     print_summary(a_report(OVERFLOW), None)
+
+
+def test_card_is_plain_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where rich would show each line as an output of its own."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    print_incident(OVERFLOW)
+    assert "error[fp16-overflow]" in capsys.readouterr().err

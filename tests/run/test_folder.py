@@ -17,7 +17,7 @@ import pytest
 from ampguard.errors import RunFolderError, UsageError
 from ampguard.incident import Environment, Report
 from ampguard.report.store import locked, read_report
-from ampguard.run.folder import Launch, make_run_folder
+from ampguard.run.folder import Launch, make_run_folder, name_of_program
 
 SOURCES = Path(__file__).parents[2] / "src"
 ALONE = Launch()
@@ -35,6 +35,20 @@ def test_default_folder_is_dated_and_named_after_the_script(tmp_path: Path) -> N
 )
 def test_odd_script_names(tmp_path: Path, script: str, stem: str) -> None:
     assert make_run_folder(None, script, ALONE, root=tmp_path).path.name.split("-", 2)[2] == stem
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("/home/me/train.py", "train"),
+        ("/venv/lib/python3.12/site-packages/ipykernel_launcher.py", "notebook"),
+        ("-c", "session"),
+        ("", "session"),
+    ],
+)
+def test_name_of_the_program_that_watches_itself(program: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    assert name_of_program() == name
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def evaluation_of(folder: Path, status: int) -> Evaluation:
 
 def print_evaluation(found: Evaluation, console: Console | None = None) -> None:
     """The worst modules as a table, and what it means for the model's own outputs, on stdout."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
+    console = console or Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
     for line in lines_of(found):
         console.print(line, soft_wrap=True)
 

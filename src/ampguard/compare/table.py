@@ -21,7 +21,7 @@ SCHEMA = "ampguard.compare/1"
 
 def print_comparison(courses: Sequence[Course], verdict: Verdict, console: Console | None = None) -> None:
     """Print the table and the recommendation on stdout."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
+    console = console or Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
     rows = [row_of(course, reference_of(courses)) for course in courses]
     if console.is_terminal:
         console.print(_rich_table(rows, verdict))

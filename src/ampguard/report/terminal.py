@@ -33,7 +33,7 @@ _NO_NUMBERS = frozenset(
 
 def stderr_console() -> Console:
     """A console on stderr: colours on a terminal, plain text elsewhere; nothing in our texts is markup."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 
 def print_incident(incident: Incident, console: Console | None = None) -> None:

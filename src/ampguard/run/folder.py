@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -157,6 +158,12 @@ def _asked_folder(out: Path) -> Path:
     probe.touch()
     probe.unlink()
     return out
+
+
+def name_of_program() -> str:
+    """What a run folder is named after where no script is given: the running one; a notebook; a session at a prompt."""
+    name = Path(sys.argv[0]).stem if sys.argv else ""
+    return {"": "session", "-c": "session", "ipykernel_launcher": "notebook"}.get(name, name)
 
 
 def _stem(script_name: str) -> str:

@@ -6,10 +6,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torch.optim import Optimizer
 
+from ampguard.run.folder import name_of_program
 from ampguard.run.session import RunOptions, Session, guarding
 
 Release = Callable[[BaseException | None], None]
@@ -27,7 +27,7 @@ class _OwnGuard:
         """The guard that heals for `user` (the one that runs, else one of our own), and what releases it."""
         session = running
         if session is None:
-            session = self._session = Session(RunOptions(script_name=_script_name()))
+            session = self._session = Session(RunOptions(script_name=name_of_program()))
             self._users, self._pid = 0, os.getpid()
             session.start()
         if session is not self._session:
@@ -62,7 +62,3 @@ def heal_for(user: object, optimizers: Sequence[Optimizer]) -> Release:
     session, release = _own.add(user, guarding())
     session.heal_from_now_on(optimizers)
     return release
-
-
-def _script_name() -> str:
-    return Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "session"

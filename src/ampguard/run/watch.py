@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from ampguard.run.folder import name_of_program
 from ampguard.run.session import RunOptions, Session, guarding
 
 __all__ = ["guarding", "watch"]
@@ -30,9 +30,8 @@ def watch(
     """
     from ampguard.errors import StopRun
 
-    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "session"
     session = Session(
-        RunOptions(Path(out) if out is not None else None, steps, max_incidents, on_nonfinite, name or "session")
+        RunOptions(Path(out) if out is not None else None, steps, max_incidents, on_nonfinite, name_of_program())
     )
     session.start()
     try:
