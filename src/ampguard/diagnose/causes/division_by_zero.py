@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ampguard import numerics
-from ampguard.diagnose import accused, ignored_targets, lineage, rewrite, words
+from ampguard.diagnose import ignored_targets, lineage, plain_divisor, rewrite, words
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.lineage import LOOK_THROUGH
@@ -57,9 +57,7 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
             f"{name} {words.place(evidence)} divides by the plain number 0.",
             weight=50,
             evidence={"divisor": 0.0},
-            proposals=(
-                Proposal("guard-empty", words.region(evidence), f"check for 0 before: {accused.statement(evidence)}"),
-            ),
+            proposals=(plain_divisor.at_least(evidence),),
         )
     divisor = evidence.operands[position]
     numerator = None if position == 0 else evidence.operands[0].value
