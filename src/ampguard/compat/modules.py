@@ -153,18 +153,18 @@ def named_modules_of_user(root: torch.nn.Module, prefix: str = "") -> dict[int, 
     A module that hangs in two places has its first name.
     """
     found: dict[int, tuple[str, torch.nn.Module]] = {}
-
-    def walk(module: torch.nn.Module, name: str) -> None:
-        if id(module) in found:
-            return
-        found[id(module)] = name, module
-        hidden = is_wrapper(module)
-        for key, child in children_of(module).items():
-            if child is not None:
-                walk(child, name if key == hidden else f"{name}.{key}" if name else key)
-
-    walk(root, prefix)
+    _name_modules(root, prefix, found)  # no closure: one that calls itself is garbage that keeps `found` for a while
     return found
+
+
+def _name_modules(module: torch.nn.Module, name: str, found: dict[int, tuple[str, torch.nn.Module]]) -> None:
+    if id(module) in found:
+        return
+    found[id(module)] = name, module
+    hidden = is_wrapper(module)
+    for key, child in children_of(module).items():
+        if child is not None:
+            _name_modules(child, name if key == hidden else f"{name}.{key}" if name else key, found)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

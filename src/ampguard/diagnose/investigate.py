@@ -167,6 +167,7 @@ def unexplained(evidence: Evidence) -> Finding:
 def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str) -> Incident:
     bad, op = evidence.bad, finding.op or evidence.op
     line = finding.line or op.line
+    place = evidence.op if line is evidence.op.line else op  # a hidden value's module goes with its line
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
     if "disable-amp" in evidence.losses_with:
         facts["loss_in_float32"] = evidence.losses_with["disable-amp"]
@@ -182,7 +183,7 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
         phase=finding.phase or phase_of(evidence),  # type: ignore[arg-type]
         severity=finding.severity,
         cause=finding.cause,
-        module=op.module if op.root is not None else None,
+        module=place.module if place.root is not None else None,
         op=op.name,
         dtype=dtype_name(dtype),
         location=line.location() if line is not None else None,

@@ -221,16 +221,14 @@ class Scans:
         if not others:
             return None
         lost = orphans(self._models, without)  # what it has left over from earlier steps is no gradient either
-        if not lost and self._collections < MAX_COLLECTIONS:  # a model that was thrown away may lie about as garbage
-            self._collections += 1
-            gc.collect()
+        if not lost and self._collect():
             lost = orphans(self._models, without)
         if not lost:
             return self._wrapped(watch, is_refused)
         flat = hold_flat(lost, others)
         if not flat:
             lost = [p for p in lost if p.requires_grad]
-            if not lost or not (look_alike(lost, others) or any(held_by_optimizers_only(p, held) for p in lost)):
+            if not lost or not (look_alike(lost, others) or self._is_any_forgotten(lost, held)):
                 return None
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {
@@ -243,6 +241,19 @@ class Scans:
             "since": min(watch.without_since.get(id(p), self._moves.attempt) for p in lost),
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
+
+    def _is_any_forgotten(self, lost: list[Tensor], held: list[Tensor]) -> bool:
+        """Whether some of them are held by optimizers only."""
+        is_forgotten = any(held_by_optimizers_only(p, held) for p in lost)
+        return is_forgotten or (self._collect() and any(held_by_optimizers_only(p, held) for p in lost))
+
+    def _collect(self) -> bool:
+        """Sweep away what was thrown away and lies about as garbage (a model, a layer); not too often."""
+        if self._collections == MAX_COLLECTIONS:
+            return False
+        self._collections += 1
+        gc.collect()
+        return True
 
     def raised(self, error: BaseException) -> None:
         """DistributedDataParallel refuses to go on because parameters have had no gradient: which?"""

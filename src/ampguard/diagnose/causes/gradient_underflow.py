@@ -1,7 +1,8 @@
 """gradient-underflow: a large share of gradients is flushed to zero; learning is silently lost.
 
 What happens   a loss that is a mean over many elements has gradients of 1e-8, and float16 ends at 6e-8 below: they become
-               0 on their way back. Nothing fails, the loss may even fall: these weights just do not learn.
+               0 on their way back. Nothing fails, the loss may even fall: these weights just do not learn. Where a weight's
+               gradient is a sum over many positions, a few that were not flushed are left in it: not 0, and wrong.
 Why it hurts   training looks healthy and ends worse; layers far from the loss stay as they were initialised.
 Instead        scale the loss: torch.amp.GradScaler (its default of 65536 is meant for this), and do not limit its scale;
                or train in bfloat16, which has float32's range.
@@ -28,6 +29,12 @@ from ampguard.replay.variants import Variant
 
 LOST_SHARE = 0.3
 """Of the gradient elements that float32 has: above it, a layer's learning is lost."""
+
+LOST_DISTANCE = 0.5
+"""Between a layer's gradient and float32's, in lengths of the latter: as above, where sums over many flushed terms are left."""
+
+SAVED = 1 / 3
+"""A larger loss scale saves them where it leaves no more than this of the distance."""
 
 SAVED_SHARE = 0.02
 SCALES = tuple(2.0**k for k in (16, 12, 8, 4))
@@ -58,20 +65,35 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident |
     losses = lost_gradients(as_it_ran, in_float32, names)
     lost, present = sum(loss.lost for loss in losses), sum(loss.present for loss in losses)
     hit = sorted((loss for loss in losses if loss.share >= LOST_SHARE), key=lambda loss: -loss.share)
-    if not hit or lost < LOST_SHARE * sum(loss.present for loss in hit):
-        return None
-    if is_rounding(as_it_ran, in_float32, replayer.run(Variant(convert=torch.float64), traced=False)):
-        return None
     scale = bad.loss_scale or 1.0
-    saved = saving_scale(replayer, in_float32, names, scale)
-    begin = first_flush(as_it_ran, in_float32)
-    worst = ", ".join(f"{loss.name} {loss.share:.0%}" for loss in hit[:SHOWN])
     used = f"at a loss scale of {scale:g}" if bad.loss_scale is not None else "without a loss scale"
-    text = (
-        f"{lost} of {present} gradient elements ({lost / max(present, 1):.0%}) that are not 0 in float32 are 0 in this step, "
-        f"{used}: they are below float16's smallest number (6e-08) on their way back. By layer: {worst}."
-    )
-    fixes = tuple(_fixes(saved, scale, bad.loss_scale is not None))
+    distances: dict[str, float] = {}
+    saved: float | None
+    if hit and lost >= LOST_SHARE * sum(loss.present for loss in hit):
+        if is_rounding(as_it_ran, in_float32, replayer.run(Variant(convert=torch.float64), traced=False)):
+            return None
+        saved = saving_scale(replayer, in_float32, names, scale)
+        worst = ", ".join(f"{loss.name} {loss.share:.0%}" for loss in hit[:SHOWN])
+        text = (
+            f"{lost} of {present} gradient elements ({lost / max(present, 1):.0%}) that are not 0 in float32 are 0 in this "
+            f"step, {used}: they are below float16's smallest number (6e-08) on their way back. By layer: {worst}."
+        )
+    else:
+        found = distant_gradients(replayer, as_it_ran, in_float32)
+        if found is None:
+            return None
+        by_parameter, factor = found
+        saved = scale * factor
+        by_size = sorted(by_parameter.items(), key=lambda item: -item[1])
+        distances = {names.get(key, "a parameter"): round(off, 4) for key, off in by_size[:SHOWN]}
+        worst = ", ".join(f"{name} {off:.0%}" for name, off in distances.items())
+        text = (
+            f"The gradients of {len(by_parameter)} of {len(as_it_ran.gradients)} parameters are not those of float32 in this "
+            f"step, {used}: what they are summed up from is below float16's smallest number (6e-08) on its way back. They are "
+            f"off by these shares of their length: {worst}. {lost / max(present, 1):.0%} of their elements are exactly 0."
+        )
+    begin = first_flush(as_it_ran, in_float32)
+    fixes = tuple(_fixes(saved, scale, bad.loss_scale is not None, bool(distances)))
     line = begin.line if begin is not None else None
     precision = next((o.dtype for o in begin.outputs if is_low_precision(o.dtype)), None) if begin is not None else None
     return Incident(
@@ -90,7 +112,7 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident |
             "flushed": lost,
             "nonzero_in_float32": present,
             "flushed_share": lost / max(present, 1),
-            "layers": {loss.name: round(loss.share, 4) for loss in hit[:SHOWN]},
+            "layers": distances or {loss.name: round(loss.share, 4) for loss in hit[:SHOWN]},
             "loss_scale": bad.loss_scale,
             "saving_scale": saved,
             "rung": "replay",
@@ -99,16 +121,15 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident |
     )
 
 
-def _fixes(saved: float | None, scale: float, has_scaler: bool) -> Iterable[Fix]:
+def _fixes(saved: float | None, scale: float, has_scaler: bool, are_distant: bool) -> Iterable[Fix]:
     if saved is not None:
+        what = "they are as in float32, and" if are_distant else f"less than {SAVED_SHARE:.0%} is flushed, and"
         how = (
             f"raise the loss scale from {words.number(scale)} to {words.number(saved)}"
             if has_scaler
             else f"scale the loss: torch.amp.GradScaler(init_scale={words.number(saved)})"
         )
-        outcome = (
-            f"replayed at {words.number(saved)}: less than {SAVED_SHARE:.0%} is flushed, and all gradients are finite"
-        )
+        outcome = f"replayed at {words.number(saved)}: {what} all gradients are finite"
         yield Fix("raise-loss-scale", None, how, True, outcome)
     yield Fix("use-bf16", None, "use bfloat16, which has float32's range: nothing is flushed at any scale")
 
@@ -125,6 +146,45 @@ def lost_gradients(as_it_ran: Outcome, in_float32: Outcome, names: dict[int, str
         name = names.get(id(parameter), f"a tensor of shape {tuple(parameter.shape)}")
         losses.append(Loss(name, int((present & (gradient == 0)).sum()), int(present.sum())))
     return losses
+
+
+def distances_from(in_float32: Outcome, outcome: Outcome, factor: float = 1.0) -> dict[int, float]:
+    """By parameter: how far its gradient is from float32's, in lengths of that. `factor`: by how much it is scaled more."""
+    wide = {id(parameter): gradient for parameter, gradient in in_float32.gradients}
+    found = {}
+    for parameter, gradient in outcome.gradients:
+        true = wide.get(id(parameter))
+        if true is not None and true.shape == gradient.shape and (length := float(true.double().norm())) > 0:
+            found[id(parameter)] = float((gradient.double() / factor - true.double()).norm()) / length
+    return found
+
+
+def distant_gradients(
+    replayer: Replayer, as_it_ran: Outcome, in_float32: Outcome
+) -> tuple[dict[int, float], float] | None:
+    """The parameters whose gradients are far from float32's only for want of a loss scale, and the factor that saves them.
+
+    None where they are few; where float32 is no better than its own rounding; where no scale helps: then it is not the
+    range that they lack.
+    """
+    far = {key: off for key, off in distances_from(in_float32, as_it_ran).items() if off >= LOST_DISTANCE}
+    sizes = {id(parameter): parameter.numel() for parameter, _ in as_it_ran.gradients}
+    needed = LOST_SHARE * sum(sizes.values())
+    if sum(sizes[key] for key in far) < needed:
+        return None
+    in_float64 = replayer.run(Variant(convert=torch.float64), traced=False)
+    if not agree(in_float32.loss, in_float64.loss):
+        return None
+    exact = distances_from(in_float64, in_float32)
+    far = {key: off for key, off in far.items() if exact.get(key, 1.0) <= SAVED * off}
+    if sum(sizes[key] for key in far) < needed:
+        return None
+    for factor in SCALES:
+        outcome = replayer.run(Variant(loss_scale_factor=factor), traced=False)
+        left = {} if outcome.is_bad else distances_from(in_float32, outcome, factor)
+        if left and all(left.get(key, 1.0) <= SAVED * off for key, off in far.items()):
+            return far, factor
+    return None
 
 
 def is_rounding(as_it_ran: Outcome, in_float32: Outcome, in_float64: Outcome) -> bool:

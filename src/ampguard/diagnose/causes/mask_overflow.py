@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose import accused, words
-from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.evidence import Evidence, result_of
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import NamedTensor, all_buffers, buffer_behind
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
@@ -41,6 +41,8 @@ def mask_overflow(evidence: Evidence) -> Finding | None:
     precision = evidence.precision
     if evidence.op.refused:
         return _refused(evidence)
+    if evidence.intended and (made := _made_in_low_precision(evidence)) is not None:
+        return made
     if evidence.given is not None and evidence.intended:
         return _cast_with_the_model(evidence)
     if precision is None or evidence.given is not None or evidence.intended:
@@ -162,6 +164,42 @@ def _cast_with_the_model(evidence: Evidence) -> Finding | None:
             ),
         ),
         dtype=mask.tensor.dtype,
+    )
+
+
+def _made_in_low_precision(evidence: Evidence) -> Finding | None:
+    """`torch.tensor(-1e9, dtype=scores.dtype)` is -Inf as it is made: the same line makes a number in the float32 step."""
+    at = Evidence(evidence.bad, evidence.chain, evidence.outcome, evidence.replayer)
+    at.link = evidence.chain.links[-1]
+    made = at.op.outputs[at.link.result].dtype
+    if not is_low_precision(made) or not is_masks_doing(evidence):
+        return None
+    call = at.call_in_float32_step if evidence.is_finite_in_float32_step else None
+    result = result_of(call.output, at.link.result) if call is not None else None
+    value = at.element(result) if isinstance(result, Tensor) else None
+    limit, low = -largest(made), torch.finfo(made).min
+    if value is None or not -math.inf < value < limit or not looks_like_a_constant(value):
+        return None
+    name = dtype_name(made)
+    count, total, _ = empty_rows(evidence) or (0, 0, 0)
+    rows = f": {count} of {total} rows of {words.operator(evidence)} have no finite entry" if count else ""
+    return Finding(
+        "mask-overflow",
+        f"The mask constant {value:g} {words.place(at)} is made as a {name}, whose lowest value is {limit:g}, and became "
+        f"-Inf{rows}. In float32 it is a number, and the step is finite.",
+        weight=91,
+        evidence={"constant": value, "limit": limit, "empty_rows": count, "rows": total},
+        proposals=(
+            Proposal(
+                "mask-value",
+                words.region(at),
+                _in_range(at, value, low),
+                trial=lambda _: changed_result(lambda t: t.clamp(min=low))(at),
+            ),
+            *precision_fixes(evidence),
+        ),
+        op=at.op,
+        dtype=made,
     )
 
 

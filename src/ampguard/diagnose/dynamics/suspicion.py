@@ -2,8 +2,9 @@
 
 A share of zeros alone says nothing: ReLU, dropout and unused embedding rows make as many. What gives it away is that
 the gradients that are left are whole multiples, 1 to 8 times, of the smallest number that float16 has, which is what
-the flushed ones were a little smaller than. Where nothing is left there is no telling. A replay at another loss scale
-can prove it.
+the flushed ones were a little smaller than. Where many of them are, few zeros are enough: a sum over many positions is
+seldom 0, though most of its terms are lost. Where nothing is left there is no telling. A replay at another loss scale can
+prove it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ampguard.diagnose.dynamics.finding import Situation
 
 ZERO_SHARE = 0.3
 FAINT_SHARE = 0.2
+MANY_FAINT = 0.3
 SETTLED = 2
 SHOWN = 8
 
@@ -30,11 +32,12 @@ def gradient_underflow(situation: Situation) -> Iterator[str]:
         parameter = layer.parameter()
         name = situation.name_of(parameter) if parameter is not None else None
         names.append(f"{name or 'a parameter'} {layer.zeros / layer.elements:.0%}")
-    yield f"gradient elements that are exactly 0 (at float16's lower edge, or all of them): {', '.join(names)}"
+    yield f"gradients at float16's lower edge, and the share that is exactly 0: {', '.join(names)}"
 
 
 def is_suspect(layer: LayerSample, step: int) -> bool:
-    """Many zeros, and a good part of what is not zero at the lower edge; or nothing but zeros, though not at the start.
+    """Many zeros, and a good part of what is not zero at the lower edge; or more of it; or nothing but zeros, though not
+    at the start.
 
     A layer behind one that was initialised to zero has no gradient in the first step, and a run that fails at once has
     another trouble.
@@ -44,4 +47,5 @@ def is_suspect(layer: LayerSample, step: int) -> bool:
     if step == 0:
         return False
     left = layer.elements - layer.zeros
-    return layer.zeros >= ZERO_SHARE * layer.elements and layer.faint >= FAINT_SHARE * max(left, 1)
+    faint = FAINT_SHARE if layer.zeros >= ZERO_SHARE * layer.elements else MANY_FAINT
+    return layer.faint >= faint * max(left, 1)

@@ -1,0 +1,52 @@
+"""A layer that is replaced after some training, with the optimizer kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampguard import compat
+
+Guard = Callable[..., Any]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_head_of_another_size_in_the_middle_of_a_run(frozen: bool, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"body": nn.Linear(6, 8), "head": nn.Linear(8, 5)})
+        net.forward = lambda x: net["head"](net["body"](x).relu())
+        opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for it in range(24):
+            if it == 12:
+                net["head"] = nn.Linear(8, 2)
+                net["body"].requires_grad_(not frozen)
+            loss = net(torch.randn(16, 6)).pow(2).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    gc.disable()  # the old head must not need it
+    try:
+        (incident,) = guard(body).report.incidents
+    finally:
+        gc.enable()
+    assert (incident.cause, incident.step, incident.module) == ("stale-parameters", 12, "head")
+
+
+def test_naming_modules_leaves_no_garbage_that_holds_them() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    first = weakref.ref(net[0])
+    gc.disable()
+    try:
+        compat.named_modules_of_user(net)
+        net[0] = nn.Identity()
+        assert first() is None
+    finally:
+        gc.enable()
