@@ -44,7 +44,8 @@ class Alarm:
         """What raised the alarm, in words."""
         if 0 < RATE_RAISED * self.rate < rate:
             return f"the learning rate went from at most {number(self.rate)} to {number(rate)}"
-        return f"the loss rose to {number(loss)}; it had been {number(self.highest)} at most"
+        verb = "fell" if loss is not None and loss < 0 else "rose"
+        return f"the loss {verb} to {number(loss)}; its size had been {number(self.highest)} at most"
 
     def calm(self, loss: float | None, rate: float) -> None:
         """A step that was quiet: it belongs to the range."""

@@ -31,9 +31,10 @@ class Rise:
 
 def rise_of(trajectory: Trajectory) -> Rise | None:
     """The climb of the loss that goes on to the present step, or None where there is no clear one."""
-    series = [(step, abs(loss)) for step, loss in trajectory.loss_series()]
-    if len(series) <= MIN_RISES:
+    losses = trajectory.loss_series()
+    if len(losses) <= MIN_RISES or is_progress(losses):
         return None
+    series = [(step, abs(loss)) for step, loss in losses]
     smooth = smoothed(series)
     lowest = min(value for _, value in smooth)
     until_lowest = sorted(smooth[: [value for _, value in smooth].index(lowest) + 1], key=lambda point: point[1])
@@ -47,6 +48,13 @@ def rise_of(trajectory: Trajectory) -> Rise | None:
     gently = rises >= MIN_RISES_GENTLY and last >= RISEN * best and kendall(values) >= 2.3
     beyond_start = last > 2 * smooth[0][1]
     return Rise(climb[0][0], best, last, climb) if beyond_start and (steeply or gently) else None
+
+
+def is_progress(losses: list[tuple[int, float]]) -> bool:
+    """Whether the loss went below 0, and not out of all proportion: the likelihood of a density does as it learns."""
+    usual = max(abs(loss) for _, loss in losses[: MIN_RISES + 1])
+    has_stayed_low = max(loss for _, loss in losses) <= 2 * usual
+    return losses[-1][1] < 0 and has_stayed_low and -losses[-1][1] < RISEN_STEEPLY * usual
 
 
 def fall_from(losses: list[tuple[int, float]], began: int) -> Rise:
