@@ -146,7 +146,8 @@ class Habits:
         held = dtype_counts(tensors.values())
         buffers = dtype_counts(b for module, _ in roots for b in module.buffers())
         cast = {str(d).removeprefix("torch.") for m, _ in roots for d in compat.sharded_compute_dtypes(m)}
-        if not roots or "float16" in {*self._regions, *called, *held, *buffers, *cast}:
+        self._models.look()
+        if not roots or self._models.made_half or "float16" in {*self._regions, *called, *held, *buffers, *cast}:
             return None
         if any(hides_autocast(module) for module, _ in roots):
             return None

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import RootCall, StepRecord
+from ampguard.capture.record import GlueOp, RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 
 MAX_ROOTS = 64
@@ -24,6 +25,8 @@ class Models:
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self.trained_in_half = False
         """A module was called under float16 autocast, with gradients."""
+        self.made_half = False
+        """Something made a float16 tensor without autocast: a loss computed on `.half()` of what the model gave."""
         self.autocasts: set[str] = set()
 
     def look(self) -> None:
@@ -32,6 +35,8 @@ class Models:
         if self._recorder.thread != get_ident():  # asked after the record: it is replaced where another is followed
             return
         for event in record.events:
+            if isinstance(event, (RootCall, GlueOp)):
+                self.made_half |= any(t is not None and t.dtype is torch.float16 for t in (r() for r in event.outputs))
             if not isinstance(event, RootCall):
                 continue
             known = any(ref() is event.module for ref, _ in self._roots)
