@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -581,6 +582,23 @@ def test_fault_where_bad_gradients_are_cleared(guard: Callable[..., Watched], mo
     assert guard(body).faults == 1
 
 
+def test_fault_where_another_thread_may_be_followed(
+    guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body() -> list[float]:
+        model, answers = nn.Linear(3, 1).requires_grad_(False), []
+        model(torch.ones(2, 3))
+        server = threading.Thread(target=lambda: answers.append(float(model(torch.ones(2, 3)).sum())))
+        server.start()
+        server.join()
+        return answers
+
+    monkeypatch.setattr(recorder.FlightRecorder, "takes_over", raises)
+    run = guard(body)
+    assert run.faults == 1
+    assert len(run.result) == 1
+
+
 def test_every_entry_that_probes_call_is_tested() -> None:
     """The list above is compared with what the probes and the tape really call through the barrier."""
     import inspect
@@ -595,7 +613,7 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\." + rooms + r"(\w+)"
     entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
-    covered_elsewhere = {"count_output", "raised", "forget_the_cleared"}
+    covered_elsewhere = {"count_output", "raised", "forget_the_cleared", "takes_over"}
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES
