@@ -17,6 +17,7 @@ from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
+from ampguard.diagnose.handed_on import tell_handed_on
 from ampguard.diagnose.hooked import changed_by_a_hook
 from ampguard.diagnose.investigate import (
     explain,
@@ -24,7 +25,7 @@ from ampguard.diagnose.investigate import (
     explain_trace,
     unexplained_incident,
 )
-from ampguard.diagnose.locating import locate, locate_in_trace
+from ampguard.diagnose.locating import NOT_MADE, locate, locate_in_trace
 from ampguard.diagnose.past_scaler import is_only_the_scale
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice
@@ -261,6 +262,8 @@ class Examiner:
         self._casebook.past_scaler.close()
         self._awaiting.settle()
         for bad, reason in self._arming.unexplained:
+            if reason == NOT_MADE and tell_handed_on(bad, self._casebook, self._rank):
+                continue
             incident = with_advice(unexplained_incident(bad, reason, self._rank, self._arming.saw_bad_weights), bad)
             self._casebook.open_unexplained(incident, bad)
         self._arming.unexplained.clear()

@@ -20,6 +20,8 @@ from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
 
+NOT_MADE = "no operator of the replay made the bad value"
+
 SEARCHING = COPIES | {"add", "sub"}
 """What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
 
@@ -41,7 +43,7 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
         raise ReplayError("the replayed step is finite: it does not repeat itself")
     chain = chain_of(outcome)
     if chain is None:
-        raise ReplayError("no operator of the replay made the bad value")
+        raise ReplayError(NOT_MADE)
     if _was_computed_unseen(outcome, chain):
         chain.intended = False
     models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]

@@ -54,10 +54,18 @@ def bad_input(bad: BadResult, reason: str, rank: int) -> Incident | None:
     if bad.is_of_gradients:
         return None
     for root in (root for root in roots if compat.needs_other_ranks(root.module)):
-        named = [*((f"input {i}", given) for i, given in enumerate(root.args)), *root.kwargs.items()]
-        for name, value in ((name, _value(leaf, bad)) for name, given in named for leaf in leaves(given)):
-            if value is not None and not is_finite(value):
-                return _incident(bad, root, name, value, reason, rank)
+        found = bad_given(bad, root)
+        if found is not None:
+            return input_incident(bad, root, *found, f"The step was not run again: {reason}.", rank, reason)
+    return None
+
+
+def bad_given(bad: BadResult, root: RootCall) -> tuple[str, Tensor] | None:
+    """What a call was given that is not finite, and under which name."""
+    named = [*((f"input {i}", given) for i, given in enumerate(root.args)), *root.kwargs.items()]
+    for name, value in ((name, _value(leaf, bad)) for name, given in named for leaf in leaves(given)):
+        if value is not None and not is_finite(value):
+            return name, value
     return None
 
 
@@ -72,7 +80,10 @@ def _value(given: Any, bad: BadResult) -> Tensor | None:
     return tensor if tensor is not None and tensor.grad_fn is None else None
 
 
-def _incident(bad: BadResult, root: RootCall, name: str, value: Tensor, reason: str, rank: int) -> Incident:
+def input_incident(
+    bad: BadResult, root: RootCall, name: str, value: Tensor, what_else: str, rank: int, not_replayed: str | None = None
+) -> Incident:
+    """The incident of a call that was given non-finite values."""
     values = stats(value)
     rows = value.isfinite().flatten(1).all(1).logical_not().nonzero().flatten().tolist() if value.dim() > 1 else []
     counts = f"{values.nan} NaN, {values.pos_inf} +Inf, {values.neg_inf} -Inf of {value.numel()} values"
@@ -90,14 +101,13 @@ def _incident(bad: BadResult, root: RootCall, name: str, value: Tensor, reason: 
         dtype=dtype_name(value.dtype),
         location=root.line.location() if root.line is not None else None,
         explanation=f"What the model was given as {name} holds non-finite values already: {counts}{which}. "
-        f"The step was not run again: {reason}.",
+        f"{what_else}",
         evidence={
             "name": name,
             "role": "input",
             "samples": rows[:64],
             "values": values.as_dict(),
-            "rung": "none",
-            "not_replayed_because": reason,
+            **({} if not_replayed is None else {"rung": "none", "not_replayed_because": not_replayed}),
         },
         fixes=(
             Fix("filter-sample", name, "drop the samples that are not finite before the model is called"),
