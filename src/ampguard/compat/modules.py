@@ -41,12 +41,15 @@ def _own(module: torch.nn.Module, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def hook_dictionaries(module: torch.nn.Module) -> list[dict[Any, Any]]:
+    """The dictionaries themselves in which the module's own hooks stand."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hooks for name in names if (hooks := getattr(module, name, None)) is not None]
+
+
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """Every hook of the module, and those on its parameters' gradients."""
-    places = [
-        getattr(module, n, None)
-        for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    ]
+    places: list[Any] = list(hook_dictionaries(module))
     places += [getattr(p, "_backward_hooks", None) for p in parameters_of(module).values() if p is not None]
     return [hook for hooks in places if hooks for hook in list(hooks.values())]
 

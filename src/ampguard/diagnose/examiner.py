@@ -32,6 +32,7 @@ from ampguard.diagnose.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
+from ampguard.replay.forgiving import calls_hooks
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.sandbox import neutral_thread
@@ -256,6 +257,12 @@ class Examiner:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:
                 raise changed from None
+        except ReplayError:
+            raise
+        except Exception:  # perhaps a hook of the script's that refuses to run twice for one step
+            if not calls_hooks(bad):
+                raise
+            return locate(bad, Replayer(bad, self._recorder, forgives_hooks=True), budget)
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""

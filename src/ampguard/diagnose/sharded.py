@@ -100,8 +100,7 @@ def input_incident(
         op=None,
         dtype=dtype_name(value.dtype),
         location=root.line.location() if root.line is not None else None,
-        explanation=f"What the model was given as {name} holds non-finite values already: {counts}{which}. "
-        f"{what_else}",
+        explanation=f"What the model was given as {name} holds non-finite values already: {counts}{which}. {what_else}",
         evidence={
             "name": name,
             "role": "input",

@@ -35,6 +35,7 @@ from ampguard.replay.arguments import Values, fresh_copy_needed, low_to
 from ampguard.replay.backward import Gradients, run_backward
 from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
+from ampguard.replay.forgiving import forgiving_hooks
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import module_names, parameter_names, paths_in_holders
 from ampguard.replay.other_ranks import answered, check_what_was_sent
@@ -50,9 +51,15 @@ from ampguard.replay.variants import AS_IT_RAN, CodePlace, Variant
 class Replayer:
     """Replays the events that lead to one bad result, as often as asked."""
 
-    def __init__(self, bad: BadResult, recorder: FlightRecorder, as_it_is_now: bool = False) -> None:
-        """`as_it_is_now`: replay although a given was changed since, with its present value."""
+    def __init__(
+        self, bad: BadResult, recorder: FlightRecorder, as_it_is_now: bool = False, forgives_hooks: bool = False
+    ) -> None:
+        """`as_it_is_now`: replay although a given was changed since, with its present value.
+
+        `forgives_hooks`: replay although hooks of the script refuse to run twice.
+        """
         self.bad = bad
+        self._forgives_hooks = forgives_hooks
         self.is_exact = not as_it_is_now
         leaves = updated_leaves(bad.record)
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
@@ -178,6 +185,7 @@ class Replayer:
             compat.force_eager() if compiled is None else compiled.running(),
             variant.within() if variant.within is not None else contextlib.nullcontext(),
             contextlib.ExitStack() as self._sandboxes,
+            forgiving_hooks(self.events) if self._forgives_hooks else contextlib.nullcontext(),
             self._graph(compiled is not None),
             self._paused(),
             self._weight_casts(),
