@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +59,29 @@ def test_a_long_setting_up_is_forgotten(guard: Guard) -> None:
     assert run.faults == 0, run.stderr
     assert run.result == unguarded
     assert run.report.incidents == ()
+
+
+PACKAGE = """
+import torch
+
+class Adam(torch.optim.Adam):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+"""
+
+
+def test_optimizer_of_a_packages_own_class_is_made_by_the_script(guard: Guard) -> None:
+    package: dict[str, Any] = {"__name__": "strangers_package"}
+    exec(compile(PACKAGE, str(Path(torch.__file__).parents[1] / "strangers_package.py"), "exec"), package)
+
+    def body() -> None:
+        points = nn.Parameter(torch.eye(3)[[0, 1, 0, 1]])
+        optimizer = package["Adam"]([points], 1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.acos((points[:2] * points[2:]).sum(-1).clamp(-1, 1)).mean().backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == ("singular-gradient", 0)

@@ -25,7 +25,7 @@ from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.drivers import Drivers
 from ampguard.capture.flags import is_capturing
-from ampguard.capture.frames import is_user_code, user_line
+from ampguard.capture.frames import is_user_code, locals_of, user_line
 from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
@@ -486,8 +486,8 @@ class FlightRecorder:
         """Where the script itself makes its optimizer, the first step may begin: what comes now is its preprocessing."""
         self.steps.created(optimizer)
         maker: FrameType | None = frame
-        while maker is not None and not is_user_code(maker.f_code):
-            maker = maker.f_back
+        while maker is not None and (not is_user_code(maker.f_code) or locals_of(maker).get("self") is optimizer):
+            maker = maker.f_back  # a class of its own, in a package, is still made by whoever asks for one
         if not self._has_begun and not compat.may_compile() and maker is not None and is_script_code(maker.f_code):
             self.tape_preprocessing()
 
