@@ -324,7 +324,7 @@ def test_update_that_is_not_finite_although_its_gradients_are(guard: Guard) -> N
     incident = guard(body).first
     assert (incident.cause, incident.step) == ("nonfinite-parameter", 1)
     assert "The parameter `weight` was not finite" in incident.explanation
-    assert "the gradients of that update were finite" in incident.explanation
+    assert "the `lr` of SGD is nan" in incident.explanation
     assert [fix.action for fix in incident.fixes] == ["load-weights"]
 
 
