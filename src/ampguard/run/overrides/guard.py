@@ -54,9 +54,12 @@ class Guard:
         """
         recorder = self._recorder
         if recorder.active:
+            was_taping = recorder.tape.is_on_stack
             if output is not None:
                 recorder.barrier.call(recorder.judge.read, output, float("nan"))
             recorder.barrier.call(recorder.judge.settle_all)
+            if was_taping:  # the investigation has ended it, and the step goes on
+                self.keep_taping()
 
     def keep_taping(self) -> None:
         """Be on the tape although a function mode of ours is on, which the barrier takes for one of the script's."""
@@ -81,6 +84,8 @@ class Guard:
         if scale is not None and not recorder.counting:
             recorder.gradients.held_off(optimizer, scale.get_scale())
         recorder.after_update(optimizer, skipped=True)
+        if recorder.between_steps:
+            recorder.bookkeeping_done(is_last=False)
 
 
 def overrides_under(

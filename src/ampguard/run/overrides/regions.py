@@ -12,6 +12,7 @@ from torch import nn
 
 from ampguard import compat
 from ampguard.capture.patches import Patches
+from ampguard.capture.surroundings import current_modes
 from ampguard.engine.casting import tensors_in
 from ampguard.numerics import dtype_name, is_low_precision
 from ampguard.run.overrides.ledger import Ledger
@@ -78,11 +79,17 @@ class Regions:
     def around(self, region: torch.autocast) -> Iterator[None]:
         """Inside a region of ours: what PyTorch itself opens there (DataParallel) is not the script's."""
         before, self._is_inside = self._is_inside, True
+        outer, is_other = current_modes().autocast_dtype, False
         try:
             with region:
+                is_other = outer is not None and current_modes().autocast_dtype not in (None, outer)
+                if is_other:  # autocast's cache of casts does not ask for their type
+                    torch.clear_autocast_cache()
                 yield
         finally:
             self._is_inside = before
+            if is_other:
+                torch.clear_autocast_cache()
 
     def for_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.autocast, bool] | None:
         """The region that a call outside every module needs, and whether it is gained; None where all is well."""

@@ -15,7 +15,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.patches import Patches
 from ampguard.capture.surroundings import find_prefix
 from ampguard.engine.casting import cast_floats
-from ampguard.replay.names import module_names, parameters_under
+from ampguard.replay.names import module_names, parameters_under, paths_in_holders
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.low_calls import LowCalls, running_replay
@@ -60,8 +60,10 @@ class RootCalls:
     def named(self) -> dict[str, list[nn.Module]]:
         """Every module known, by the name that the user's code gives it: two models (a teacher, a fold) may share one."""
         names: dict[str, list[nn.Module]] = {}
-        for root, prefix in list(self._known.items()):
-            for name, module in parts_by_name(root, prefix).items():
+        known = list(self._known.items())
+        holders = paths_in_holders(root for root, prefix in known if not prefix)
+        for root, prefix in known:
+            for name, module in parts_by_name(root, prefix or holders.get(id(root), "")).items():
                 if not any(module is known for known in names.setdefault(name, [])):
                     names[name].append(module)
         return names

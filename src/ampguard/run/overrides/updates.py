@@ -171,7 +171,7 @@ class Updates:
 
     def _is_updated_elsewhere(self) -> bool:
         """Whether no optimizer of PyTorch's holds any weight of the models that were called."""
-        trained = [p for root in self._roots.roots for p in root.parameters() if p.requires_grad]
+        trained = [p for root in self._roots.roots for p in root.parameters() if p.requires_grad and not p.is_meta]
         if not trained:
             return all(isinstance(optimizer, HandMade) for optimizer in self._optimizers)
         held = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
