@@ -64,7 +64,7 @@ def domain_error(evidence: Evidence) -> Finding | None:
         return None
     position, value, low, high = found
     name = words.operator(evidence)
-    span = f"{'-Inf' if low is None else f'{low:g}'} to {'+Inf' if high is None else f'{high:g}'}"
+    span = domain_in_words(low, high, DOMAINS.get(evidence.op.short_name, (None, None, False))[2])
     proposals: list[Proposal] = list(stable.proposals(evidence))
     if low is not None or high is not None:
         edge = EDGE if evidence.precision is None else 1e-3
@@ -75,7 +75,7 @@ def domain_error(evidence: Evidence) -> Finding | None:
         proposals += precision_fixes(evidence)
     return Finding(
         "domain-error",
-        f"{name} {words.place(evidence)} was given {spelled_out(value, low, high)}, outside its domain ({span}), and gives "
+        f"{name} {words.place(evidence)} was given {spelled_out(value, low, high)}, outside its domain{span}, and gives "
         f"{spelled(evidence.kind)} in any precision.",
         weight=50,
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
@@ -164,6 +164,19 @@ def _has_fractional_exponent(evidence: Evidence) -> bool:
         return evidence.kind == "nan"
     exponent = evidence.scalars[0] if evidence.scalars else evidence.operands[-1].value if evidence.operands else None
     return exponent is not None and math.isfinite(exponent) and exponent != int(exponent)
+
+
+def domain_in_words(low: float | None, high: float | None, open_ends: bool) -> str:
+    """Where a function has a value, in parentheses; "" where that is not known.
+
+    >>> domain_in_words(0.0, None, True), domain_in_words(0.0, None, False), domain_in_words(-1.0, 1.0, True)
+    (' (above 0)', ' (0 or more)', ' (between -1 and 1)')
+    """
+    if low is None:
+        return ""
+    if high is None:
+        return f" (above {low:g})" if open_ends else f" ({low:g} or more)"
+    return f" (between {low:g} and {high:g})" if open_ends else f" ({low:g} to {high:g})"
 
 
 def spelled_out(value: float, low: float | None, high: float | None) -> str:
