@@ -52,7 +52,7 @@ def main() -> None:
             lines.append(f"| {row} | {counted / 1e6:.2f} | {f'{counted / plain:.4f}x' if plain else '-'} |")
         print("\n".join(lines), flush=True)
         text += "\n".join(lines) + "\n"
-    (HERE / "instructions.md").write_text(text)
+        (HERE / "instructions.md").write_text(text)
 
 
 def seconds_a_step(workload: str, valgrind: bool) -> float:
