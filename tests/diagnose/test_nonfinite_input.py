@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 Guard = Callable[..., Any]
 
@@ -89,3 +93,65 @@ def test_of_a_batch_without_a_good_sample_none_can_be_kept(guard: Guard) -> None
     first = guard(body).first
     assert first.cause == "nonfinite-input"
     assert [(fix.action, fix.verified) for fix in first.fixes] == [("fix-data", True), ("filter-sample", None)]
+
+
+class Pair(NamedTuple):
+    image: Tensor
+    target: Tensor
+
+
+@dataclass
+class Sample:
+    image: Tensor
+    target: Tensor
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As a tokenizer of Transformers returns it."""
+
+
+class Graphs:
+    def __init__(self, image: Tensor, target: Tensor) -> None:
+        self.image, self.target = image, target
+
+
+BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "batch.image": Pair,
+    "batch.image ": Sample,
+    "batch['image']": lambda image, target: Encoding(image=image, target=target),
+    "batch['image'] ": lambda image, target: {"image": image, "target": target},
+    "batch.image  ": Graphs,
+    "batch[0]": lambda image, target: [image, target],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_an_input_is_called_by_its_place_in_the_batch(name: str, guard: Guard) -> None:
+    class Data(Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return torch.full((4,), float("nan") if index == 9 else 1.0), index % 2
+
+    def collate(items: list[tuple[Tensor, int]]) -> Any:
+        return BATCHES[name](torch.stack([image for image, _ in items]), torch.tensor([t for _, t in items]))
+
+    def body() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for batch in DataLoader(Data(), 4, collate_fn=collate):
+            is_mapping = isinstance(batch, (dict, UserDict))
+            image, target = (batch["image"], batch["target"]) if is_mapping else _pair(batch)
+            loss = nn.functional.cross_entropy(net(image), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.step) == ("nonfinite-input", 2)
+    assert f"the input `{name.strip()}` of the step" in incident.explanation.lower()
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    return (batch[0], batch[1]) if isinstance(batch, (list, tuple)) else (batch.image, batch.target)

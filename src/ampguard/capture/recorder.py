@@ -500,6 +500,8 @@ class FlightRecorder:
     def note_batch(self, batch: Any) -> None:
         """A batch left the DataLoader; what the script computes from it before the first module is taped."""
         self.last_batch = map_tensors(batch, weakref.ref)
+        if self.last_batch is batch:  # an object of another kind: it is not to live longer for us
+            self.last_batch = weakref.ref(batch) if getattr(type(batch), "__weakrefoffset__", 0) else None
         self.tape_preprocessing()
 
     def resume_tape(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -134,14 +134,21 @@ class Replayer:
         stack: list[tuple[str, Any]] = [("batch", self._recorder.last_batch)]
         while stack:
             name, item = stack.pop()
-            if isinstance(item, weakref.ref):
-                live = item()
-                if live is tensor or (live is not None and compat.storage_key(live) == compat.storage_key(tensor) != 0):
+            item = item() if isinstance(item, weakref.ref) else item
+            if isinstance(item, Tensor):
+                if item is tensor or compat.storage_key(item) == compat.storage_key(tensor) != 0:
                     return name
-            elif isinstance(item, dict):
+            elif isinstance(item, Mapping):
                 stack.extend((f"{name}[{key!r}]", value) for key, value in item.items())
             elif isinstance(item, (list, tuple)):
-                stack.extend((f"{name}[{position}]", value) for position, value in enumerate(item))
+                fields = getattr(item, "_fields", None) or [None] * len(item)
+                named = (f"{name}.{field}" if field else f"{name}[{i}]" for i, field in enumerate(fields))
+                stack.extend(zip(named, item, strict=True))
+            elif item is not None:  # a dataclass, or a collection of the script's own
+                parts = getattr(item, "__dict__", {}).items()
+                stack.extend(
+                    (f"{name}.{key}", value) for key, value in parts if isinstance(value, (Tensor, weakref.ref))
+                )
         return None
 
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
