@@ -74,6 +74,8 @@ class UpdateProbe:
                     if is_skipped:
                         guarded(self._held_off, scaler, optimizer)
                     guarded(recorder.after_update, optimizer, is_skipped)
+                if not recorder.between_steps:  # another optimizer's loss may begin outside modules (else: `update`)
+                    guarded(recorder.bookkeeping_done, False)
                 return result
 
             return step

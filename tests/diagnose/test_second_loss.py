@@ -1,0 +1,52 @@
+"""Two optimizers in turn: the second loss begins outside every module, after the first optimizer has stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+Guard = Callable[..., Any]
+BAD = 6
+
+
+def train(scaler: GradScaler | None) -> None:
+    """A generator that is to match the second moments of the data, which outgrow float16."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 16), nn.Linear(16, 1)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-4) for net in (critic, generator)]
+
+    def learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+
+    for step in range(9):
+        data = torch.randn(8, 16) * (300.0 if step == BAD else 1.0)
+        with torch.autocast("cpu", torch.float16):
+            made = generator(torch.randn(8, 4))
+            loss = critic(made.detach()).mean() - critic(data).mean().clamp(max=10.0)
+        learn(loss, optimizers[0])
+        moments = (made.pow(2).mean(0) - data.half().pow(2).mean(0)).abs().mean()
+        with torch.autocast("cpu", torch.float16):
+            loss = 0.01 * moments - critic(made).mean()
+        learn(loss, optimizers[1])
+        if scaler is not None:
+            scaler.update()
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_the_operator_of_the_second_loss_is_named(scales: bool, guard: Guard) -> None:
+    run = guard(lambda: train(GradScaler("cpu", init_scale=256.0) if scales else None))
+    assert (run.first.cause, run.first.step) == ("fp16-overflow", BAD)
+    assert run.first.op == "aten.pow.Tensor_Scalar"
+    assert "moments =" in run.first.location.code
+    assert any(fix.verified for fix in run.first.fixes)
