@@ -1,4 +1,4 @@
-"""Two optimizers in turn: the second loss begins outside every module, after the first optimizer has stepped."""
+"""What begins outside every module in the middle of an iteration: the second optimizer's loss, the next part of a batch."""
 
 from __future__ import annotations
 
@@ -49,4 +49,28 @@ def test_the_operator_of_the_second_loss_is_named(scales: bool, guard: Guard) ->
     assert (run.first.cause, run.first.step) == ("fp16-overflow", BAD)
     assert run.first.op == "aten.pow.Tensor_Scalar"
     assert "moments =" in run.first.location.code
+    assert any(fix.verified for fix in run.first.fixes)
+
+
+def accumulate() -> None:
+    """Parts of a batch, each prepared by the script itself; one pixel of the third part of step 4 is below 0."""
+    torch.manual_seed(0)
+    net = nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(4):
+            pixels = torch.rand(8, 12)
+            if (step, part) == (4, 2):
+                pixels[3, 5] = -1e-4
+            corrected = pixels.pow(0.45)
+            loss = nn.functional.cross_entropy(net(corrected), torch.randint(0, 3, (8,))) / 4
+            loss.backward()
+        optimizer.step()
+
+
+def test_what_prepares_a_later_part_of_an_accumulated_batch_is_seen(guard: Guard) -> None:
+    run = guard(accumulate)
+    assert (run.first.cause, run.first.step, run.first.phase) == ("domain-error", 4, "data")
+    assert "corrected =" in run.first.location.code
     assert any(fix.verified for fix in run.first.fixes)

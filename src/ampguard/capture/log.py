@@ -33,6 +33,7 @@ from ampguard.capture.record import (
     RootCall,
     StepRecord,
     TapedCall,
+    refs_in,
     refs_of,
 )
 from ampguard.capture.surroundings import current_modes
@@ -62,7 +63,8 @@ class EventLog:
         self.iteration_start = 0
         """The first event of the running iteration."""
         self.goes_on_after_backward = False
-        """True once an operator used what was computed before a backward pass: one more loss of the same graph."""
+        """True once an operator used what was computed before a backward pass (one more loss of the same graph), or a module
+        what was computed after one: the next part of an accumulated batch."""
         self.producers = Producers()
         self._sweep_at = SWEEP_EVENTS
         self._rests_until = 0
@@ -241,6 +243,11 @@ class EventLog:
         self.next_index = index + 1
         events.append(op)
         return op
+
+    def note_prepared(self, root: RootCall) -> None:
+        """Was something prepared for this call since the last backward pass of the same iteration?"""
+        if self.iteration_start < self.closed_until:
+            self.goes_on_after_backward |= any(r.event >= self.closed_until for r in refs_in((root.args, root.kwargs)))
 
     def _note_reuse(self, op: GlueOp, has_gradient: bool) -> None:
         """Was more made of a graph that was differentiated before? A detached loss or a count of hits is nothing more."""

@@ -60,6 +60,9 @@ from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorc
 LATELY = 8
 """Events in which it is seen whether the script is computing with what is trained."""
 
+FIRST_STEPS = 2
+"""Steps in which it is seen what follows a backward pass."""
+
 KEPT_STEPS = 64
 """Optimizer steps remembered: which optimizer made them."""
 
@@ -192,6 +195,8 @@ class FlightRecorder:
         )
         if self.swapped_state is not None and self.swapped_state[0] is module:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
+        if self.steps.count < FIRST_STEPS:
+            log.note_prepared(root)
         events = log.record.events
         events.append(root)
         if self.between_steps:
@@ -411,7 +416,7 @@ class FlightRecorder:
             self.log.iteration_start = before  # perhaps two backward passes make one step
             self.log.forget_before(before)  # each update starts from the last one's weights
             self.resume_tape()
-        elif self.log.goes_on_after_backward or self.steps.count < 2:
+        elif self.log.goes_on_after_backward or self.steps.count < FIRST_STEPS:
             self.resume_tape()
 
     def _unscaled(self, tensor: Tensor) -> Tensor:
