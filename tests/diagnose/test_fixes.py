@@ -174,7 +174,9 @@ def test_spent_budget_leaves_fixes_untried(guard: Guard, monkeypatch: pytest.Mon
     fixes, count = at_failure(guard, monkeypatch, failing([100.0]), look)
     assert count == 0
     assert fixes
-    assert all(fix.verified is None for fix in fixes)
+    tried = {fix.action: fix.verified for fix in fixes}
+    assert tried.pop("disable-amp"), "the cause has asked for the step in float32 already"
+    assert set(tried.values()) == {None}
     assert all(fix.how for fix in fixes), "what to change is said all the same"
 
 

@@ -242,6 +242,11 @@ class Evidence:
         """The whole step with everything that ran in low precision computed in float32."""
         return self._converted_step(torch.float32)
 
+    @property
+    def known_in_float32(self) -> Outcome | None:
+        """That step where it was replayed already."""
+        return vars(self).get("step_in_float32")
+
     def _converted_step(self, dtype: torch.dtype) -> Outcome | None:
         if self.replayer is None:
             return None

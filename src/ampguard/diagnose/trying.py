@@ -55,7 +55,10 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         return fix(not proposal.known.is_bad, described(proposal.known, evidence.bad))
     replayer = evidence.replayer
     is_trial = proposal.search or proposal.trial is not None
-    if not is_trial or replayer is None or budget.is_spent:
+    in_float32 = (
+        evidence.known_in_float32 if proposal.action == "disable-amp" else None
+    )  # most causes have asked for it
+    if not is_trial or replayer is None or (budget.is_spent and in_float32 is None):
         return fix(None, how=advice([evidence.op], evidence.events()) if proposal.search else None)
     target, how = proposal.target, proposal.how
     try:
@@ -68,7 +71,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         else:
             assert proposal.trial is not None
             variant = proposal.trial(evidence)
-            outcome = attempt(evidence.bad, replayer, variant)
+            outcome = in_float32 if in_float32 is not None else attempt(evidence.bad, replayer, variant)
     except Exception as error:
         return fix(None, f"the replay with it raised: {error}"[:300], how)
     verified, effect = judged(evidence, replayer, variant, outcome, budget, how)
