@@ -306,7 +306,8 @@ def test_a_busy_machine_leaves_time_to_heal(
         train_attention()
     (incident, *_) = session.report.incidents
     is_healing = on_nonfinite == "heal"
-    assert any(fix.verified for fix in incident.fixes) is is_healing
+    tried_for_it = [fix for fix in incident.fixes if fix.action != "disable-amp"]  # which the cause has asked for
+    assert any(fix.verified for fix in tried_for_it) is is_healing
     assert bool(session.report.run["healed"]) is is_healing
 
 
