@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,3 +156,32 @@ def test_an_input_is_called_by_its_place_in_the_batch(name: str, guard: Guard) -
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     return (batch[0], batch[1]) if isinstance(batch, (list, tuple)) else (batch.image, batch.target)
+
+
+def forecast(feature: int | None) -> None:
+    """A window of seven series; standardising one that never changes divides 0 by 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 7))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    table = torch.randn(64, 7).numpy()
+    if feature is not None:
+        table[:, feature] = 3.0
+    with np.errstate(invalid="ignore"):
+        series = torch.from_numpy((table - table.mean(0)) / table.std(0))
+    for step in range(3):
+        window = torch.stack([series[k : k + 8] for k in range(step, step + 6)])
+        loss = nn.functional.mse_loss(net(window[:, :-1]), window[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_bad_feature_of_every_sample_is_named(guard: Guard) -> None:
+    run = guard(lambda: forecast(feature=2))
+    assert run.first.cause == "nonfinite-input"
+    assert run.first.evidence["column"] == {"dimension": 1, "index": 2}
+    assert "index 2 of dimension 1: a feature that was made so" in run.first.explanation
+
+
+def test_a_bad_sample_is_no_feature(guard: Guard) -> None:
+    assert "column" not in guard(lambda: train(bad_view=3)).first.evidence

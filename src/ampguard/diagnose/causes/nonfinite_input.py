@@ -31,6 +31,10 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     reader = evidence.chain.head.op
     share = f"{facts.nan} NaN, {facts.pos_inf} +Inf, {facts.neg_inf} -Inf of {given.tensor.numel()} values"
     which = _which(samples, given.is_batch)
+    column = _column(given.tensor)
+    if column is not None:
+        every = "sample" if given.is_batch else "row"
+        which = f" (of every {every}, index {column[1]} of dimension {column[0]}: a feature that was made so)"
     others = _others_with_nan(evidence, given)
     too = f" (and the same for {len(others)} more tensors with NaN that the step was given)" if others else ""
     bad: dict[int | Ref, Tensor] = {given.key: given.tensor, **others}
@@ -54,6 +58,8 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     facts_of_input = {"name": given.name, "role": given.role, "samples": samples, "values": facts.as_dict()}
     if sender is not None:
         facts_of_input["sent_by"] = sender
+    if column is not None:
+        facts_of_input["column"] = {"dimension": column[0], "index": column[1]}
     sent = f" Another rank sent it ({sender}): look there first." if sender is not None else ""
     is_name = given.is_batch or given.short_name == given.name
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
@@ -100,6 +106,19 @@ def _which(samples: list[int], is_batch: bool) -> str:
     some = ", ".join(map(str, samples[:6]))
     thing = "sample" if is_batch else "row"
     return f" ({thing}{'s' if len(samples) > 1 else ''} {some} of {'the batch' if is_batch else 'it'})"
+
+
+def _column(tensor: Tensor) -> tuple[int, int] | None:
+    """The dimension and the index at which every sample is bad, where all else is finite: a constant feature, standardised."""
+    if tensor.dim() < 2 or not compat.is_dense(tensor) or tensor.shape[0] < 2 or _has_good_sample(tensor):
+        return None
+    bad = ~torch.isfinite(tensor)
+    for dimension in range(tensor.dim() - 1, 0, -1):
+        others = [d for d in range(tensor.dim()) if d != dimension]
+        found = bad.any(others)
+        if tensor.shape[dimension] > 2 and int(found.sum()) == 1:
+            return dimension, int(found.nonzero()[0, 0])
+    return None
 
 
 def _has_good_sample(tensor: Tensor) -> bool:
