@@ -180,6 +180,26 @@ def test_spent_budget_leaves_fixes_untried(guard: Guard, monkeypatch: pytest.Mon
     assert all(fix.how for fix in fixes), "what to change is said all the same"
 
 
+def test_float32_tried_once_is_known_when_time_is_up(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[int] = []
+
+    def look(evidence: Evidence) -> Any:
+        monkeypatch.delitem(vars(evidence), "step_in_float32", raising=False)
+        evidence.seen_in_float32 = None
+        float32 = Proposal("disable-amp", None, "", trial=lambda e: e.all_in_float32)
+        first = tried(evidence, float32, PLENTY)
+        run = Replayer.run
+        monkeypatch.setattr(Replayer, "run", lambda *a, **k: replays.append(1) or run(*a, **k))
+        again = tried(evidence, float32, Budget(0.0))
+        monkeypatch.setattr(Replayer, "run", run)
+        return first, again
+
+    first, again = at_failure(guard, monkeypatch, failing([100.0]), look)
+    assert first.verified
+    assert first == again
+    assert not replays
+
+
 def test_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(budget, "SCHEDULER", tmp_path / "none")
     now = time.perf_counter()

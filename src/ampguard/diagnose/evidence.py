@@ -69,6 +69,12 @@ class Evidence:
         """Changes that were not enough, and the fixes that they are."""
         self.losses_with: dict[str, float] = {}
         """The loss of the failing step with each fix that was seen to work, by its action."""
+        self.all_in_float32 = Variant(convert=torch.float32)
+        """Everything that ran in low precision computed in float32."""
+        self.seen_in_float32: Outcome | None = None
+        """What that came to, once it has been replayed."""
+        self.finite_gradients: dict[Variant, bool | None] = {}
+        """With which changes all gradients of the loss are finite, as far as that was asked."""
 
     # --- where --------------------------------------------------------------------------------------------------------
 
@@ -240,20 +246,13 @@ class Evidence:
     @cached_property
     def step_in_float32(self) -> Outcome | None:
         """The whole step with everything that ran in low precision computed in float32."""
-        return self._converted_step(torch.float32)
-
-    @property
-    def known_in_float32(self) -> Outcome | None:
-        """That step where it was replayed already."""
-        return vars(self).get("step_in_float32")
-
-    def _converted_step(self, dtype: torch.dtype) -> Outcome | None:
         if self.replayer is None:
             return None
         try:
-            return attempt(self.bad, self.replayer, Variant(convert=dtype), is_traced=True)
+            self.seen_in_float32 = attempt(self.bad, self.replayer, self.all_in_float32, is_traced=True)
         except RuntimeError:
             return None
+        return self.seen_in_float32
 
     @cached_property
     def call_in_float32_step(self) -> Captured | None:

@@ -74,7 +74,7 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
             )
         )
     how = f"compute in float32: {fp32}"
-    fixes.append(Proposal("disable-amp", None, how, trial=lambda e: Variant(convert=torch.float32)))
+    fixes.append(Proposal("disable-amp", None, how, trial=lambda e: e.all_in_float32))
     return tuple(fixes)
 
 

@@ -55,10 +55,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         return fix(not proposal.known.is_bad, described(proposal.known, evidence.bad))
     replayer = evidence.replayer
     is_trial = proposal.search or proposal.trial is not None
-    in_float32 = (
-        evidence.known_in_float32 if proposal.action == "disable-amp" else None
-    )  # most causes have asked for it
-    if not is_trial or replayer is None or (budget.is_spent and in_float32 is None):
+    is_known = proposal.action == "disable-amp" and evidence.seen_in_float32 is not None  # most causes ask for it
+    if not is_trial or replayer is None or (budget.is_spent and not is_known):
         return fix(None, how=advice([evidence.op], evidence.events()) if proposal.search else None)
     target, how = proposal.target, proposal.how
     try:
@@ -71,7 +69,10 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         else:
             assert proposal.trial is not None
             variant = proposal.trial(evidence)
-            outcome = in_float32 if in_float32 is not None else attempt(evidence.bad, replayer, variant)
+            known = evidence.seen_in_float32 if variant is evidence.all_in_float32 else None
+            outcome = known or attempt(evidence.bad, replayer, variant)
+            if variant is evidence.all_in_float32:
+                evidence.seen_in_float32 = outcome
     except Exception as error:
         return fix(None, f"the replay with it raised: {error}"[:300], how)
     verified, effect = judged(evidence, replayer, variant, outcome, budget, how)
@@ -94,7 +95,9 @@ def judged(
     changed = changed_loss(evidence, outcome)
     if changed is not None:
         return False, changed
-    gradients = has_finite_gradients(replayer, variant) if not budget.is_spent else None
+    if variant not in evidence.finite_gradients and not budget.is_spent:
+        evidence.finite_gradients[variant] = has_finite_gradients(replayer, variant)
+    gradients = evidence.finite_gradients.get(variant)
     if gradients is False:
         evidence.half_cured.append((variant, how))
         loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
