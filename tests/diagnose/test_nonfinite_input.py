@@ -185,3 +185,16 @@ def test_a_bad_feature_of_every_sample_is_named(guard: Guard) -> None:
 
 def test_a_bad_sample_is_no_feature(guard: Guard) -> None:
     assert "column" not in guard(lambda: train(bad_view=3)).first.evidence
+
+
+def test_module_of_an_infinity_that_a_norm_turns_into_nan(guard: Guard) -> None:
+    """All of PyTorch's own modules run in one line of the script: each is told apart by its operator."""
+
+    def body() -> None:
+        net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        x = torch.randn(6, 4)
+        x[3, 1] = float("inf")
+        net(x).square().mean().backward()
+
+    first = guard(body).first
+    assert (first.cause, first.op, first.module) == ("nonfinite-input", "aten.addmm.default", "0")

@@ -167,7 +167,8 @@ def unexplained(evidence: Evidence) -> Finding:
 def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str) -> Incident:
     bad, op = evidence.bad, finding.op or evidence.op
     line = finding.line or op.line
-    place = evidence.op if line is evidence.op.line else op  # a hidden value's module goes with its line
+    is_hidden = finding.line is not None and line is evidence.op.line
+    place = evidence.op if is_hidden else op  # a hidden value's module goes with its line
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
     if "disable-amp" in evidence.losses_with:
         facts["loss_in_float32"] = evidence.losses_with["disable-amp"]

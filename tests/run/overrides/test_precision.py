@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -229,6 +230,21 @@ def test_what_cannot_be_overridden_is_said(overridden: Callable[..., Any], capsy
         "a backward pass with create_graph=True runs without a loss scale",
     ]
     assert "not overridden: the weights of Linear are bfloat16" in capsys.readouterr().err
+
+
+def test_a_model_that_is_gone_at_the_end_was_called(overridden: Callable[..., Any]) -> None:
+    def main() -> None:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for x in (1.0, 1e6, 1e6):
+            optimizer.zero_grad()
+            net(torch.full((1, 4), x)).sum().backward()
+            optimizer.step()
+
+    with overridden("fp16", max_incidents=1) as session:
+        main()
+        gc.collect()
+    assert session.report.run["could_not"] == []
 
 
 def test_lbfgs_trains_and_its_limits_are_said(overridden: Callable[..., Any]) -> None:

@@ -46,6 +46,8 @@ class RootCalls:
         self.on_output: Callable[[Any], None] | None = None
         """Given what a root call returns, as its own precision has it."""
         self._inside = False
+        self.has_seen_any = False
+        """Whether any module was ever called: those that are gone are not among `roots`."""
         self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.inputs: list[weakref.ref[torch.Tensor]] = []
         """Tensors that the script wants a gradient of, among the arguments of the running step."""
@@ -140,6 +142,7 @@ class RootCalls:
 
     def _prepare(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Needed:
         if module not in self._known:
+            self.has_seen_any = True
             prefix = self._known[module] = find_prefix(module, frame)
             self._on_root(module, parts_by_name(module, prefix))
         self._note_inputs(args)

@@ -138,7 +138,7 @@ class RunningOverrides:
             self._patience.close()
         if self._updates.gradients_again is not None:
             self._updates.gradients_again.scale.close()
-        if not has_failed or self._roots.roots:
+        if not has_failed or self._roots.has_seen_any:
             self._say_what_never_came()
 
     def heal(self, incident: Incident) -> None:
@@ -226,5 +226,5 @@ class RunningOverrides:
         if self._plan.is_set and self._plan.dtype is None and not has_low_weights and not self.ledger.did:
             self.ledger.done("found no autocast region and no GradScaler to switch off")
         is_gained = self._plan.dtype is not None and not self._regions.of_script
-        if (has_low_weights or is_gained) and not self._roots.roots:
+        if (has_low_weights or is_gained) and not self._roots.has_seen_any:
             self.ledger.failed("the script called no module: what it computes by itself stays as it is")
