@@ -24,7 +24,21 @@ _GENERATED = ("<frozen", "<eval_with_key")
 _HANDLERS = frozenset({"__torch_function__", "__torch_dispatch__"})
 """Through these a tensor's class or a mode passes on what was called in the frame above."""
 
+_WRAPPERS = tuple(
+    os.sep + os.path.join(*path.split("/"))
+    for path in (
+        "accelerate/hooks.py",
+        "accelerate/utils/operations.py",
+        "lightning/fabric/",
+        "lightning_fabric/",
+        "lightning_utilities/core/",
+    )
+)
+"""Where a framework passes the call of a model along that it has wrapped: the line that it is about stands further out."""
+
 MAX_LINES = 1 << 14
+_has_lines: dict[int, tuple[bool, CodeType]] = {}
+"""Whether a code's lines are shown, by identity, as in the next one."""
 _is_user: dict[int, tuple[bool, CodeType]] = {}
 """By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
 
@@ -48,16 +62,23 @@ def is_user_code(code: CodeType) -> bool:
     return known[0]
 
 
+def _shows_lines(code: CodeType) -> bool:
+    """Whether this is user code and not where a framework passes a call along."""
+    is_shown = is_user_code(code) and not any(path in code.co_filename for path in _WRAPPERS)
+    _has_lines[id(code)] = (is_shown, code)
+    return is_shown
+
+
 def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> Line | None:
     """The user's line above `frame` (default: the caller); None where there is none, or none below a frame of `stop`."""
     current = frame if frame is not None else sys._getframe(1)
-    known_codes = _is_user
+    known_codes = _has_lines
     while current is not None:
         code = current.f_code
         if code is stop:
             return None
         known = known_codes.get(id(code))
-        if known[0] if known is not None else is_user_code(code):
+        if known[0] if known is not None else _shows_lines(code):
             key = (id(code), current.f_lasti)
             line = _lines.get(key)
             if line is None:
