@@ -48,6 +48,8 @@ class Casebook:
         more end?"""
         self.breach_behind: Callable[[str, BadResult], Case | None] = lambda cause, bad: None
         """Asked about the same: from which broken protocol that was told does it follow?"""
+        self.as_told: Callable[[Incident], Incident] = lambda incident: incident
+        """Gives an incident that was replayed the words that fit how the run was started."""
         self.came_back: Callable[[Incident], None] = lambda incident: None
         """Told of a failure that is counted to an earlier one, as that with the step of this."""
 
@@ -140,6 +142,7 @@ class Casebook:
         if isinstance(opinion, Case):
             self._join(opinion, bad, place)
             return
+        opinion = self.as_told(opinion)
         case = Case(opinion, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         case.kind = bad.kind
         case.is_investigated = opinion.severity != "info"  # normal operation takes none of the investigations

@@ -111,6 +111,7 @@ def overrides_under(
     patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
     running = RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
     casebook.came_back = running.heal_again
+    casebook.as_told = running.in_options
     return running
 
 

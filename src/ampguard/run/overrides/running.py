@@ -17,6 +17,7 @@ from ampguard.capture.patches import Patches
 from ampguard.capture.record import BadResult
 from ampguard.incident import Incident
 from ampguard.run.overrides.again import Again
+from ampguard.run.overrides.as_options import in_options
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
 from ampguard.run.overrides.cast_weights import CastWeights
 from ampguard.run.overrides.evaluations import Evaluations
@@ -140,6 +141,13 @@ class RunningOverrides:
             self._updates.gradients_again.scale.close()
         if not has_failed or self._roots.has_seen_any:
             self._say_what_never_came()
+
+    def in_options(self, incident: Incident) -> Incident:
+        """An incident whose fixes are told as options, where it was an option that made the precision low."""
+        precision = self._asked.precision
+        if precision is None or precision == "fp32":
+            return incident
+        return in_options(incident, precision, is_gained=not self._regions.of_script)
 
     def heal(self, incident: Incident) -> None:
         """An incident was explained."""

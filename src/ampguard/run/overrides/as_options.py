@@ -1,0 +1,31 @@
+"""Fixes of a precision that came from outside: as options, for a script that must not be edited."""
+
+from __future__ import annotations
+
+import shlex
+
+import msgspec
+
+from ampguard.incident import Fix, Incident
+
+
+def in_options(incident: Incident, precision: str, is_gained: bool) -> Incident:
+    """The incident with its fixes of the precision told as options of `ampguard run`.
+
+    `precision`: what `--precision` asked for. `is_gained`: whether the script has no autocast of its own, in which a line
+    of it could leave autocast.
+    """
+    fixes = tuple(_as_option(fix, precision, is_gained) for fix in incident.fixes)
+    return msgspec.structs.replace(incident, fixes=fixes)
+
+
+def _as_option(fix: Fix, precision: str, is_gained: bool) -> Fix:
+    how = None
+    if fix.action == "use-bf16":
+        how = f"use bfloat16, which has float32's range: --precision bf16 in place of {precision}"
+    elif fix.action == "disable-amp":
+        how = f"compute in float32: --precision fp32 in place of {precision}"
+    elif fix.action == "force-fp32" and is_gained and fix.target and ":" not in fix.target:
+        options = " ".join(f"--force-fp32 {shlex.quote(target)}" for target in fix.target.split(", "))
+        how = f"beside --precision {precision}: {options}\n# or, in the code:\n{fix.how}"
+    return fix if how is None else msgspec.structs.replace(fix, how=how)
