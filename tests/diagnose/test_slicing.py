@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard.diagnose.slicing import Chain, chain_from
-from ampguard.replay.trace import Trace, bad_elements, traced
+from ampguard.replay.trace import MAX_ELEMENTS, Trace, bad_elements, traced
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import AS_IT_RAN
 
@@ -322,3 +322,26 @@ def test_running_statistics_are_not_read_in_the_derivative_of_training() -> None
     chain = chain_from(trace, traced(gradient), bad)
     assert chain is not None
     assert chain.given is None
+
+
+def test_a_sample_whose_elements_were_not_kept_is_followed_by_another() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 32, 1), nn.SiLU(), nn.Conv2d(32, 1, 1))
+    inf = torch.tensor(1.0) / torch.tensor(0.0)
+
+    def compute() -> Tensor:
+        x = inf * (torch.rand(2, 1, 64, 64) + 1.0)
+        return net(x - x)  # 32 maps of 4,096 elements fill one sample: of the second none is kept
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "sub"
+    assert chain.given is not None
+
+
+def test_an_operator_that_made_it_from_finite_elements_is_the_beginning_among_many_bad_ones() -> None:
+    def compute() -> Tensor:
+        x = torch.full((2, MAX_ELEMENTS + 10), -INF)
+        x[1] = 0.0
+        return torch.log(x.exp() - 1.0)[1].sum()
+
+    assert accused(chain_behind(compute)) == "log"

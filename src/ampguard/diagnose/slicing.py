@@ -12,6 +12,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,8 @@ MAX_VISITS = 800
 VISITS_PER_OP = 4
 ENDS = 2
 """Bad elements of a result that are followed, where no infinite constant explains them."""
+BLOCK, MAX_BLOCKS = 1 << 20, 16
+"""Of a large operand this many elements are asked about at once, and this many times."""
 COPIES = frozenset(
     [
         "where",
@@ -233,6 +236,8 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
             continue
         test = contributing(op, operand, link.result, link.flat)
         mask = torch.ones_like(bad.flat, dtype=torch.bool) if test is None else test(bad.flat)
+        if test is not None and not bool(mask.any()) and _may_lie_beyond(bad, tensor, test):
+            mask = torch.ones_like(mask)  # what went in was not kept: one of its like tells the way
         if op.short_name in COPIES:
             mask &= bad.kinds == link.kind
         for kind in (NAN, POS_INF, NEG_INF):
@@ -246,6 +251,17 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
         options = [option for option in options if option[2] == link.kind]
     options.sort(key=lambda option: option[0])
     return [step for _, step, _ in options]
+
+
+def _may_lie_beyond(bad: BadElements, tensor: TracedTensor, test: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an element that went in lies behind those that were kept of an operand with too many bad ones."""
+    if bad.is_complete:
+        return False
+    first, size = int(bad.flat[-1]) + 1, math.prod(tensor.shape)
+    blocks = range(first, size, BLOCK)
+    return len(blocks) > MAX_BLOCKS or any(
+        bool(test(torch.arange(at, min(at + BLOCK, size), device=bad.flat.device)).any()) for at in blocks
+    )
 
 
 def _older(trace: Trace, reader: TracedOp, tensor: TracedTensor, bad: BadElements, hits: Tensor) -> list[int]:
