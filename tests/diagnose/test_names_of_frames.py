@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ampguard.diagnose.protocol import owners
 from ampguard.diagnose.protocol.owners import attributes_of
 
 
@@ -25,3 +26,18 @@ def test_looking_inside_is_silent() -> None:
     assert attributes_of(Deprecated()) == {"inside": 1}
     assert attributes_of(torch.distributed.reduce_op)
     assert attributes_of(3) is None
+
+
+class Estimator:
+    """As scikit-learn's estimators are: it trains with an optimizer of its own, and is no optimizer."""
+
+    def __init__(self) -> None:
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def name_seen_from_fit(self) -> str | None:
+        return owners.variable_name(self._optimizer)
+
+
+def test_what_holds_an_optimizer_is_not_called_one() -> None:
+    m = Estimator()
+    assert m.name_seen_from_fit() == "self._optimizer"

@@ -175,9 +175,8 @@ def _is_it(value: Any, subject: object) -> bool:
     attributes = attributes_of(value)
     if not isinstance(attributes, dict):
         return False
-    return (
-        attributes.get("optimizer") is subject and hasattr(value, "step") and not hasattr(value, "get_last_lr")
-    ) or (attributes.get("_optimizer") is subject)
+    is_held = any(attributes.get(name) is subject for name in ("optimizer", "_optimizer"))
+    return is_held and hasattr(value, "step") and not hasattr(value, "get_last_lr")
 
 
 def modules_in_frames() -> list[nn.Module]:
