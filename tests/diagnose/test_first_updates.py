@@ -92,3 +92,24 @@ def test_large_first_updates_that_do_no_harm(guard: Guard, monkeypatch: pytest.M
 def test_ordinary_first_updates_are_not_kept(make: Make, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper.StretchKeeper, "_raise_alarm", lambda *_: pytest.fail("nothing was unusual"))
     assert not guard(partial(regression, make, low=True)).report.incidents
+
+
+def test_a_first_loss_near_zero_is_no_measure_of_the_next_batch(guard: Guard) -> None:
+    """A policy's loss begins near 0 by chance; the next batch, fifteen times as large, is one like the others."""
+
+    def body() -> None:
+        seed_everything()
+        mean, log_std = nn.Linear(4, 1), nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.Adam([*mean.parameters(), log_std], lr=300.0)
+        for size in (0.5, 3.0, 1.0, 1.0):
+            x, action = torch.randn(8, 4), torch.randn(8, 1)
+            std = torch.exp(log_std)
+            loss = (0.5 * ((action - mean(x)) / std).square() - torch.log(std) + size * std).mean() - 1.7
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step) == ("divergence", 1)
+    lower = next(fix for fix in first.fixes if fix.action == "lower-learning-rate")
+    assert lower.verified, lower.outcome

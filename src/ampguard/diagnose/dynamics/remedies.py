@@ -23,6 +23,8 @@ SAME_LOSS = 1e-3
 LEFT_RANGE = 2.0
 ORDINARY = 10.0
 """Times the loss that was seen last: up to it, a batch is like the others."""
+ORDINARY_AT_FIRST = 100.0
+"""Times the run's first loss, of which nothing else is known: it may have been near 0 by chance."""
 MANY_SKIPPED = 0.5
 RATE_FACTORS: tuple[float, ...] = (0.1, 0.01)
 ORDINARY_UPDATE = 0.01
@@ -92,9 +94,12 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
     remedies.rate_was_raised = was_raised(replay)
     try:
-        ask_weights_of_before(replay, trajectory, remedies)
+        before = ask_weights_of_before(replay, trajectory, remedies)
         if not remedies.is_weights_doing and not even_if_data:
-            return remedies.without_trial("the step fails on the weights of before as well")
+            far = "fails" if before is None or remedies.fails_before else f"has a loss of {number(before.highest)}"
+            return remedies.without_trial(f"the step {far} on the weights of before as well")
+        if before is not None and remedies.is_weights_doing:
+            usual = max(usual, before.highest if remedies.is_of_first_steps else 0.0)
         ran = replay.as_it_ran()
         why = why_not_reproduced(replay, ran)
         if why is None:
@@ -113,18 +118,21 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     return remedies
 
 
-def ask_weights_of_before(replay: StretchReplay, trajectory: Trajectory, remedies: Remedies) -> None:
+def ask_weights_of_before(replay: StretchReplay, trajectory: Trajectory, remedies: Remedies) -> Course | None:
     """Is it the weights or the batch? The failing step on the weights of before, an earlier one on those of now."""
     try:
         before = replay.failing_step_before()
     except Exception:
         if replay.stretch.is_closed:
-            return  # the steps that were kept may be run again without it
+            return None  # the steps that were kept may be run again without it
         raise
     first = abs(replay.stretch.steps[0].loss or 0.0)
+    if remedies.is_of_first_steps and before.highest <= ORDINARY_AT_FIRST * first:
+        remedies.bound = max(remedies.bound, LEFT_RANGE * before.highest)
     remedies.is_weights_doing = is_healthy(before, max(remedies.bound, LEFT_RANGE * first))
     remedies.fails_before = before.failed_at is not None
     remedies.bears_others = remedies.fails_before and bears_others(replay, trajectory)
+    return before
 
 
 def is_healthy(course: Course, bound: float) -> bool:
