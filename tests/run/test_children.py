@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import multiprocessing.pool
 import random
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,24 @@ def test_processes_that_nobody_watches(computes: bool, tmp_path: Path, capsys: p
     said = capsys.readouterr().err
     assert ("torchrun" in said) is not computes
     assert "a fault of its own" not in said
+
+
+def test_a_process_that_the_script_does_not_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fork = multiprocessing.get_context("fork")
+    may_end = fork.Event()
+    process = fork.Process(target=wait_for, args=(may_end,))
+    with ampguard.watch(out=tmp_path / "run"):
+        process.start()
+    may_end.set()
+    process.join()
+    said = capsys.readouterr().err
+    assert "still running" in said
+    assert "torchrun" not in said
+
+
+def wait_for(event: Event) -> None:
+    """A target of the script's."""
+    event.wait(30)
 
 
 def train() -> None:

@@ -45,6 +45,10 @@ class ChildProcesses:
         """No longer."""
         self._patches.undo()
 
+    def still_running(self) -> int:
+        """How many of those with a guard have not ended: the script leaves it to Python to wait for them."""
+        return sum(process.is_alive() for process in list(self._given))
+
     def _watch_start(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def start(process: BaseProcess) -> None:
@@ -103,6 +107,12 @@ def processes_made() -> int:
     module = sys.modules.get("multiprocessing.process")
     counter = re.fullmatch(r"count\((\d+)\)", repr(getattr(module, "_process_counter", None)))
     return int(counter.group(1)) - 1 if counter is not None else 0
+
+
+def going_on(running: int) -> str:
+    """What is said at the end of a script whose own processes have yet to compute."""
+    which = "a process that it started is" if running == 1 else f"{running} processes that it started are"
+    return f"the script has ended, {which} still running: what is found there is told there, and added to the report"
 
 
 def unwatched(made: int) -> str:

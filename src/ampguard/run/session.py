@@ -31,7 +31,7 @@ from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.report.history import EventRow
 from ampguard.report.store import read_report
 from ampguard.report.summary import print_summary
-from ampguard.run.children import ChildProcesses, processes_made, unwatched
+from ampguard.run.children import ChildProcesses, going_on, processes_made, unwatched
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.folder import RunFolder, make_run_folder
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
@@ -212,7 +212,8 @@ class Session:
             and self._recorder.log.next_index == 0
             and not self._recorder.steps.count
         ):
-            print(f"ampguard: {unwatched(made)}", file=sys.stderr)
+            running = self._children.still_running() if self._children is not None else 0
+            print(f"ampguard: {going_on(running) if running else unwatched(made)}", file=sys.stderr)
 
     def _write(self, report: Report) -> tuple[str | None, Report]:
         """Write the report. What went wrong, and what is to be shown: the report of the children too."""
