@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +115,37 @@ def test_a_first_loss_near_zero_is_no_measure_of_the_next_batch(guard: Guard) ->
     assert (first.cause, first.step) == ("divergence", 1)
     lower = next(fix for fix in first.fixes if fix.action == "lower-learning-rate")
     assert lower.verified, lower.outcome
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 8), nn.Linear(4, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, log_var = self.encoder(x).chunk(2, -1)
+        z = mean + torch.exp(0.5 * log_var) * torch.randn_like(mean)
+        return torch.sigmoid(self.decoder(z)), mean, log_var
+
+
+def test_a_step_that_raised_over_its_output_is_tried_as_well(guard: Guard, tmp_path: Path) -> None:
+    """PyTorch refuses a reconstruction that is NaN, and no loss is made: the fixes are tried up to the output."""
+
+    def body() -> None:
+        seed_everything()
+        model = Autoencoder()
+        optimizer = torch.optim.Adam(model.parameters(), lr=100.0)
+        for _ in range(4):
+            x = torch.rand(32, 16)
+            made, mean, log_var = model(x)
+            loss = F.binary_cross_entropy(made, x) + (mean.square() + log_var.exp() - log_var - 1.0).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        guard(body)
+    first = json.loads((tmp_path / "run" / "report.json").read_text())["incidents"][0]
+    assert (first["cause"], first["phase"]) == ("divergence", "forward")
+    lower = next(fix for fix in first["fixes"] if fix["action"] == "lower-learning-rate")
+    assert lower["verified"], lower["outcome"]

@@ -40,7 +40,7 @@ def refused_values(error: BaseException) -> list[Tensor]:
     for frame in reversed(_frames(error.__traceback__)):
         floating = [v for v in locals_of(frame).values() if isinstance(v, Tensor) and v.is_floating_point()]
         if floating:
-            return [tensor for tensor in floating if _is_refused(tensor)]
+            return [tensor for tensor in floating if is_refused(tensor)]
     return []
 
 
@@ -73,7 +73,8 @@ def _frames(entry: TracebackType | None) -> list[FrameType]:
     return found
 
 
-def _is_refused(tensor: Tensor) -> bool:
+def is_refused(tensor: Tensor) -> bool:
+    """Whether it holds NaN or +Inf: a -Inf alone is a mask."""
     if not compat.has_values(tensor) or is_finite(tensor):
         return False
     with torch.no_grad():

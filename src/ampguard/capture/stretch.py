@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.copies import Snapshot, distance
+from ampguard.capture.raised import is_refused
 from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord, held_in, refs_of
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
@@ -42,7 +43,7 @@ class Update:
 
 @dataclass(slots=True)
 class KeptStep:
-    """One iteration: its events, its updates, and its losses as they were. `target` is the bad loss of one that failed."""
+    """One iteration: its events, its updates, and its losses as they were. `target` is the bad loss or result of a failed one."""
 
     number: int
     record: StepRecord
@@ -125,17 +126,24 @@ def has_risen(steps: list[KeptStep]) -> bool:
 
 
 def find_target(step: KeptStep, recorder: FlightRecorder) -> None:
-    """The loss of a step that failed before it was differentiated: the last single number that is not finite."""
+    """The loss of a step that failed before it was differentiated: the last single number that is not finite.
+
+    Where the script raised over a result before it made a loss of it: the last result that is not finite.
+    """
     for event in reversed(step.record.events):
         if isinstance(event, BackwardCall) and not event.create_graph:
             return
         for position, ref in enumerate(event.outputs):
             tensor = ref()
-            if tensor is not None and tensor.numel() == 1 and tensor.is_floating_point() and not is_finite(tensor):
+            if tensor is None or not tensor.is_floating_point() or is_finite(tensor):
+                continue
+            if tensor.numel() == 1:
                 step.target = Ref(event.index, position)
                 is_scaled = id(tensor) in recorder.loss_of_scaled
                 step.target_scale = step.scale if is_scaled else recorder.judge.last_scale
                 return
+            if step.target is None and is_refused(tensor):
+                step.target = Ref(event.index, position)
 
 
 def needed_events(record: StepRecord) -> list[Event]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat, numerics
 from ampguard.capture.copies import distance, parameters_of
+from ampguard.capture.raised import is_refused
 from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall, held_in, leaves
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.stretch import KeptStep, Stretch, Update
@@ -224,8 +225,11 @@ class _StepReplay(Replayer):
         if self._step.target is not None:
             if values is None or self._step.target not in values.made:
                 raise ReplayError("the loss of the step that failed was not made by recorded operators")
-            failed = float(values.made[self._step.target].detach())
-            self._losses.append(failed / (self._step.target_scale or 1.0))
+            failed = values.made[self._step.target].detach()
+            if failed.numel() == 1:
+                self._losses.append(float(failed) / (self._step.target_scale or 1.0))
+            else:  # the script raised over it before it made a loss
+                self._is_finite = self._is_finite and not is_refused(failed)
         if self._sums:  # no update used them
             self._is_finite = self._is_finite and all(numerics.is_finite(g) for g in self._sums.values())
         return (sum(self._losses) if self._losses else None), self._is_finite
