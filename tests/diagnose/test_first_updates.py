@@ -149,3 +149,31 @@ def test_a_step_that_raised_over_its_output_is_tried_as_well(guard: Guard, tmp_p
     assert (first["cause"], first["phase"]) == ("divergence", "forward")
     lower = next(fix for fix in first["fixes"] if fix["action"] == "lower-learning-rate")
     assert lower["verified"], lower["outcome"]
+
+
+class Careful(Autoencoder):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        made, mean, log_var = super().forward(x)
+        assert not made.isnan().any()
+        return made, mean, log_var
+
+
+def test_a_step_in_which_the_model_raised_is_tried_as_well(guard: Guard, tmp_path: Path) -> None:
+    def body() -> None:
+        seed_everything()
+        model = Careful()
+        optimizer = torch.optim.Adam(model.parameters(), lr=100.0)
+        for _ in range(4):
+            x = torch.rand(32, 16)
+            made, mean, log_var = model(x)
+            loss = F.mse_loss(made, x) + (mean.square() + log_var.exp() - log_var - 1.0).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with pytest.raises(AssertionError):
+        guard(body)
+    first = json.loads((tmp_path / "run" / "report.json").read_text())["incidents"][0]
+    assert (first["cause"], first["phase"]) == ("divergence", "forward")
+    lower = next(fix for fix in first["fixes"] if fix["action"] == "lower-learning-rate")
+    assert lower["verified"], lower["outcome"]

@@ -53,6 +53,8 @@ class KeptStep:
     target: Ref | None = None
     target_scale: float | None = None
     """By which loss scale the target was multiplied."""
+    raises: bool = False
+    """Whether the target is what a model would have returned that raised an error instead."""
 
     @property
     def loss(self) -> float | None:
@@ -128,7 +130,8 @@ def has_risen(steps: list[KeptStep]) -> bool:
 def find_target(step: KeptStep, recorder: FlightRecorder) -> None:
     """The loss of a step that failed before it was differentiated: the last single number that is not finite.
 
-    Where the script raised over a result before it made a loss of it: the last result that is not finite.
+    Where the script raised over a result before it made a loss of it: the last result that is not finite; where the model
+    raised: what it would have returned.
     """
     for event in reversed(step.record.events):
         if isinstance(event, BackwardCall) and not event.create_graph:
@@ -144,6 +147,9 @@ def find_target(step: KeptStep, recorder: FlightRecorder) -> None:
                 return
             if step.target is None and is_refused(tensor):
                 step.target = Ref(event.index, position)
+    last = step.record.events[-1] if step.record.events else None
+    if step.target is None and isinstance(last, RootCall) and not last.outputs:
+        step.target, step.raises = Ref(last.index, 0), True
 
 
 def needed_events(record: StepRecord) -> list[Event]:

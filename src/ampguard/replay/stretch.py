@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat, numerics
 from ampguard.capture.copies import distance, parameters_of
-from ampguard.capture.raised import is_refused
+from ampguard.capture.raised import is_refused, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall, held_in, leaves
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.stretch import KeptStep, Stretch, Update
@@ -215,7 +215,12 @@ class _StepReplay(Replayer):
 
     def carry_out(self) -> tuple[float | None, bool]:
         """Run the step and its updates. Returns the loss (unscaled), and whether its gradients are finite."""
-        self.run(Variant(), traced=False)
+        try:
+            self.run(Variant(), traced=False)
+        except Exception as error:
+            if not (self._step.raises and refused_values(error)):
+                raise
+            return (sum(self._losses) if self._losses else None), False
         for update in self._pending:
             self._apply(update)
         values = self._values
