@@ -262,9 +262,9 @@ def test_a_criterion_is_called_by_its_class(guard: Guard) -> None:
         loss.backward()
 
     fix = next(fix for fix in guard(body).first.fixes if fix.action == "force-fp32")
-    assert (fix.verified, fix.how.partition(": ")[2]) == (
-        True,
-        "Likelihood on x.float()  # where Likelihood is called (its results stay float32)",
+    assert fix.verified is True
+    assert fix.how.partition(": ")[2].startswith(
+        "Likelihood on x.float()  # where Likelihood is called (its results stay float32)"
     )
 
 

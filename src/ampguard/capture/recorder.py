@@ -122,6 +122,8 @@ class FlightRecorder:
         """Optimizer steps attempted so far."""
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
+        self.uses_autocast = False
+        """Whether any of these regions was switched on (`enabled=args.amp`)."""
         self._has_root = False
         self.left_behind: list[GlueTape] = []
         """Tapes that are on the stack of a thread that is not followed any more."""

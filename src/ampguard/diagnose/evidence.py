@@ -73,6 +73,8 @@ class Evidence:
         """Everything that ran in low precision computed in float32."""
         self.seen_in_float32: Outcome | None = None
         """What that came to, once it has been replayed."""
+        self.own_casts: tuple[str, ...] = ()
+        """Lines of modules that are to leave autocast which cast to low precision by themselves, and have to lose that too."""
         self.finite_gradients: dict[Variant, bool | None] = {}
         """With which changes all gradients of the loss are finite, as far as that was asked."""
 

@@ -27,7 +27,7 @@ class Proposal:
     """A fix and how to try it. `trial` is None where a replay cannot show it; `search` asks for the smallest region.
 
     `otherwise` is tried in its place where it was not enough: the same fix, tighter. `known` is what it comes to, where
-    that has been seen already.
+    that has been seen already. `is_of_autocast`: the text speaks of autocast alone, not of casts that the script makes.
     """
 
     action: str
@@ -37,6 +37,7 @@ class Proposal:
     search: bool = False
     otherwise: Proposal | None = None
     known: Outcome | None = None
+    is_of_autocast: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def with_terms(finding: Finding, terms: list[Term]) -> Finding:
 def explain_trace(evidence: Evidence, rank: int, reason: str) -> Incident:
     """Say why it failed; there is no step to replay, so no fix is tried."""
     finding = find_cause(evidence) or unexplained(evidence)
-    fixes = tuple(Fix(p.action, p.target, p.how or advice([evidence.op], evidence.events())) for p in finding.proposals)
+    fixes = tuple(Fix(p.action, p.target, p.how or advice(evidence, [evidence.op])) for p in finding.proposals)
     incident = incident_of(evidence, finding, fixes, rank, rung="live-trace")
     incident.evidence["not_replayed_because"] = reason
     return incident

@@ -8,10 +8,10 @@ and Isolating Failure-Inducing Input", IEEE TSE 2002).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
-from ampguard.capture.record import Event, Held, Ref, RootCall, leaves
+from ampguard.capture.record import Held, Ref, RootCall, leaves
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
@@ -69,7 +69,18 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if _with_finite_gradients(members, replayer, budget):
             outcome = attempt(evidence.bad, replayer, _variant(members))
     names = [_name(region, replayer.names) for region in members]
-    return ", ".join(names), advice(list(members.values()), replayer.events, names), _variant(members), outcome
+    how = advice(evidence, list(members.values()), names)
+    variant = _variant(members)
+    if outcome.own_casts:
+        as_written = dataclasses.replace(variant, keeps_own_casts=True)
+        with contextlib.suppress(Exception):  # two types that do not go together
+            again = attempt(evidence.bad, replayer, as_written) if not budget.is_spent else outcome
+            if not again.is_bad:
+                return ", ".join(names), how, as_written, again
+        lines = dict.fromkeys(filter(None, map(words.code_at, outcome.own_casts)))
+        how += f"; and leave out the cast to {words.precision(evidence)} in: {'; '.join(lines)}"
+        evidence.own_casts = tuple(lines)
+    return ", ".join(names), how, variant, outcome
 
 
 def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, budget: Budget) -> bool:
@@ -124,19 +135,22 @@ def _name(region: Region, names: dict[int, str]) -> str:
     return names.get(place, "")
 
 
-def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None = None) -> str:
+def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = None) -> str:
     """The lines to write. What leaves autocast of the same device is written under it once, each with its place."""
-    roots = [event for event in events if isinstance(event, RootCall)]
+    roots = [event for event in evidence.events() if isinstance(event, RootCall)]
+    is_used = any(root.modes.autocast_dtype is not None for root in roots)
+    is_used = is_used or evidence.replayer is None or evidence.replayer.is_autocast_used
     is_alone = len({id(root.module) for root in roots}) == 1
     kinds = {root.index: "the model" if is_alone else type(root.module).__name__ for root in roots}
     bodies: dict[str, dict[str, None]] = {}
     for position, op in enumerate(ops):
         name = names[position] if names is not None else (op.module or "")
-        off = f'with torch.autocast("{op.device}", enabled=False):'
+        off = f'with torch.autocast("{op.device}", enabled=False): ' if is_used else ""
         root = next((r for r in roots if r.index == op.root), None) if not name else None
         if root is not None and root.modes.autocast_dtype is None and not _has_low_weights(root):
             own = type(root.module).__name__
-            body = f"all of {own}.forward  # in place of the autocast (or the casts to low precision) in it"
+            low = "the autocast (or the casts to low precision)" if is_used else "the casts to low precision"
+            body = f"all of {own}.forward  # in place of {low} in it"
         elif root is not None and root.line is not None and _is_given_no_low_precision(root):
             body = words.code_at(root.line) or ""
         elif op.root is not None:
@@ -145,9 +159,10 @@ def advice(ops: list[TracedOp], events: Iterable[Event], names: list[str] | None
             body = f"{call}  # where {name or own} is called (its results stay float32)"
         else:
             code = words.code_at(op.line) or ""
-            body = f"{code}  # on .float() operands"
+            casts = "" if is_used else f", without the casts to {words.precision(evidence)}"
+            body = f"{code}  # on .float() operands{casts}"
         bodies.setdefault(off, {})[body] = None
-    return "; ".join(f"{off} {'; '.join(lines)}" for off, lines in bodies.items())
+    return "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
 
 
 def _has_low_weights(root: RootCall) -> bool:

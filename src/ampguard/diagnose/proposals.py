@@ -71,10 +71,13 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
                 None,
                 f"use bfloat16, which has float32's range: {bf16}",
                 trial=lambda e: Variant(convert=torch.bfloat16),
+                is_of_autocast=setting == "autocast",
             )
         )
     how = f"compute in float32: {fp32}"
-    fixes.append(Proposal("disable-amp", None, how, trial=lambda e: e.all_in_float32))
+    fixes.append(
+        Proposal("disable-amp", None, how, trial=lambda e: e.all_in_float32, is_of_autocast=setting == "autocast")
+    )
     return tuple(fixes)
 
 

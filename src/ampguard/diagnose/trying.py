@@ -57,11 +57,11 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     is_trial = proposal.search or proposal.trial is not None
     is_known = proposal.action == "disable-amp" and evidence.seen_in_float32 is not None  # most causes ask for it
     if not is_trial or replayer is None or (budget.is_spent and not is_known):
-        return fix(None, how=advice([evidence.op], evidence.events()) if proposal.search else None)
-    target, how = proposal.target, proposal.how
+        return fix(None, how=advice(evidence, [evidence.op]) if proposal.search else None)
+    target, how = proposal.target, proposal.how + _with_own_casts(evidence, proposal)
     try:
         if proposal.search:
-            how = advice([evidence.op], evidence.events())
+            how = advice(evidence, [evidence.op])
             found = smallest_float32_region(evidence, budget)
             if found is None:
                 return fix(False, "the replayed step is still bad", how)
@@ -81,6 +81,14 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
     return fix(verified, effect, how, target)
+
+
+def _with_own_casts(evidence: Evidence, proposal: Proposal) -> str:
+    """What else another autocast needs, where the smallest region that leaves it casts to low precision by itself."""
+    if not (evidence.own_casts and proposal.is_of_autocast):
+        return ""
+    another = "bfloat16" if proposal.action == "use-bf16" else "float32"
+    return f", and {another} in place of the script's own casts in: {'; '.join(evidence.own_casts)}"
 
 
 def judged(

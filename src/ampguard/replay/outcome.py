@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ampguard.capture.record import Ref
+from ampguard.capture.record import Line, Ref
 from ampguard.replay.trace import Trace
 from ampguard.replay.variants import Captured
 
@@ -34,5 +34,7 @@ class Outcome:
     """Each parameter of the script that has a gradient, and that gradient."""
     stand_ins: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Storage of a clone that the replay used, to (the clone, the script's own tensor)."""
+    own_casts: tuple[Line, ...] = ()
+    """Lines within modules that left autocast which cast to low precision all the same; in the replay they did not."""
     has_true_derivatives: bool = True
     """False where an operator was changed and its derivative is still that of the operator as it ran."""

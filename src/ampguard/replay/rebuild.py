@@ -64,7 +64,7 @@ class Replayer:
         leaves = updated_leaves(bad.record)
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
         self._given = leaves | self._given
-        self.is_autocast_used = recorder.regions > 0 or any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+        self.is_autocast_used = recorder.uses_autocast or any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
         """Whether the script has been within a region of autocast: calls outside modules do not say whether they were."""
         self._sandboxes = contextlib.ExitStack()
         self._casts = WeightCasts()
@@ -228,6 +228,7 @@ class Replayer:
         outcome.captured = mode.captured
         self._hidden = mode.hidden
         outcome.stand_ins = mode.stand_ins
+        outcome.own_casts = tuple(mode.own_casts.values())
         outcome.zero_shares = mode.zero_shares
         outcome.has_true_derivatives = mode.changed_nodes.are_known
         outcome.output_names = values.names

@@ -80,6 +80,8 @@ class ReplayMode(compat.DispatchMode):
         self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
         self._intervenes = bool(variant.interventions or variant.at_places)
         self._forced = 0
+        self.own_casts: dict[tuple[int, int], Line] = {}
+        """Lines that cast to low precision outside autocast, within modules that are computed in float32."""
         self.changed_nodes = ChangedNodes()
 
     @contextlib.contextmanager
@@ -165,6 +167,8 @@ class ReplayMode(compat.DispatchMode):
             raise CollectiveError(f"{func} would wait for the other ranks")
         precision = self._precision() if self._may_convert else None
         if precision is not None:
+            if self._forced and numerics.is_low_precision(kwargs.get("dtype")):
+                self._note_own_cast(sys._getframe(1))
             args, kwargs = converted(func, args, kwargs, precision)
         noted = self.note_before(func, args, kwargs)
         intervention = self._intervention(noted.index, func) if self._intervenes else None
@@ -251,12 +255,17 @@ class ReplayMode(compat.DispatchMode):
         if self.variant.convert is not None:
             return self.variant.convert
         if self._forced:
-            return torch.float32
+            return None if self.variant.keeps_own_casts else torch.float32
         event = self.event
         is_glue = isinstance(event, GlueOp) or self._is_outside
         line = self._line(sys._getframe(2)) if is_glue and self.variant.fp32_lines else None
         in_region = line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
         return torch.float32 if in_region else None
+
+    def _note_own_cast(self, frame: FrameType) -> None:
+        line = self._line(frame) if not any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")) else None
+        if line is not None:
+            self.own_casts[id(line.code), line.number] = line
 
     def _line(self, frame: FrameType) -> Line | None:
         """The user's line of the operator that is running; PyTorch's own modules have none but that of their call."""

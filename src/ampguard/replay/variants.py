@@ -41,7 +41,8 @@ class Variant:
     identity, made ones by their reference. The operands and results of the operators in `capture` are kept. With
     `zero_shares` the zeros in each result of a backward pass are counted; `differentiate` names a part of the loss to be
     differentiated in its place. `compiled` lets compiled code run as such: no operator is seen then, and nothing else
-    can be changed. `within` is a context that the whole replay runs in (another backend of PyTorch's own).
+    can be changed. `within` is a context that the whole replay runs in (another backend of PyTorch's own). With
+    `keeps_own_casts` modules that leave autocast still cast to low precision where their own code says so.
     """
 
     convert: torch.dtype | None = None
@@ -56,6 +57,7 @@ class Variant:
     differentiate: Ref | None = None
     compiled: CompiledCode | None = None
     within: Callable[[], AbstractContextManager[Any]] | None = None
+    keeps_own_casts: bool = False
 
     def __hash__(self) -> int:
         return id(self)
@@ -75,6 +77,7 @@ class Variant:
             differentiate=self.differentiate or base.differentiate,
             compiled=self.compiled or base.compiled,
             within=self.within or base.within,
+            keeps_own_casts=self.keeps_own_casts or base.keeps_own_casts,
         )
 
 

@@ -12,6 +12,8 @@ import torch
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 
+DEVICES = ("cpu", "cuda")
+
 
 class AutocastProbe:
     """Tells the habits of autocast's regions, and the recorder when the cache of casts is emptied."""
@@ -51,6 +53,8 @@ class AutocastProbe:
         def clear_autocast_cache() -> None:
             original()
             recorder.regions += 1
+            if not recorder.uses_autocast:  # (the region that ends is still in force)
+                recorder.uses_autocast = any(torch.is_autocast_enabled(device) for device in DEVICES)
             is_ours = get_ident() == training.ident or guarded(training.hears)
             if is_ours and habits.watches_regions and not recorder.paused:
                 guarded(habits.cache_cleared)
