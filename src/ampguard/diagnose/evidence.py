@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat, numerics
-from ampguard.capture.record import BadResult, Event, GlueOp, Held, Ref, held_in, refs_in
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, Line, Ref, held_in, refs_in
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.named_arguments import named_leaves
@@ -73,7 +73,7 @@ class Evidence:
         """Everything that ran in low precision computed in float32."""
         self.seen_in_float32: Outcome | None = None
         """What that came to, once it has been replayed."""
-        self.own_casts: tuple[str, ...] = ()
+        self.own_casts: tuple[Line, ...] = ()
         """Lines of modules that are to leave autocast which cast to low precision by themselves, and have to lose that too."""
         self.finite_gradients: dict[Variant, bool | None] = {}
         """With which changes all gradients of the loss are finite, as far as that was asked."""

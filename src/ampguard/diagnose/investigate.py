@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from os.path import basename
 from typing import Any
 
 from torch import Tensor
@@ -172,6 +173,8 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
     facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
     if "disable-amp" in evidence.losses_with:
         facts["loss_in_float32"] = evidence.losses_with["disable-amp"]
+    if evidence.own_casts:
+        facts["own_casts"] = [f"{basename(line.code.co_filename)}:{line.number}" for line in evidence.own_casts]
     if bad.names:
         facts["poisoned_buffers"] = list(bad.names)
     if bad.kind == "gradient" and bad.error is not None:

@@ -77,9 +77,8 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
             again = attempt(evidence.bad, replayer, as_written) if not budget.is_spent else outcome
             if not again.is_bad:
                 return ", ".join(names), how, as_written, again
-        lines = dict.fromkeys(filter(None, map(words.code_at, outcome.own_casts)))
-        how += f"; and leave out the cast to {words.precision(evidence)} in: {'; '.join(lines)}"
-        evidence.own_casts = tuple(lines)
+        evidence.own_casts = outcome.own_casts
+        how += f"; and leave out the cast to {words.precision(evidence)} in: {words.codes_at(outcome.own_casts)}"
     return ", ".join(names), how, variant, outcome
 
 

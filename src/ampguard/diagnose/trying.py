@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
@@ -88,7 +89,7 @@ def _with_own_casts(evidence: Evidence, proposal: Proposal) -> str:
     if not (evidence.own_casts and proposal.is_of_autocast):
         return ""
     another = "bfloat16" if proposal.action == "use-bf16" else "float32"
-    return f", and {another} in place of the script's own casts in: {'; '.join(evidence.own_casts)}"
+    return f", and {another} in place of the script's own casts in: {words.codes_at(evidence.own_casts)}"
 
 
 def judged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose.code_text import without_comment
@@ -83,6 +84,11 @@ def code(evidence: Evidence) -> str:
 def code_at(line: Line | None) -> str | None:
     """The text of a line of code, without its comment (of a part of a statement: the statement); None without a line."""
     return (whole_statement(line) or without_comment(line.location().code)) if line is not None else None
+
+
+def codes_at(lines: Iterable[Line]) -> str:
+    """The code of several lines, each once."""
+    return "; ".join(dict.fromkeys(code for line in lines if (code := code_at(line))))
 
 
 def marked(how: str, op: TracedOp, beside: TracedOp) -> str:

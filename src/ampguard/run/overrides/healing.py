@@ -129,6 +129,7 @@ class Healer:
         self._larger = None
         for position, fix in enumerate(fixes):
             if self._apply(fix, incident.location):
+                self._lines.add(places_in(incident.evidence.get("own_casts", ())))
                 self._applied.add((fix.action, fix.target))
                 self._larger = (incident, fixes[position + 1 :])
                 self._tell(incident, fix)
@@ -204,6 +205,12 @@ class Healer:
             else _where(fix)
         )
         say(f"{healed.cause} in step {healed.step}: {how}, {where} from now on")
+
+
+def places_in(texts: Sequence[str]) -> list[tuple[str, int]]:
+    """`["model.py:8"]` as lines of files."""
+    named = (text.rpartition(":") for text in texts)
+    return [(file, int(number)) for file, _, number in named if number.isdigit()]
 
 
 def _where(fix: Fix) -> str:

@@ -66,6 +66,8 @@ class LiveStep(Replayer):
     def _run_event(self, event: Event, values: Values, variant: Variant, gradients: Gradients) -> list[Tensor]:
         if isinstance(event, RootCall):
             event = dataclasses.replace(event, modes=self._modes_of(event.modes))
+            with self._lines.within_modules():
+                return super()._run_event(event, values, variant, gradients)
         return super()._run_event(event, values, variant, gradients)
 
     def _modes_of(self, modes: Modes) -> Modes:
