@@ -87,5 +87,4 @@ def test_outside_modules(autocast: bool, guard: Guard) -> None:
 
     how = hows(guard, body)["force-fp32"]
     assert ("autocast" in how) is autocast
-    if not autocast:
-        assert how.endswith("# on .float() operands, without the casts to float16")
+    assert how.endswith("# on .float() operands, without its cast to float16")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampguard.capture.record import Held, Ref, RootCall, leaves
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from ampguard.diagnose.budget import Budget
 
 MAX_REGIONS = 24
+
+CAST = re.compile(r"\.half\(|float16|bfloat16")
+"""A cast to low precision, as people write it."""
 
 Region: TypeAlias = tuple[str, int | tuple[str, int]]
 """("module", id of the module) or ("line", (file, line number))."""
@@ -158,7 +162,7 @@ def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = No
             body = f"{call}  # where {name or own} is called (its results stay float32)"
         else:
             code = words.code_at(op.line) or ""
-            casts = "" if is_used else f", without the casts to {words.precision(evidence)}"
+            casts = f", without its cast to {words.precision(evidence)}" if CAST.search(code) else ""
             body = f"{code}  # on .float() operands{casts}"
         bodies.setdefault(off, {})[body] = None
     return "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
