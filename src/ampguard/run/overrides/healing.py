@@ -129,7 +129,8 @@ class Healer:
         self._larger = None
         for position, fix in enumerate(fixes):
             if self._apply(fix, incident.location):
-                self._lines.add(places_in(incident.evidence.get("own_casts", ())))
+                if "own_casts" in incident.evidence:
+                    self._lines.add(places_in(incident.evidence["own_casts"]))
                 self._applied.add((fix.action, fix.target))
                 self._larger = (incident, fixes[position + 1 :])
                 self._tell(incident, fix)

@@ -30,7 +30,7 @@ class LinesInFloat32:
     def add(self, lines: Iterable[tuple[str, int]]) -> None:
         """(name of the file, number): as fixes name them."""
         self._lines |= set(lines)
-        if self._mode is None and self._lines:
+        if self._mode is None:
             self._mode = _Mode(self._lines)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
