@@ -177,3 +177,19 @@ def test_a_step_in_which_the_model_raised_is_tried_as_well(guard: Guard, tmp_pat
     assert (first["cause"], first["phase"]) == ("divergence", "forward")
     lower = next(fix for fix in first["fixes"] if fix["action"] == "lower-learning-rate")
     assert lower["verified"], lower["outcome"]
+
+
+def test_weights_whose_norm_has_left_float32(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e25)
+        for _ in range(4):
+            loss = (model(torch.rand(32, 16)) - 1.0).abs().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step) == ("divergence", 1)
+    assert first.evidence["weights_moved_by"] > 1e15

@@ -49,6 +49,8 @@ SELDOM = frozenset(["domain-error"])
 """How it ends where weights leave a function's domain. Most of these are no end of one: a gentle rise is not enough."""
 
 WEIGHTS_GREW = 1.1
+OUT_OF_SIGHT = 1e15
+"""Times their norm: weights that have moved so far may have a norm whose square float32 cannot hold."""
 MORE_RANGE = frozenset(["force-fp32", "use-bf16", "disable-amp"])
 
 
@@ -120,7 +122,7 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
         return None  # an operand on the domain's edge (a 0 under a logarithm) is no sign of large weights
     since: list[WeightSample | None] = [*looks] or [None]
     found = [growth for look in since if (growth := growth_since(look, losses, incident, situation))]
-    found = found or since_the_first(losses, incident, situation)
+    found = found or since_the_first(losses, incident, situation) or out_of_sight(losses, incident, remedies)
     if not found:
         return None
     grown, usual = max(found)
@@ -155,6 +157,16 @@ def since_the_first(
     is_out = has_risen and is_out_of_range(incident, usual, losses[-1][1])
     growth = growth_of_far_moves(situation) if is_out else None
     return [] if growth is None else [(growth, usual)]
+
+
+def out_of_sight(
+    losses: list[tuple[int, float]], incident: Incident, remedies: Remedies | None
+) -> list[tuple[float, float]]:
+    """The same, where the norm of the weights has left float32's range itself, and no look has a number for it."""
+    usual = abs(losses[0][1])
+    if remedies is None or not remedies.is_weights_doing or (remedies.moved or 0.0) < OUT_OF_SIGHT:
+        return []
+    return [(remedies.moved or 0.0, usual)] if is_out_of_range(incident, usual, losses[-1][1]) else []
 
 
 def is_out_of_range(incident: Incident, usual: float, last: float) -> bool:
