@@ -278,3 +278,28 @@ def test_an_optimizer_that_is_given_master_copies_after_it_was_made(guard: Guard
                 p.data.copy_(master.data)
 
     assert guard(body).causes == []
+
+
+# --- a scaler of the script's own --------------------------------------------------------------------------------------
+
+
+class LeavesItToTheLoop(torch.amp.GradScaler):
+    """Its `unscale_` does nothing, and so `step` finds no checks."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+def test_gradients_that_no_check_was_made_of_are_there(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = LeavesItToTheLoop("cpu", init_scale=256.0)
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizer)
+
+    assert only(guard(body)).cause == "clip-before-unscale"

@@ -390,6 +390,8 @@ class Machine:
             return "no-gradients", ledger.cleared_at, {"why": "cleared", "backward": ledger.cleared_part.where}
         if last is None:
             return "no-gradients", None, {"why": "no-backward"}
+        if ledger.parts:
+            return None, None, {}  # it has gradients: a scaler of the script's own asks for no checks
         return "no-gradients", last.where, {"why": "not-reached", "reached": tuple(last.reached)}
 
     def _no_checks_before_update(self, event: Refused, ledger: Ledger) -> _Answer:
