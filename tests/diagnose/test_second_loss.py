@@ -52,6 +52,43 @@ def test_the_operator_of_the_second_loss_is_named(scales: bool, guard: Guard) ->
     assert any(fix.verified for fix in run.first.fixes)
 
 
+def act(clears: str, steps: int = 20, bad: int = 17) -> None:
+    """An actor whose advantages are standardised after the critic's step; one episode is over at once."""
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(4, 2), nn.Linear(4, 1)
+    for_actor, for_critic = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (actor, critic))
+    scaler = GradScaler("cpu", init_scale=256.0)
+    for step in range(steps):
+        if clears == "first":
+            for_critic.zero_grad()
+        states, returns = torch.randn(1 if step == bad else 9, 4), torch.rand(9)[: 1 if step == bad else 9]
+        with torch.autocast("cpu", torch.float16):
+            values = critic(states).squeeze(-1)
+        scaler.scale(nn.functional.mse_loss(values.float(), returns)).backward()
+        scaler.step(for_critic)
+        advantages = returns - values.detach().float()
+        advantages = advantages / (advantages.var() + 1e-8)
+        with torch.autocast("cpu", torch.float16):
+            chosen = actor(states).float().log_softmax(-1)[:, 0]
+        loss = -(chosen * advantages).mean()
+        for_actor.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(for_actor)
+        scaler.update()
+        if clears == "last":
+            for_critic.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("clears", ["first", "last"])
+def test_what_is_computed_after_an_optimizers_step_is_seen_wherever_gradients_are_cleared(
+    clears: str, guard: Guard
+) -> None:
+    run = guard(lambda: act(clears))
+    assert (run.first.cause, run.first.step) == ("empty-reduction", 17)
+    assert "advantages.var()" in run.first.location.code
+
+
 def accumulate() -> None:
     """Parts of a batch, each prepared by the script itself; one pixel of the third part of step 4 is below 0."""
     torch.manual_seed(0)

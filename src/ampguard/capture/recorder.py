@@ -481,12 +481,16 @@ class FlightRecorder:
             self._forget_finished()
 
     def bookkeeping_done(self, is_last: bool) -> None:
-        """The scaler was updated, an optimizer stepped or its gradients were cleared, between two steps.
+        """The scaler was updated, an optimizer stepped or its gradients were cleared.
 
         What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
-        gradients in between, from there on (`is_last`).
+        gradients in between, from there on (`is_last`). In the middle of an iteration, it belongs to the next
+        optimizer's loss.
         """
-        if self.schedule.comes_next(is_last):
+        if not self.between_steps:
+            if not self.has_compiled_before:
+                self.resume_tape()
+        elif self.schedule.comes_next(is_last):
             self.tape_preprocessing()
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
