@@ -193,6 +193,27 @@ def test_an_update_that_comes_twice(guard: Guard) -> None:
     assert "delete the second" in how(incident)
 
 
+def test_an_update_in_a_finally_that_a_batch_is_passed_over_to(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = net(), scaler_of()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            try:
+                if step == 1:
+                    continue
+                opt.zero_grad()
+                scaler.scale(loss_of(model)).backward()
+                scaler.step(opt)
+            finally:
+                scaler.update()
+
+    incident = only(guard(raises("prior to update", body)))
+    assert incident.cause == "missing-update"
+    assert "it came round again, and no optimizer went through the scaler since" in incident.explanation
+    assert "only where a step was made" in how(incident)
+    assert "delete" not in how(incident)
+
+
 def test_an_update_without_a_step_is_not_called_a_second_one(guard: Guard) -> None:
     def body() -> None:
         model, scaler = net(), scaler_of()

@@ -33,6 +33,15 @@ def missing_update(scene: Scene) -> Telling:
                 f'with no step between. PyTorch says "No inf checks were recorded prior to update."'
             )
             how = f"call it once an iteration, after the last optimizer's step: delete the second, {at(scene.again)}"
+            if at(scene.first) == at(scene.again):
+                text = (
+                    f"`{scaler}.update()` was called without a step: at {at(scene.again)} it came round again, and no optimizer "
+                    f'went through the scaler since. PyTorch says "No inf checks were recorded prior to update."'
+                )
+                how = (
+                    f"call it only where a step was made, right behind it (not in a `finally`, nor where a batch is passed "
+                    f"over): {once}"
+                )
     elif facts.get("refused"):
         text = _left_out(scene)
         how = f"call {scaler}.update() in every iteration, also where the step is skipped (before a `continue`): {once}"
