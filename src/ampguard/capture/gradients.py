@@ -12,6 +12,7 @@ from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref
+from ampguard.capture.remade import RemadeGradients, gradients_of
 from ampguard.compat import version_of, versions_of
 from ampguard.numerics import all_finite_on_cpu
 
@@ -28,6 +29,7 @@ class GradientWatch:
         self.scaler: Any = None
         """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
+        self.remade = RemadeGradients(log)
         self._log = log
         self._judge = judge
         self._is_unjudged = False
@@ -66,10 +68,20 @@ class GradientWatch:
             since = max(self._cleared.values(), default=0)
             self._judge.gradients_made_backward_raise(parameters, scale, error, since)
 
-    def are_looked_at_by_scaler(self) -> None:
-        """A scaler is about to step: it looks by itself."""
+    def are_looked_at_by_scaler(self, optimizer: torch.optim.Optimizer, is_unscaled: bool) -> None:
+        """A scaler is about to step: it looks by itself, or has looked when it unscaled them."""
         self._is_unjudged = False
         self._known_finite = []
+        if self.remade.are_used and is_unscaled:
+            self._judge_remade(optimizer)
+
+    def _judge_remade(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Has the script itself turned good gradients into bad ones?"""
+        gradients = gradients_of(optimizer)
+        targets = self.remade.bad_ones(gradients)
+        if targets:
+            self._judge.remade_gradients_are_bad(parameters_of(optimizer), targets)
+        return bool(targets)
 
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""
@@ -78,7 +90,7 @@ class GradientWatch:
             return
         if self._are_finite(gradients_of(optimizer)):
             self._judge.gradients_are_good()
-        else:
+        elif not (self.remade.are_used and self._judge_remade(optimizer)):
             since = self._cleared_since(optimizer)
             is_scaled = self.scaler is not None and self.scaler.is_enabled()
             scale = float(self.scaler.get_scale()) if is_scaled else None
@@ -162,11 +174,6 @@ class GradientWatch:
 
     def _cleared_since(self, optimizer: torch.optim.Optimizer) -> int:
         return max(self._cleared.get(id(optimizer), 0), self._cleared.get(None, 0))
-
-
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that an optimizer is about to use."""
-    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

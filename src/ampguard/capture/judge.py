@@ -258,6 +258,15 @@ class Judge:
         )
         self.spoilt.note(parameters)
 
+    def remade_gradients_are_bad(self, parameters: Iterable[Tensor], targets: tuple[Ref, ...]) -> None:
+        """Gradients were finite until the script computed others from them."""
+        parameters = self._with_gradient(parameters)
+        if self._bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
+            return
+        self._bad_gradients_from = self._log.next_index
+        self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
+        self.spoilt.note(parameters)
+
     def gradients_made_backward_raise(
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
     ) -> None:

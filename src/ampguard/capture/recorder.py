@@ -50,6 +50,7 @@ from ampguard.capture.record import (
     tensors_in,
     torch_rng_states,
 )
+from ampguard.capture.remade import gradients_of
 from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
@@ -418,7 +419,7 @@ class FlightRecorder:
             self.log.iteration_start = before  # perhaps two backward passes make one step
             self.log.forget_before(before)  # each update starts from the last one's weights
             self.resume_tape()
-        elif self.log.goes_on_after_backward or self.steps.count < FIRST_STEPS:
+        elif self.log.goes_on_after_backward or self.gradients.remade.are_used or self.steps.count < FIRST_STEPS:
             self.resume_tape()
 
     def _unscaled(self, tensor: Tensor) -> Tensor:
@@ -430,8 +431,10 @@ class FlightRecorder:
     def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        if self.steps.count < FIRST_STEPS and not self.counting:
+            self.gradients.remade.learn(gradients_of(optimizer))
         if by_scaler:
-            self.gradients.are_looked_at_by_scaler()
+            self.gradients.are_looked_at_by_scaler(optimizer, self.is_unscaled)
             return
         self.judge.read_flags(wait=True)
         if has_closure:
@@ -473,6 +476,8 @@ class FlightRecorder:
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False
+        if self.gradients.remade.are_used:
+            self.log.closed_until = self.log.next_index  # gradients that were used are not to be held on to
         if self.live is not None:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)

@@ -50,11 +50,13 @@ class ClippingProbe:
             if not recorder.active or recorder.paused or torch.compiler.is_compiling():
                 return original(parameters, max_norm, norm_type, *args, **kwargs)
             self._is_clipping = True
+            began = recorder.log.next_index
             try:
                 norm = original(parameters, max_norm, norm_type, *args, **kwargs)
             finally:
                 self._is_clipping = False
                 measured, self._measured = self._measured, None
+                recorder.gradients.remade.clipped = range(began, recorder.log.next_index)
             if type(measured) is list:
                 recorder.barrier.call(self._clipped, measured, norm, max_norm, norm_type)
             return norm

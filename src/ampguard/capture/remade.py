@@ -1,0 +1,70 @@
+"""Gradients that the script computes by itself between backward and the optimizer's step: surgery, norms, clips.
+
+Whether a loop does that shows in its first steps, in which what follows a backward pass is taped. Where it does, it is
+taped in all steps, and gradients that are bad only since then are told by the operator that made them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import GlueOp, Ref, held_in, refs_of
+from ampguard.numerics import all_finite_on_cpu, is_finite
+
+FOLLOWED = 4
+"""Bad gradients that are followed to where the script made them so."""
+
+
+class RemadeGradients:
+    """Knows which gradients are results of the glue tape."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self.are_used = False
+        """Whether the loop steps with gradients that it has computed itself."""
+        self.clipped = range(0)
+        """The events of the last `clip_grad_norm_`, which is PyTorch's own."""
+
+    def learn(self, gradients: Iterable[Tensor]) -> None:
+        """These are about to be used, in one of the first steps."""
+        self.are_used = self.are_used or any(self._made_by(gradient) is not None for gradient in gradients)
+
+    def bad_ones(self, gradients: list[Tensor]) -> tuple[Ref, ...]:
+        """Those that the script has made bad; none where backward gave bad ones already."""
+        if all_finite_on_cpu(gradients):
+            return ()
+        bad = [g for g in gradients if g.is_cpu and not is_finite(g)][:FOLLOWED]
+        made = [self._made_by(gradient) for gradient in bad]
+        targets = tuple(ref for ref in made if ref is not None)
+        return targets if len(targets) == len(bad) and self._were_finite(targets) else ()
+
+    def _made_by(self, gradient: Tensor) -> Ref | None:
+        ref = self._log.lookup(gradient)
+        event = self._log.record.event(ref.event) if ref is not None and ref.event not in self.clipped else None
+        return ref if isinstance(event, GlueOp) else None
+
+    def _were_finite(self, targets: tuple[Ref, ...]) -> bool:
+        """Whether all that they were made from was: what backward calls left and returned, and the script's own numbers."""
+        record, given = self._log.record, list[Tensor]()
+        pending, seen = [ref.event for ref in targets], set[int]()
+        while pending:
+            index = pending.pop()
+            event = record.event(index)
+            if event is None or index in seen:
+                continue
+            seen.add(index)
+            if isinstance(event, GlueOp):
+                given += [held.value for held in held_in((event.args, event.kwargs))]
+                pending += [ref.event for ref in refs_of(event)] + record.writers.get(index, [])
+            else:
+                given += [t for ref in event.outputs if (t := ref()) is not None]
+        return all_finite_on_cpu(t for t in given if t.is_cpu and t.is_floating_point() and not t.is_meta)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer is about to use."""
+    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
