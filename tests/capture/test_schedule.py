@@ -102,3 +102,15 @@ def test_a_conversion_to_another_type_is_computing(narrow: torch.dtype, tmp_path
     with ampguard.watch(out=tmp_path / "run") as session:
         taped = trained(session, lambda step, x: x.to(narrow).to(torch.float32), None)
     assert all(taped)
+
+
+def test_preprocessing_that_comes_at_times_is_told(tmp_path: Path) -> None:
+    def prepare(step: int, x: Tensor) -> Tensor:
+        if step % 7 not in (3, 5):  # and nothing in the four steps between
+            return x
+        return standardized(torch.ones(5, 4) if step == BAD else x)
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        trained(session, prepare, None)
+    first = session.report.incidents[0]
+    assert (first.cause, first.step, first.op) == ("division-by-zero", BAD, "aten.div.Tensor")

@@ -28,6 +28,9 @@ PREFIX_OPS = 48
 EMPTY_PREFIXES = 4
 """Steps in a row in which nothing that a step needs was computed before its first module, after which it is not taped."""
 
+RARE_PREFIXES = 64
+"""The same of a run in which it was needed at times (an agent whose next move comes from no module), after its first step."""
+
 LOOK_AGAIN = 32
 """Steps between two in which it is taped all the same, or in which it is seen whether it is still needed."""
 
@@ -56,6 +59,8 @@ class TapeSchedule:
         self._has_prefix = False
         self._clears_between_steps = False
         self._empty_prefixes = 0
+        self._uses = 0
+        """Steps in which what was computed before the first module is known to have been used."""
         self._may_have_more = True
 
     def begins(self, has_prefix: bool) -> None:
@@ -71,6 +76,7 @@ class TapeSchedule:
 
     def prefix_was(self, used: bool) -> None:
         """What was computed before the first module (a metric of the last step, say) was used, or not."""
+        self._uses += used
         self._empty_prefixes = 0 if used else self._empty_prefixes + 1
 
     def exhausted(self, has_root: bool) -> None:
@@ -87,7 +93,8 @@ class TapeSchedule:
             self.limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
         self.keeps_calls = min(seconds, usual_seconds) < LONG_STEP  # a single slow step does not count
         self.is_functional = not has_root
-        is_empty = not self._wants_prefix or self._empty_prefixes >= EMPTY_PREFIXES
+        enough = RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
+        is_empty = not self._wants_prefix or self._empty_prefixes >= enough
         looks_again = self._wants_prefix and steps % LOOK_AGAIN == 0
         self.has_no_prefix = has_root and is_empty and not looks_again
         self._has_prefix = False
