@@ -88,3 +88,20 @@ def test_outside_modules(autocast: bool, guard: Guard) -> None:
     how = hows(guard, body)["force-fp32"]
     assert ("autocast" in how) is autocast
     assert how.endswith("# on .float() operands, without its cast to float16")
+
+
+def test_outside_a_model_with_weights_in_float16(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 8).half().eval()
+        with torch.no_grad():
+            scores = torch.log_softmax(net(torch.randn(6, 4).half()), -1)
+            scores[:, :2] = -1e4
+            ranked = scores * 7
+            float((ranked - ranked.mean(-1, keepdim=True)).mean())
+
+    first = guard(body).first
+    assert (first.cause, first.op) == ("fp16-overflow", "aten.mul.Tensor")
+    fix = next(fix for fix in first.fixes if fix.action == "force-fp32")
+    assert fix.verified
+    assert fix.how == "ranked = scores * 7  # on .float() operands"

@@ -60,7 +60,7 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
             f" of the script's own",
         ),
     }[setting]
-    is_all_low = setting == "weights" or (
+    is_all_low = (setting == "weights" and evidence.op.root is not None) or (
         setting == "casts" and not any(isinstance(e, RootCall) for e in evidence.events())
     )
     fixes = [] if is_all_low else [Proposal("force-fp32", words.region(evidence), "", search=True)]
