@@ -76,7 +76,7 @@ class BadSince:
             text = f"The loss of step {last_good} was still finite{self._since(facts)}."
             if last_good == incident.step and self._is_of_another_model(facts):
                 facts["since_step"] = incident.step - 1
-                text = f"Its losses were finite until its last update{self._since(facts).replace('after it ', '')}."
+                text = f"Its losses were finite until its last update{self._since(facts, update='that')}."
             kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
             incident = msgspec.structs.replace(incident, fixes=kept)
         else:
@@ -90,14 +90,14 @@ class BadSince:
             )
         return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}", evidence=facts)
 
-    def _since(self, facts: dict[str, Any]) -> str:
+    def _since(self, facts: dict[str, Any], update: str = "the update after it") -> str:
         """What has made it bad since the last finite loss."""
         recorder = self._recorder
         is_updating = recorder.is_in_closure or recorder.steps.attempts > recorder.judge.attempts_when_good
         is_updating = is_updating or self._is_of_another_model(facts)
         if is_updating or not recorder.stepped_since(0) or not facts.get("is_trained", True):
             setting = self._bad_setting() if facts.get("is_trained", True) else None
-            return _since(facts) if setting is None else f": the update after it poisoned it, for {setting}"
+            return _since(facts, update) if setting is None else f": {update} poisoned it, for {setting}"
         facts["written_by_script"] = True
         return (
             ", and no optimizer has stepped since: the script itself has written these values to it. In an ascent such as SAM's "
@@ -180,14 +180,14 @@ def _spoiled(case: Case, facts: dict[str, Any]) -> str:
     return f"It was poisoned in step {first.step} by {name} at {Path(at).name} ({first.cause})."
 
 
-def _since(facts: dict[str, Any]) -> str:
+def _since(facts: dict[str, Any], update: str) -> str:
     """What has made a parameter or buffer bad that was not when training began."""
     if not facts.get("is_trained", True):
         return ": it was written to since"
     if not facts.get("gradients_were_looked_at"):
-        return ": the update after it poisoned it"
+        return f": {update} poisoned it"
     return (
-        ": the update after it poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
+        f": {update} poisoned it, and the gradients of that update were finite. So the optimizer's own arithmetic did "
         "(a division by 0 in its state, a step far too large, a learning rate that is not a number), or a write of the "
         "script's to the parameter"
     )
