@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import GlueOp, Ref, held_in, refs_of
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, held_in, refs_of
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FOLLOWED = 4
@@ -30,8 +30,10 @@ class RemadeGradients:
         """The events of the last `clip_grad_norm_`, which is PyTorch's own."""
 
     def learn(self, gradients: Iterable[Tensor]) -> None:
-        """These are about to be used, in one of the first steps."""
-        self.are_used = self.are_used or any(self._made_by(gradient) is not None for gradient in gradients)
+        """These are about to be used, in one of the first steps. Constants that a script writes there are no surgery."""
+        if not self.are_used:
+            made = [ref for gradient in gradients if (ref := self._made_by(gradient)) is not None]
+            self.are_used = any(map(_reads_gradients, self._behind(made)))
 
     def bad_ones(self, gradients: list[Tensor]) -> tuple[Ref, ...]:
         """Those that the script has made bad; none where backward gave bad ones already."""
@@ -49,7 +51,17 @@ class RemadeGradients:
 
     def _were_finite(self, targets: tuple[Ref, ...]) -> bool:
         """Whether all that they were made from was: what backward calls left and returned, and the script's own numbers."""
-        record, given = self._log.record, list[Tensor]()
+        given = list[Tensor]()
+        for event in self._behind(targets):
+            if isinstance(event, GlueOp):
+                given += [held.value for held in held_in((event.args, event.kwargs))]
+            else:
+                given += [t for ref in event.outputs if (t := ref()) is not None]
+        return all_finite_on_cpu(t for t in given if t.is_cpu and t.is_floating_point() and not t.is_meta)
+
+    def _behind(self, targets: Iterable[Ref]) -> list[Event]:
+        """The operators outside modules that these were made by, and the calls whose results those read."""
+        record, found = self._log.record, list[Event]()
         pending, seen = [ref.event for ref in targets], set[int]()
         while pending:
             index = pending.pop()
@@ -57,12 +69,17 @@ class RemadeGradients:
             if event is None or index in seen:
                 continue
             seen.add(index)
+            found.append(event)
             if isinstance(event, GlueOp):
-                given += [held.value for held in held_in((event.args, event.kwargs))]
                 pending += [ref.event for ref in refs_of(event)] + record.writers.get(index, [])
-            else:
-                given += [t for ref in event.outputs if (t := ref()) is not None]
-        return all_finite_on_cpu(t for t in given if t.is_cpu and t.is_floating_point() and not t.is_meta)
+        return found
+
+
+def _reads_gradients(event: Event) -> bool:
+    """Whether it is a backward pass, or has read what one may have left: neither weights nor whole numbers."""
+    given = held_in((event.args, event.kwargs)) if isinstance(event, GlueOp) else ()
+    is_left = any(h.tensor.is_floating_point() and not h.tensor.requires_grad for h in given)
+    return is_left or isinstance(event, BackwardCall)
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
