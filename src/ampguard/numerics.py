@@ -81,9 +81,14 @@ def is_finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     if values.numel() == 1:
         return math.isfinite(values.item())
-    if values.dtype.itemsize >= 2 and math.isfinite(values.sum(dtype=max_sum_dtype(values)).item()):
-        return True  # a NaN or an infinity anywhere makes the sum non-finite
+    if has_finite_sum(values):
+        return True
     return bool(torch.isfinite(_computable(values)).all())  # the sum itself may have overflowed
+
+
+def has_finite_sum(values: Tensor) -> bool:
+    """Whether the sum of a dense, real tensor is finite, and so every element: what is not finite makes the sum so."""
+    return values.dtype.itemsize >= 2 and math.isfinite(values.sum(dtype=max_sum_dtype(values)).item())
 
 
 def cleaned(tensor: Tensor) -> Tensor:
@@ -138,9 +143,8 @@ def kinds(tensor: Tensor) -> Tensor:
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     if not values.is_floating_point():
         return codes
-    codes[torch.isnan(values)] = NAN
-    codes[values == math.inf] = POS_INF
-    codes[values == -math.inf] = NEG_INF
+    for kind, is_so in ((NAN, values != values), (POS_INF, values == math.inf), (NEG_INF, values == -math.inf)):
+        codes.add_(is_so, alpha=kind)
     return codes
 
 

@@ -19,6 +19,8 @@ from ampguard.capture.record import Line
 MAX_ELEMENTS = 1 << 16
 """Non-finite elements kept of one tensor."""
 
+BLOCK = 4 * MAX_ELEMENTS
+
 
 Layout = tuple[tuple[int, ...], int]
 """Strides and storage offset."""
@@ -161,17 +163,34 @@ def bad_elements(tensor: Tensor, laid_out: Layout | None = None) -> BadElements 
     tensor = compat.elements_here(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    if numerics.is_finite(tensor):
+    if not compat.has_values(tensor):
         return None
     parts = 2 if tensor.is_complex() else 1
-    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    if numerics.has_finite_sum(values):
+        return None
     codes = numerics.kinds(values).reshape(-1)
-    places = codes.nonzero().reshape(-1)
-    count = places.numel()
-    places = places[:MAX_ELEMENTS]
-    flat = places // parts
-    offsets = storage_offsets(tensor.shape, laid_out or layout_of(tensor), flat) * parts + places % parts
+    count = int(torch.count_nonzero(codes))
+    if not count:  # the sum alone was too large
+        return None
+    places = _first_bad(codes, count)
+    flat = places // parts if parts > 1 else places
+    offsets = storage_offsets(tensor.shape, laid_out or layout_of(tensor), flat)
+    if parts > 1:
+        offsets = offsets * parts + places % parts
     return BadElements(flat.cpu(), offsets.cpu(), codes[places].cpu(), count)
+
+
+def _first_bad(codes: Tensor, count: int) -> Tensor:
+    """Where the first of the `count` bad elements lie, as many as are kept; of a large tensor, no more of it is looked at."""
+    found: list[Tensor] = []
+    left, at = min(count, MAX_ELEMENTS), 0
+    while left > 0:
+        block = codes[at : at + BLOCK].nonzero().reshape(-1)[:left]
+        found.append(block + at)
+        left -= block.numel()
+        at += BLOCK
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def identical(old: Tensor, new: Tensor) -> bool:
@@ -191,12 +210,23 @@ def layout_of(tensor: Tensor) -> Layout:
 def storage_offsets(shape: tuple[int, ...], laid_out: Layout, flat: Tensor) -> Tensor:
     """Offsets in the storage of the elements at the flat positions of a tensor."""
     strides, start = laid_out
+    if _is_contiguous(shape, strides):
+        return flat + start
     offsets = torch.full_like(flat, start)
     rest = flat
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         offsets = offsets + (rest % size) * stride
         rest = rest // size
     return offsets
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def traced(tensor: Tensor, made_by: tuple[int, int] | None = None) -> TracedTensor:
