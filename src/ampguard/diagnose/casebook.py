@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
-from ampguard.capture.record import BadResult
+from ampguard.capture.record import BadResult, Ref
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.bad_since import BadSince
 from ampguard.diagnose.cases import Case, Place
 from ampguard.diagnose.further import FurtherFailures
 from ampguard.diagnose.past_scaler import PastScaler
 from ampguard.diagnose.poison import Poison
-from ampguard.diagnose.recurrence import calls_behind
+from ampguard.diagnose.recurrence import calls_behind, goes_on_from
 from ampguard.diagnose.skipped import SkippedSteps
 from ampguard.incident import Incident, importance
 from ampguard.replay.sandbox import neutral_thread
@@ -34,6 +34,8 @@ class Casebook:
         self.poison = Poison(recorder)
         self.past = BadSince(recorder)
         self.past_scaler = PastScaler(self._tell)
+        self._bad_events: dict[int, Case] = {}
+        """What was told of, by the event that made it."""
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
@@ -127,10 +129,22 @@ class Casebook:
                 return True
         return False
 
+    def goes_on(self, bad: BadResult) -> bool:
+        """Whether this failure only hands on one that was told; it is counted to that."""
+        event = goes_on_from(bad, self._bad_events)
+        if event is None:
+            return False
+        self.count(self._bad_events[event], bad, calls_behind(bad))
+        return True
+
+    def _note_targets(self, case: Case, bad: BadResult) -> None:
+        self._bad_events |= {target.event: case for target in bad.targets if isinstance(target, Ref)}
+
     def count(self, case: Case, bad: BadResult, calls: frozenset[int]) -> None:
         """A failure is one more of `case`, or another result of the same calls."""
         is_same = bad.kind == "buffer" or bool(case.calls & calls)
         case.calls = calls or case.calls
+        self._note_targets(case, bad)
         self.skipped.note(bad, case)
         case.came_back(bad.step, 0 if is_same else 1)
         self.poison.note(bad, case.told_as)
@@ -145,6 +159,7 @@ class Casebook:
         opinion = self.as_told(opinion)
         case = Case(opinion, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
         case.kind = bad.kind
+        self._note_targets(case, bad)
         case.is_investigated = opinion.severity != "info"  # normal operation takes none of the investigations
         self.cases.append(case)
         self.skipped.note(bad, case)

@@ -11,7 +11,7 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.schedule import FIRST_STEPS
 from ampguard.diagnose.arming import Arming
 from ampguard.diagnose.awaiting import Awaited, Awaiting
-from ampguard.diagnose.budget import LEAST_SECONDS, Budget
+from ampguard.diagnose.budget import LEAST_SECONDS, LEAST_SECONDS_OF_HEALING, Budget
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import prove_underflow
@@ -103,7 +103,7 @@ class Examiner:
         if self._casebook.skipped.is_known(bad, self._casebook.cases):
             return
         live = self._arming.live
-        if live is None and self._is_like_a_known_one(bad):
+        if live is None and (self._goes_on(bad) or self._is_like_a_known_one(bad)):
             return
         self._looks += 1
         self._casebook.further.begin(bad)
@@ -114,6 +114,10 @@ class Examiner:
                 self._investigate(bad, started)
         finally:
             self._casebook.further.end()
+
+    def _goes_on(self, bad: BadResult) -> bool:
+        """Whether a failure hands on what was told. Not where fixes are applied: what was bad then may be no more."""
+        return self.least_seconds < LEAST_SECONDS_OF_HEALING and self._casebook.goes_on(bad)
 
     def _is_like_a_known_one(self, bad: BadResult) -> bool:
         """Whether a failure is counted to one that was told, without seeing where it begins."""

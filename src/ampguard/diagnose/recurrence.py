@@ -6,7 +6,76 @@ the output and the loss of an evaluation. What they have in common is the call o
 
 from __future__ import annotations
 
-from ampguard.capture.record import BadResult, GlueOp, Ref, RootCall, refs_of
+from collections.abc import Container
+
+from ampguard.capture.lineage import events_behind
+from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, StepRecord, refs_of
+from ampguard.numerics import is_finite
+
+CLEANING = frozenset(
+    [
+        "__getitem__",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clip",
+        "gather",
+        "index",
+        "index_put",
+        "index_select",
+        "masked_fill",
+        "masked_scatter",
+        "masked_select",
+        "nan_to_num",
+        "nanmean",
+        "nanmedian",
+        "nansum",
+        "narrow",
+        "select",
+        "slice",
+        "where",
+    ]
+)
+"""Operators whose result may be finite where an operand is not."""
+
+
+def goes_on_from(bad: BadResult, known: Container[int]) -> int | None:
+    """The latest of these events (each made something bad that was told) from which a bad value of an evaluation goes on.
+
+    A sampler feeds what a model returns to it again: what was bad once is bad in all its steps. Not where the result was
+    made from something finite, or through an operator that may have taken the bad out.
+    """
+    if bad.mode != "eval" or bad.kind not in ("loss", "output"):
+        return None
+    for target in bad.targets:
+        made = bad.record.event(target.event) if isinstance(target, Ref) else None
+        for ref in refs_of(made) if isinstance(made, (GlueOp, RootCall)) else ():
+            maker = bad.record.event(ref.event)
+            read = maker.outputs[ref.output]() if maker is not None and ref.output < len(maker.outputs) else None
+            if read is not None and is_finite(read):
+                continue
+            behind = events_behind(bad.record, ref.event)
+            told = max((event for event in behind if event in known), default=None)
+            if told is not None and not any(map(_may_clean, _between(bad.record, told, behind))):
+                return told
+    return None
+
+
+def _between(record: StepRecord, told: int, behind: set[int]) -> list[Event]:
+    """The events, of those behind a result, that an earlier one of them leads to."""
+    reached, found = {told}, list[Event]()
+    for index in sorted(event for event in behind if event > told):
+        event = record.event(index)
+        if isinstance(event, (GlueOp, RootCall)) and any(ref.event in reached for ref in refs_of(event)):
+            reached.add(index)
+            found.append(event)
+    return found
+
+
+def _may_clean(event: Event) -> bool:
+    func = getattr(event, "func", None)
+    name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+    return name in CLEANING or name.removesuffix("_") in CLEANING
 
 
 def calls_behind(bad: BadResult) -> frozenset[int]:
