@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,14 @@ import ampguard
 from ampguard.report.store import read_report
 
 Prepared = tuple[Callable[..., Any], torch.optim.Optimizer, Callable[[torch.Tensor], None]]
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_begins_anew() -> Iterator[None]:
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    yield
+    state.AcceleratorState._reset_state(True)
 
 
 def by_accelerate(net: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
