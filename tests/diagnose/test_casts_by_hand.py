@@ -105,3 +105,30 @@ def test_outside_a_model_with_weights_in_float16(guard: Guard) -> None:
     fix = next(fix for fix in first.fixes if fix.action == "force-fp32")
     assert fix.verified
     assert fix.how == "ranked = scores * 7  # on .float() operands"
+
+
+def test_a_call_in_a_line_that_enters_autocast_does_not_stand_under_another(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Scores()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-9)
+        for step in range(3):
+            x = torch.randn(6, 4) * (3000 if step == 2 else 1)
+            with torch.autocast("cpu", torch.float16): loss = net(x).float().softmax(-1)[:, 0].mean()  # fmt: skip  # noqa: E701
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    how = hows(guard, body)["force-fp32"]
+    assert how == f"{REGION}the model on x.float()  # where the model is called (its results stay float32)"
+
+
+class Scores(nn.Module):
+    """Products of what no inner module has made: only the model itself can leave autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.keys) @ (x @ self.keys).t()

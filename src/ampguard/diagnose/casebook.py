@@ -21,6 +21,9 @@ from ampguard.diagnose.skipped import SkippedSteps
 from ampguard.incident import Incident, importance
 from ampguard.replay.sandbox import neutral_thread
 
+MOST_EVENTS = 256
+"""Bad results that are remembered, the latest: in a run that goes on failing there is no end to them."""
+
 
 class Casebook:
     """Keeps the cases, and what each has led to."""
@@ -139,6 +142,8 @@ class Casebook:
 
     def _note_targets(self, case: Case, bad: BadResult) -> None:
         self._bad_events |= {target.event: case for target in bad.targets if isinstance(target, Ref)}
+        for event in list(self._bad_events)[:-MOST_EVENTS]:
+            del self._bad_events[event]
 
     def count(self, case: Case, bad: BadResult, calls: frozenset[int]) -> None:
         """A failure is one more of `case`, or another result of the same calls."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_REGIONS = 24
 
-CAST = re.compile(r"\.half\(|float16|bfloat16")
+CAST = re.compile(r"\.half\(|float16")
 """A cast to low precision, as people write it."""
 
 Region: TypeAlias = tuple[str, int | tuple[str, int]]
@@ -154,8 +154,8 @@ def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = No
             own = type(root.module).__name__
             low = "the autocast (or the casts to low precision)" if is_used else "the casts to low precision"
             body = f"all of {own}.forward  # in place of {low} in it"
-        elif root is not None and root.line is not None and _is_given_no_low_precision(root):
-            body = words.code_at(root.line) or ""
+        elif root is not None and _is_given_no_low_precision(root) and _is_call_alone(code := words.code_at(root.line)):
+            body = code or ""
         elif op.root is not None:
             own = kinds.get(op.root, "the model")
             call = f"{attribute_path(name)}(x.float())" if name else f"{own} on x.float()"
@@ -166,6 +166,11 @@ def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = No
             body = f"{code}  # on .float() operands{casts}"
         bodies.setdefault(off, {})[body] = None
     return "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
+
+
+def _is_call_alone(code: str | None) -> bool:
+    """Whether a call's line may stand under another `with`: one that enters autocast itself would undo it."""
+    return code is not None and not code.startswith(("with ", "async with "))
 
 
 def _has_low_weights(root: RootCall) -> bool:
