@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from engine_loops import Net, loss_of, model_of, train
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampguard
@@ -150,3 +150,33 @@ def test_an_average_that_cannot_be_saved_is_refused_with_what_to_do() -> None:
     amp = ampguard.Amp(model, optimizer, "bf16", ema=Shadow())
     with pytest.raises(SetupError, match=r"the Shadow in ema= cannot be saved.*\n.*give it both"):
         amp.state_dict()
+
+
+def test_a_loop_that_steps_them_too_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = setup()
+    schedulers = [StepLR(optimizer, 1, 0.5), ChainedScheduler([StepLR(optimizer, 2, 0.5)])]
+    amp = ampguard.Amp(model, optimizer, "fp16", schedulers=schedulers, init_scale=16.0)
+    for number in range(5):
+        train(amp, range(number, number + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [line for line in caplog.messages if "too, between two calls" in line] == [
+        f"the {name} in schedulers= is stepped by something else too, between two calls of amp.step(): its schedule runs "
+        "faster than it says. Delete scheduler.step() in the loop, or leave the scheduler out of schedulers=."
+        for name in ("StepLR", "ChainedScheduler")
+    ]
+
+
+def test_schedulers_that_nobody_else_steps_are_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = setup()
+    scheduler = StepLR(optimizer, 3, 0.5)
+    amp = ampguard.Amp(
+        model, optimizer, "fp16", schedulers=scheduler, init_scale=2.0**20, on_nonfinite=Rollback(every=2)
+    )
+    train(amp, range(6), {3: NAN})
+    state = copy.deepcopy(amp.state_dict())
+    train(amp, range(3))
+    for _ in range(3):
+        amp.load_state_dict(state)
+        train(amp, range(1))
+    assert not [line for line in caplog.messages if "schedulers=" in line]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampguard.errors import CheckpointError, SetupError
+
+logger = logging.getLogger("ampguard")
 
 
 class Followers:
@@ -32,18 +35,36 @@ class Followers:
         self.averages = [_with_model(average, models) for average in _listed(averages)]
         self._optimizer_of = [_owner(scheduler, optimizers) for scheduler in self.schedulers]
         self._first_optimizer = next(iter(optimizers))
+        self._counts: list[int | None] = [None] * len(self.schedulers)
+        """How often each scheduler had been stepped when the last step of ours had ended."""
+        self._steps_of_others = [0] * len(self.schedulers)
 
     def stepped(self, optimizers: Iterable[str]) -> None:
         """These optimizers have updated their parameters. Averages follow the first optimizer."""
         names = set(optimizers)
-        for scheduler, owner in zip(self.schedulers, self._optimizer_of, strict=True):
+        for index, (scheduler, owner) in enumerate(zip(self.schedulers, self._optimizer_of, strict=True)):
             if owner in names:
+                self._see_steps_of_others(index)
                 scheduler.step()
+                self._counts[index] = _count(scheduler)
         if self.averages and self._first_optimizer in names:
             with self._in_float32():
                 for average, model in self.averages:
                     update = getattr(average, "update_parameters", None) or average.update
                     update(model)
+
+    def _see_steps_of_others(self, index: int) -> None:
+        """A loop that steps them too goes through their schedule twice as fast. Once may be meant."""
+        before, now = self._counts[index], _count(self.schedulers[index])
+        if before is None or now is None or now <= before:
+            return
+        self._steps_of_others[index] += 1
+        if self._steps_of_others[index] == 2:
+            logger.warning(
+                "the %s in schedulers= is stepped by something else too, between two calls of amp.step(): its schedule runs "
+                "faster than it says. Delete scheduler.step() in the loop, or leave the scheduler out of schedulers=.",
+                type(self.schedulers[index]).__name__,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -61,6 +82,7 @@ class Followers:
         try:
             for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(saved)
+            self._counts = [None] * len(self.schedulers)
         except Exception as error:
             for scheduler, own in zip(self.schedulers, before, strict=True):
                 with contextlib.suppress(Exception):
@@ -71,6 +93,12 @@ class Followers:
             ) from error
         for (average, _), saved in zip(self.averages, state["averages"], strict=True):
             _keeper_of(average).load_state_dict(saved)
+
+
+def _count(scheduler: Any) -> int | None:
+    count = getattr(scheduler, "_step_count", None)  # ChainedScheduler has none, its parts do
+    inside = getattr(scheduler, "_schedulers", None)
+    return _count(inside[0]) if count is None and inside else count if isinstance(count, int) else None
 
 
 def _kind(scheduler: Any) -> str:
