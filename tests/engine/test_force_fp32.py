@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from engine_loops import batch
 from torch import Tensor, nn
 
 import ampguard
-from ampguard.errors import PatternError
+from ampguard.errors import PatternError, SetupError
 
 
 class Attention(nn.Module):
@@ -226,3 +227,20 @@ def test_low_weights_without_floating_inputs() -> None:
     net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).to(torch.bfloat16)
     with ampguard.force_fp32(net, "0"):
         assert net(torch.arange(5)).dtype == torch.bfloat16
+
+
+def test_a_pattern_without_its_model_is_an_error() -> None:
+    with pytest.raises(PatternError, match=r"force_fp32\(model, 'head'\)"):
+        ampguard.force_fp32("head")
+
+
+def test_what_runs_after_its_call_is_refused() -> None:
+    def powers(x: Tensor) -> Iterator[Tensor]:
+        yield x @ x
+
+    async def power(x: Tensor) -> Tensor:
+        return x @ x
+
+    for function in (powers, power):
+        with pytest.raises(SetupError, match="its lines run when the call has returned already"):
+            ampguard.force_fp32(function)

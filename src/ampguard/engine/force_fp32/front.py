@@ -37,6 +37,11 @@ def force_fp32(*values: Any, cast_back: bool = True) -> Any:
     With `cast_back=False` results stay float32: for a module whose own result does not fit the low precision.
     """
     target = values[0] if values else None
+    if isinstance(target, str):
+        raise PatternError(
+            f"force_fp32({target!r}): patterns name modules of a model, which is missing\n"
+            f"  do    force_fp32(model, {target!r}), or Amp(..., force_fp32=[{target!r}])"
+        )
     if isinstance(target, nn.Module):
         if not values[1:]:
             raise PatternError("force_fp32(model) needs patterns; to force all of it, write force_fp32(model, '')")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from ampguard.engine.casting import cast_floats, lowest_dtype
 from ampguard.engine.force_fp32.low_weights import low_weights_of, on_float32_casts
+from ampguard.errors import SetupError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,7 +55,18 @@ def call_in_fp32(
 
 
 def in_fp32(function: F, cast_back: bool = True) -> F:
-    """The function, made to run in float32: on float32 casts of low weights too, of the modules that it is given."""
+    """The function, made to run in float32: on float32 casts of low weights too, of the modules that it is given.
+
+    Raises SetupError for a generator or a coroutine, whose lines run after the call has returned.
+    """
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in kinds):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise SetupError(
+            f"force_fp32 of `{name}`, a generator or coroutine: its lines run when the call has returned already, and would "
+            "not be in float32\n"
+            "  do    decorate the function that it calls, or write `with ampguard.force_fp32(...)` around lines without yield"
+        )
 
     @functools.wraps(function)
     def forced(*args: Any, **kwargs: Any) -> Any:
