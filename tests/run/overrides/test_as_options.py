@@ -62,3 +62,28 @@ def test_a_region_of_the_scripts_own_is_left_in_its_code(precision: str | None, 
         train(own_region=True)
     for fix in (fix for incident in session.report.incidents for fix in incident.fixes if fix.action == "force-fp32"):
         assert "--force-fp32" not in fix.how
+
+
+def test_a_gained_loss_scale_has_no_scaler_to_begin_lower(overridden: Callable[..., Any], tmp_path: Path) -> None:
+    def train_strictly() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            loss = net(torch.randn(8, 4)).float().square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="non-finite"), overridden("fp16") as session:
+        train_strictly()
+    (first,) = session.report.incidents
+    lower = next(fix for fix in first.fixes if fix.action == "lower-loss-scale")
+    assert first.cause == "loss-scale-overflow"
+    assert lower.verified
+    assert lower.how.startswith("beside --precision fp16: --on-nonfinite heal")
+    (tmp_path / "run").rename(tmp_path / "first")
+    with overridden("fp16", on_nonfinite="heal") as session:
+        train_strictly()
+    assert session.report.run["steps_held_off"] == 0

@@ -107,6 +107,44 @@ def test_gradients_that_no_backward_pass_makes_are_said(overridden: Callable[...
     ]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("by", ["torch.func", "torch.autograd"])
+def test_gradients_without_any_optimizer_are_said_to_have_no_scale(
+    by: str, precision: str, overridden: Callable[..., Any]
+) -> None:
+    with overridden(precision) as session:
+        net = net_of()
+        parameters = {name: p.detach() for name, p in net.named_parameters()}
+        differentiate = grad_and_value(lambda p, x, y: nn.functional.mse_loss(functional_call(net, p, (x,)), y))
+        for x, y in batches(3):
+            if by == "torch.func":
+                gradients, _ = differentiate(parameters, x, y)
+                parameters = {name: p - 0.05 * gradients[name] for name, p in parameters.items()}
+            else:
+                loss = nn.functional.mse_loss(net(x), y)
+                with torch.no_grad():
+                    for p, gradient in zip(
+                        net.parameters(), torch.autograd.grad(loss, [*net.parameters()]), strict=True
+                    ):
+                        p -= 0.05 * gradient
+    said = ["gradients that come from torch.func or torch.autograd.grad get no loss scale"]
+    assert session.report.run["could_not"] == (said if precision == "fp16" else [])
+
+
+def test_a_penalty_beside_a_loss_is_not_spoken_of(overridden: Callable[..., Any]) -> None:
+    with overridden("fp16") as session:
+        net = net_of()
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        for x, y in batches(3):
+            x.requires_grad_()
+            output = net(x)
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            optimizer.zero_grad()
+            (nn.functional.mse_loss(output, y) + slope.square().mean()).backward()
+            optimizer.step()
+    assert session.report.run["could_not"] == []
+
+
 class WithTime(nn.Module):
     """As diffusion models embed their time: float32 tensors that are made inside meet the model's weights."""
 

@@ -139,6 +139,7 @@ class RunningOverrides:
             self._patience.close()
         if self._updates.gradients_again is not None:
             self._updates.gradients_again.scale.close()
+        self._updates.ended()
         if not has_failed or self._roots.has_seen_any:
             self._say_what_never_came()
 
@@ -147,7 +148,8 @@ class RunningOverrides:
         precision = self._asked.precision
         if precision is None or precision == "fp32":
             return incident
-        return in_options(incident, precision, is_gained=not self._regions.of_script)
+        is_gained = not self._regions.of_script
+        return in_options(incident, precision, is_gained, self._updates.scale_is_gained)
 
     def heal(self, incident: Incident) -> None:
         """An incident was explained."""

@@ -79,6 +79,8 @@ class Updates:
         self._bad_loss = False
         self._stepped_since_backward = False
         self._stepping: set[int] = set()
+        self._differentiates_otherwise = False
+        """Whether gradients were computed that no `backward()` has brought."""
         self.again: StepAgain | None = None
         self.gradients_again: GradientsAgain | None = None
         """These make steps that failed again; None where nothing is healed."""
@@ -90,6 +92,7 @@ class Updates:
         self._patches = patches
         patches.replace(torch.autograd, "backward", self._watch_backward)
         if self._plan.scales_loss:
+            patches.replace(torch.autograd, "grad", self._watch_grad)
             self._roots.on_output = self._gained.see
         patches.replace(Optimizer, "__init__", self._watch_init)
         self._scalers.on_skipped = self._skipped_by_scaler
@@ -301,8 +304,29 @@ class Updates:
         finally:
             self._is_searching = False
 
+    def _watch_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What `torch.func` differentiates goes through it as well."""
+
+        @functools.wraps(original)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            if not self._differentiates_otherwise:
+                self._differentiates_otherwise = not self._listener.recorder.paused
+            return original(*args, **kwargs)
+
+        return grad
+
+    @property
+    def scale_is_gained(self) -> bool:
+        """Whether the loss scale is ours: there is no scaler in the script that could be given another one."""
+        return self._gained.is_in_use and not self._scalers.scales
+
+    def ended(self) -> None:
+        """The run is over: perhaps all its gradients came from elsewhere, and it has no optimizer that would have shown it."""
+        if self._differentiates_otherwise and not self._gained.is_in_use and not self._scalers.scales:
+            self._say_unscaled()
+
     def _say_unscaled(self) -> None:
-        """An optimizer has gradients, and no backward pass has made them that could be scaled."""
+        """There are gradients, and no backward pass has made them that could be scaled."""
         if not self._ledger.could_not:
             self._ledger.failed("gradients that come from torch.func or torch.autograd.grad get no loss scale")
 
