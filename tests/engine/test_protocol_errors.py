@@ -54,6 +54,17 @@ def step_twice(amp: ampguard.Amp) -> None:
     amp.step()
 
 
+def unscaled_before_backward(amp: ampguard.Amp) -> None:
+    amp.unscale_()
+    amp.backward(loss_of(amp, 0))
+
+
+def gradients_written_by_hand(amp: ampguard.Amp) -> None:
+    for p in model_of(amp).parameters():
+        p.grad = torch.ones_like(p)
+    amp.step()
+
+
 CASES: dict[Callable[[ampguard.Amp], None], tuple[str, str]] = {
     double_unscale: ("double-unscale", "delete the second amp.unscale_()"),
     backward_after_unscale: ("accumulation-broken", "call amp.unscale_() once"),
@@ -61,6 +72,8 @@ CASES: dict[Callable[[ampguard.Amp], None], tuple[str, str]] = {
     no_backward: ("no-gradients", "call amp.backward(loss) before it"),
     cleared_before_the_step: ("no-gradients", "call zero_grad before amp.backward"),
     own_step: ("bypassed-scaler", "call amp.step(optimizer) instead"),
+    unscaled_before_backward: ("no-gradients", "call amp.unscale_() after the last amp.backward()"),
+    gradients_written_by_hand: ("unscaled-backward", "where amp.unscale_(optimizer) is called before"),
     step_twice: ("no-gradients", "call amp.backward(loss) before each amp.step()"),
 }
 
@@ -154,6 +167,7 @@ def test_unscaling_one_of_two_that_step_together() -> None:
         (torch.tensor(1.0), "needs no gradient: nothing that requires a gradient is in it"),
         (torch.ones(3, requires_grad=True) * 2, "shape (3,)"),
         (1.0, "takes a loss tensor, not a float"),
+        (torch.ones((), dtype=torch.complex64, requires_grad=True) * 2, "the loss is complex (torch.complex64)"),
     ],
 )
 def test_bad_losses(loss: object, says: str) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ampguard
 from ampguard import compat
 from ampguard.engine.policies import Rollback
-from ampguard.errors import CheckpointError, NonfiniteError, SetupError
+from ampguard.errors import CheckpointError, NonfiniteError, ProtocolError, SetupError
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -75,13 +75,15 @@ def partly_sharded() -> list[bool]:
     return skipped
 
 
-def lowered(precision: str, options: dict[str, Any], kind: str) -> tuple[nn.Module, ampguard.Amp]:
+def lowered(precision: str, options: dict[str, Any], kind: str, norm: bool = True) -> tuple[nn.Module, ampguard.Amp]:
     """A model whose weights are cast, wrapped after that; SGD, so that steps can be compared.
 
     Ranks begin with weights of their own: DDP gives all of them those of the first one.
     """
     torch.manual_seed(dist.get_rank() if kind == "ddp" else 0)
-    model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    model: nn.Module = nn.Sequential(
+        nn.Linear(16, 32), nn.LayerNorm(32) if norm else nn.Tanh(), nn.GELU(), nn.Linear(32, 4)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     amp = ampguard.Amp(model, optimizer, precision, max_grad_norm=0.5, init_scale=256.0, **options)
     return DistributedDataParallel(model) if kind == "ddp" else model, amp
@@ -107,8 +109,8 @@ def with_low_weights(several: bool) -> dict[str, Any]:
 
 
 def accumulated_in_o2(several: bool) -> list[float]:
-    """The norms of steps of two batches each, of which DDP averages the gradients once."""
-    model, amp = lowered("O2", {"accumulate": 2}, "ddp" if several else "one")
+    """The norms of steps of two batches each, of which DDP averages the gradients once; every weight has a master."""
+    model, amp = lowered("O2", {"accumulate": 2}, "ddp" if several else "one", norm=False)
     norms = []
     for step in range(4):
         for micro in range(2):
@@ -121,7 +123,26 @@ def accumulated_in_o2(several: bool) -> list[float]:
                 amp.backward(torch.stack(losses).mean())
             result = amp.step()
         norms.append(round(float(result.grad_norm), 4))
+    if isinstance(model, DistributedDataParallel):
+        never_averaged(model, amp)
     return norms
+
+
+def never_averaged(model: DistributedDataParallel, amp: ampguard.Amp) -> None:
+    """A window whose backward passes were all inside `no_sync()` is refused, on all ranks."""
+    said = ""
+    with model.no_sync():
+        for _ in range(2):
+            x, y = batch(0, dist.get_rank())
+            with amp.autocast():
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            amp.backward(loss)
+            try:
+                amp.step()
+            except ProtocolError as error:
+                said = str(error)
+    if "inside no_sync()" not in said:
+        raise AssertionError(said or "gradients of this rank alone were used")
 
 
 def refused() -> list[str]:

@@ -157,6 +157,10 @@ def refuse_loss(loss: Any, call: str = "amp.backward()") -> None:
             f"the loss (a {tuple(loss.shape)} tensor) needs no gradient: {why}\n"
             "  do    compute it from the model's outputs, without detach(), item() or no_grad; unfreeze some parameters"
         )
+    if loss.is_complex():
+        raise LossError(
+            f"the loss is complex ({loss.dtype}), and has no gradient\n  do    take loss.abs(), loss.real or loss.imag"
+        )
     if loss.numel() != 1:
         raise LossError(
             f"the loss has shape {tuple(loss.shape)}; a gradient is that of one number\n  do    take loss.mean() or .sum()"

@@ -44,6 +44,8 @@ class Holding:
         """Whether `amp.backward` was called since the last of them."""
         self.leaves_out = False
         """Whether its gradients are gone because the run went back to an earlier state."""
+        self.writes_own = False
+        """Whether the loop has called `amp.unscale_` before there was any gradient: it writes its own, without a scale."""
         self.foreign_writes_told = False
         self.refresh()
 
@@ -54,6 +56,7 @@ class Holding:
         learning = [p for p in self.parameters if self._leaf_of(p).requires_grad or id(p) in flat]
         self._learning = frozenset(map(id, learning))
         self._sample = learning[:: -(-len(learning) // SAMPLE) or 1]
+        self._leaves = [leaf for p in self._sample if (leaf := self._leaf_of(p)) is not p]
         self._ends = [self._leaf_of(p) for p in (*self.parameters[:1], *self.parameters[-1:])]
         self._placed = [_place(p) for p in self._ends]
 
@@ -98,9 +101,13 @@ class Holding:
         self.refresh()
         return any(p.grad is not None for p in self.parameters if id(p) in self._learning - before)
 
+    def awaits_average(self) -> bool:
+        """Whether gradients are with the model's low weights, and not with what is updated: inside DDP's `no_sync()`."""
+        return any(leaf.grad is not None for leaf in self._leaves)
+
     def fingerprint(self) -> Fingerprint:
         """Changes when a gradient is added to, written to, replaced or cleared (as far as the sample shows)."""
-        gradients = [p.grad for p in self._sample]
+        gradients = [p.grad for p in (*self._sample, *self._leaves)]
         return list(map(id, gradients)), compat.versions_of([g for g in gradients if g is not None])
 
     def glanced_at(self) -> list[tuple[Tensor, Tensor]]:
@@ -135,7 +142,7 @@ class Holding:
     def clear(self) -> None:
         """Gradients become None; those that share a buffer become 0 in place, or the buffer would lose them."""
         in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
-        self.micro_steps, self.is_new, self.leaves_out = 0, False, False
+        self.micro_steps, self.is_new, self.leaves_out, self.writes_own = 0, False, False, False
         if not in_place:
             for p in self.parameters:
                 p.grad = None

@@ -37,13 +37,18 @@ def _shown(line: Line) -> str:
     return f"{file.rpartition('/')[2]}:{number}"
 
 
-def never_differentiated(name: str, has_gradients: bool) -> ProtocolError:
+def never_differentiated(name: str, has_gradients: bool, window: int = 1) -> ProtocolError:
     if has_gradients:
+        own = (
+            ". Gradients that the loop writes itself (p.grad = ...) are taken as they are where amp.unscale_(optimizer) is "
+            "called before"
+        )
         return error(
             "unscaled-backward",
             f"`{name}` holds gradients, but amp.backward() was not called since its last step: their loss was not scaled, nor "
             "divided by accumulate, as its step expects",
-            "call amp.backward(loss) instead of loss.backward(), or of scaler.scale(loss).backward()",
+            "call amp.backward(loss) instead of loss.backward(), or of scaler.scale(loss).backward()"
+            + (own if window == 1 else ""),
             again=calling_line(),
         )
     return error(
@@ -129,6 +134,26 @@ def not_reached(name: str, backward: Line | None) -> ProtocolError:
         "cleared since",
         "step only the optimizers whose parameters the loss depends on, amp.step(optimizer); call zero_grad before "
         "amp.backward, not between it and amp.step",
+        first=backward,
+        again=calling_line(),
+    )
+
+
+def unscaled_too_early(name: str) -> ProtocolError:
+    return error(
+        "no-gradients",
+        f"amp.unscale_() of `{name}` was called before amp.backward(): there was no gradient to divide",
+        "call amp.unscale_() after the last amp.backward() of the step; alone it says that the loop writes the gradients",
+        again=calling_line(),
+    )
+
+
+def never_averaged(name: str, backward: Line | None) -> ProtocolError:
+    return error(
+        "no-gradients",
+        f"amp.step() of `{name}`, whose gradients have not been averaged over the ranks: all backward passes of this step "
+        "were inside no_sync()",
+        "leave no_sync() for the last micro-step of the window",
         first=backward,
         again=calling_line(),
     )

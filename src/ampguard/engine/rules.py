@@ -58,11 +58,13 @@ class Rules:
         """Somebody may have cleared gradients, or written to them. `only`: whose will be reached; None: anybody's."""
         for holding in self._holdings:
             self.others.look_again(holding)
+            if holding.writes_own and (only is None or holding in only):
+                raise misuse.unscaled_too_early(holding.name)
             if self.stage(holding) is Stage.EMPTY and not holding.micro_steps:
                 if only is None or holding in only:
                     self._refuse_foreign_gradients(holding)
                 continue
-            if not holding.has_gradients():
+            if not holding.has_gradients() and not holding.awaits_average():
                 if holding.micro_steps:
                     raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
                 self._machine.feed(Clear(holding.name))
@@ -96,7 +98,7 @@ class Rules:
     def after_backward(self, only: Sequence[Holding] | None) -> None:
         """Whose gradients have changed has been reached. `only`: whose could; None: anybody's."""
         for holding in self._holdings if only is None else only:
-            holding.is_new, holding.leaves_out = True, False
+            holding.is_new, holding.leaves_out, holding.writes_own = True, False, False
         now = {h.name: h.fingerprint() for h in self._holdings}
         changed = {name for name, seen in now.items() if seen != self._before[name]}
         for holding in self._holdings:
@@ -116,7 +118,10 @@ class Rules:
         return self.stage(holding) is Stage.EMPTY and holding.has_gradients()
 
     def unscale(self, holding: Holding) -> None:
-        """`amp.unscale_`, before it divides."""
+        """`amp.unscale_`, before it divides. Where there is no gradient yet, the loop is about to write its own."""
+        holding.writes_own = self._window == 1 and not holding.is_new and not holding.has_gradients()
+        if holding.writes_own:
+            return
         self._expect_gradients(holding)
         if not self._is_scaled:
             return
@@ -155,7 +160,8 @@ class Rules:
 
     def in_window(self, holding: Holding) -> None:
         """`amp.step` that only counts, or one that completes the window."""
-        self._expect_gradients(holding)
+        if not holding.awaits_average():
+            self._expect_gradients(holding)
         if not holding.is_new:
             raise misuse.nothing_to_count(holding.name, holding.micro_steps, self._window)
 
@@ -197,6 +203,8 @@ class Rules:
         if holding.flat and holding.flat_is_stale():
             raise misuse.stale_flat(holding.name)
         if not holding.has_gradients():
+            if holding.awaits_average():
+                raise misuse.never_averaged(holding.name, self._backward_at)
             if holding.micro_steps:
                 raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
             if self._machine.last_backward is None:
@@ -205,8 +213,12 @@ class Rules:
                 raise misuse.stepped_already(holding.name, self._window)
             raise misuse.not_reached(holding.name, self._backward_at)
         is_unknown = self.stage(holding) in (Stage.EMPTY, Stage.USED) and (self._is_scaled or self._window > 1)
+        if is_unknown and holding.writes_own:
+            self._machine.feed(Backward((holding.name,), self._scale))
+            self._divide(holding)
+            return
         if is_unknown and not self._are_carried_on(holding):
-            raise misuse.never_differentiated(holding.name, True)
+            raise misuse.never_differentiated(holding.name, True, self._window)
         plain = self.others.plain_line(holding)
         if plain is not None:
             self._refuse_multiplied(holding)  # not plain then, but a GradScaler's

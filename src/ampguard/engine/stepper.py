@@ -90,7 +90,9 @@ class Stepper:
         """Divide the gradients now."""
         for holding in chosen:
             self.rules.unscale(holding)
-            if self.scale is not None:
+            if self.scale is not None and not holding.has_gradients():  # the loop writes its own, without the scale
+                self.found_when_unscaled[holding.name] = torch.zeros_like(self.scale)
+            elif self.scale is not None:
                 check = check_gradients(holding.parameters, self.scale)
                 self._announcer.unscaled(holding.optimizer, check.found_inf)
                 _multiply(holding.parameters, check.inverse_scale)

@@ -70,7 +70,7 @@ class Policy:
 
 def advice(why: str, scales_loss: bool) -> str:
     """Why a bad step ends the run, and what to do. `scales_loss`: whether the precision's range may be too small."""
-    elsewhere = "; or try precision='bf16', or force_fp32=[...] for the modules above" if scales_loss else ""
+    elsewhere = "; or try precision='bf16', or force_fp32=[...] for the modules that it names" if scales_loss else ""
     do = f"run the script with `ampguard run`: it names the operator, the line and a fix{elsewhere}"
     return f"  why   {why}\n  do    {do}"
 
