@@ -311,3 +311,18 @@ def test_a_script_that_fails_before_its_first_model_is_told_nothing_of_overrides
         session.start()
         session.finish(error)
         assert bool(session.report.run["could_not"]) is (error is None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "O2"])
+def test_float64_weights_are_said_to_stay(precision: str, overridden: Callable[..., Any]) -> None:
+    with overridden(precision) as session:
+        net = net_of().double()
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        for x, y in batches(3):
+            output = net(x.double())
+            optimizer.zero_grad()
+            nn.functional.mse_loss(output, y.double()).backward()
+            optimizer.step()
+    assert output.dtype == torch.float64
+    said = ["the weights of Sequential are float64, which autocast leaves as they are"]
+    assert session.report.run["could_not"] == ([] if precision == "fp32" else said)

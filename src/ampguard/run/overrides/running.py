@@ -220,6 +220,9 @@ class RunningOverrides:
         if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
             name = type(module).__name__
             self.ledger.failed(f"the weights of {name} are {numerics.dtype_name(low)} by the script's own doing")
+        is_lowered = self._plan.dtype is not None or self._plan.weights_dtype != torch.float32
+        if is_lowered and {p.dtype for p in module.parameters() if p.is_floating_point()} == {torch.float64}:
+            self.ledger.failed(f"the weights of {type(module).__name__} are float64, which autocast leaves as they are")
 
     def _on_fault(self, fault: Exception) -> None:
         self.ledger.failed(f"anything from here on: a fault of ampguard's own ({type(fault).__name__}: {fault})")
