@@ -174,6 +174,17 @@ def test_float64_weights_are_not_given_low_inputs(mode: str) -> None:
         ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), mode)
 
 
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "fp32"])
+def test_float64_weights_under_autocast_are_warned_of(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 1).double()
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), mode)
+    with amp.autocast():
+        output = model(batch(0)[0].double())
+    assert output.dtype == torch.float64
+    warned = ["all weights of `Linear` are float64" in line for line in caplog.messages]
+    assert warned == ([] if mode == "fp32" else [True])
+
+
 def o2_of(model: nn.Module, **options: object) -> tuple[ampguard.Amp, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return ampguard.Amp(model, optimizer, "O2", init_scale=64.0, **options), optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from ampguard.engine.patterns import listed_patterns, matching_modules
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.setup import parameters_of
 from ampguard.errors import LossError, PatternError, PrecisionError, SetupError
+
+logger = logging.getLogger("ampguard")
 
 _converted: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models and optimizers that some Amp has changed."""
@@ -66,13 +69,24 @@ def refuse_low_weights(optimizers: Mapping[str, Optimizer], mode: Precision) -> 
 
 
 def refuse_wide_weights(models: Mapping[str, nn.Module], mode: Precision) -> None:
-    """A model that has no weight for the mode to cast, and would be given inputs in its low precision."""
+    """A model that has no weight for the mode to cast, and would be given inputs in its low precision.
+
+    Under autocast float64 weights are harmless, and the mode is without effect: that is a warning.
+    """
     for name, model in models.items():
         weights = [p for p in model.parameters() if p.is_floating_point()]
         if mode.weights_dtype != torch.float32 and weights and not any(map(is_castable, weights)):
             raise PrecisionError(
                 f"precision {mode.name!r} casts float32 weights, and those of `{name}` are {weights[0].dtype}\n"
                 "  do    model.float() before its optimizer is made; or use precision='fp32', which leaves them as they are"
+            )
+        if mode.autocast_dtype is not None and weights and all(p.dtype == torch.float64 for p in weights):
+            logger.warning(
+                "precision %s: autocast leaves float64 as it is, and all weights of `%s` are float64: nothing of it "
+                "will be computed in %s. Call model.float() before its optimizer is made, or use precision='fp32'.",
+                mode.name,
+                name,
+                str(mode.autocast_dtype).removeprefix("torch."),
             )
 
 
