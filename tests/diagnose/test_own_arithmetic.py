@@ -135,6 +135,22 @@ def test_line_of_the_step_is_named_and_a_cure_is_seen_to_work(guard: Guard, name
     assert incident.module in ("body", "head")
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("a norm that is 0", "return p.grad / (p.grad.norm() + 1e-8)"),
+        ("a state counts from 0", "return p.grad / (1.0 - 0.9**t + 1e-8)"),
+        ("float16 squares", 'return p.grad / (state["v"].sqrt() + 0.0001)'),
+    ],
+)
+def test_epsilon_is_printed_where_it_was_tried(guard: Guard, name: str, line: str) -> None:
+    kind, options, *_ = CASES[name]
+
+    run = guard(lambda: train(kind, **options))
+
+    assert [(f.how, f.verified) for f in run.first.fixes if f.action == "add-epsilon"] == [(line, True)]
+
+
 @pytest.mark.parametrize("kind", [Normalised, HandMadeAdam, FourthPower, StateCountsFromZero])
 def test_what_stays_finite_is_not_accused(guard: Guard, kind: type[Own]) -> None:
     class Sound(kind):  # type: ignore[misc,valid-type]

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach
+from ampguard.diagnose.rewrite import plus, with_changes
+from ampguard.diagnose.source_code import is_python_number, line_of_code
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix
 from ampguard.numerics import dtype_name, is_low_precision
@@ -81,11 +83,11 @@ def _why(first: BadOperator) -> str:
 
 def _cures(step: OwnStep, first: BadOperator, optimizer: Optimizer) -> Iterator[Fix]:
     """Each tried on the step that failed, on copies."""
-    code = first.line.location().code if first.line is not None else "the division"
     if _is_by_zero(first):
         eps = EPSILON.get(first.dtype, 1e-8)
         ran = step.again(lambda func, args: _with_epsilon(args, first.zero_at, eps), first)
-        yield _fix("add-epsilon", f"add {eps:g} to what is 0 there: {code}", ran)
+        code = first.line.location().code if first.line is not None else "the division"
+        yield _fix("add-epsilon", _changed_line(first, eps) or f"add {eps:g} to what is 0 there: {code}", ran)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     if any(is_low_precision(dtype) for dtype in dtypes):
         ran = step.again(dtype=torch.float32)
@@ -102,6 +104,22 @@ def _fix(action: str, how: str, ran: SteppedAgain | None) -> Fix:
     verified = None if ran is None else ran.is_finite
     outcome = {None: None, True: "the same update is finite", False: "it is still not finite"}[verified]
     return Fix(action, None, how, verified, outcome)
+
+
+def _changed_line(first: BadOperator, eps: float) -> str | None:
+    """The line with `eps` in the divisor that is 0; None where its text does not tell which one that is."""
+    line = line_of_code(first.line) if first.line is not None else None
+    if line is None or first.zero_at is None:
+        return None
+    operator = first.op.split(".")[1]
+    expressions = line.expressions(operator.rstrip("_"), operator.endswith("_"))
+    operands = [(e, e.operand(first.name, first.zero_at, None)) for e in expressions]
+    changes = [(e, operand) for e, operand in operands if operand is not None and not is_python_number(operand)]
+
+    def is_lost(value: float) -> bool:
+        return 0 < value < eps and float(torch.tensor(value, dtype=first.dtype)) == 0
+
+    return with_changes(line, changes, plus(eps, is_lost)) if len(changes) == 1 else None
 
 
 def _with_epsilon(args: tuple[Any, ...], position: int | None, eps: float) -> tuple[Any, ...]:
