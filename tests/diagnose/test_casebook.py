@@ -325,7 +325,8 @@ def test_update_that_is_not_finite_although_its_gradients_are(guard: Guard) -> N
     assert (incident.cause, incident.step) == ("nonfinite-parameter", 1)
     assert "The parameter `weight` was not finite" in incident.explanation
     assert "the `lr` of SGD is nan" in incident.explanation
-    assert [fix.action for fix in incident.fixes] == ["load-weights"]
+    assert [fix.action for fix in incident.fixes] == ["lower-learning-rate", "load-weights"]
+    assert "repair the schedule, which gave SGD a learning rate of nan in step 0" in incident.fixes[0].how
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, partial(torch.optim.AdamW, fused=True)])

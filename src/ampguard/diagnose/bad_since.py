@@ -78,7 +78,7 @@ class BadSince:
                 facts["since_step"] = incident.step - 1
                 text = f"Its losses were finite until its last update{self._since(facts, update='that')}."
             kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
-            incident = msgspec.structs.replace(incident, fixes=kept)
+            incident = msgspec.structs.replace(incident, fixes=(*_rate_fixes(facts), *kept))
         else:
             text = "It was so before the first step: initialisation or a checkpoint."
         if changed is not None:
@@ -97,7 +97,10 @@ class BadSince:
         is_updating = is_updating or self._is_of_another_model(facts)
         if is_updating or not recorder.stepped_since(0) or not facts.get("is_trained", True):
             setting = self._bad_setting() if facts.get("is_trained", True) else None
-            return _since(facts, update) if setting is None else f": {update} poisoned it, for {setting}"
+            if setting is None:
+                return _since(facts, update)
+            facts["bad_setting"] = dict(zip(("optimizer", "name", "value"), setting, strict=True))
+            return ": {0} poisoned it, for the `{2}` of {1} is {3}".format(update, *setting)
         facts["written_by_script"] = True
         return (
             ", and no optimizer has stepped since: the script itself has written these values to it. In an ascent such as SAM's "
@@ -135,14 +138,15 @@ class BadSince:
         others = {id(optimizer) for optimizer in recorder.stepped_since(0)} - poisoned
         return bool(facts.get("is_trained") and poisoned and others) and not poisoned & since
 
-    def _bad_setting(self) -> str | None:
-        """A number that such an optimizer works with and that is none: a schedule's 0/0 as its learning rate."""
+    def _bad_setting(self) -> tuple[str, str, str] | None:
+        """(optimizer, name, value) of a number that such an optimizer works with and that is none: a schedule's 0/0 as its
+        learning rate."""
         for optimizer in self._poisoned():
             for group in optimizer.param_groups:
                 for name, value in group.items():
                     number = value if isinstance(value, float) else _number(value)
                     if number is not None and not math.isfinite(number):
-                        return f"the `{name}` of {type(optimizer).__name__} is {number}"
+                        return type(optimizer).__name__, name, str(number)
         return None
 
     def _was_bad_before_it_was_used(self, facts: dict[str, Any]) -> str | None:
@@ -156,6 +160,18 @@ class BadSince:
         if facts.get("is_trained") and written is not None and written < min(steps, default=sum(stepped.values())):
             return f"It was written to {written} times since it was made, less often than the optimizers have stepped."
         return None
+
+
+def _rate_fixes(facts: dict[str, Any]) -> tuple[Fix, ...]:
+    """What to do about a learning rate that is no number. No replay can show it: the weights of before are gone."""
+    setting = facts.get("bad_setting")
+    if setting is None or setting["name"] != "lr":
+        return ()
+    how = (
+        f"repair the schedule, which gave {setting['optimizer']} a learning rate of {setting['value']} in step "
+        f"{facts['since_step']}: keep the last rate beyond its end, and do not divide by a length that may be 0"
+    )
+    return (Fix("lower-learning-rate", None, how),)
 
 
 def _number(value: Any) -> float | None:
