@@ -6,9 +6,10 @@ the output and the loss of an evaluation. What they have in common is the call o
 
 from __future__ import annotations
 
-from collections.abc import Container
+import heapq
+from collections.abc import Callable, Collection, Iterator
 
-from ampguard.capture.lineage import events_behind
+from ampguard.capture.lineage import is_float
 from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, StepRecord, refs_of
 from ampguard.numerics import is_finite
 
@@ -39,7 +40,14 @@ CLEANING = frozenset(
 """Operators whose result may be finite where an operand is not."""
 
 
-def goes_on_from(bad: BadResult, known: Container[int]) -> int | None:
+MOST_CALLS = 64
+"""Calls that are listed behind a result: of a rollout of thousands the latest tell as much as all."""
+
+MOST_EVENTS = 4096
+"""Events that are gone through for them. What is asked of every bad result may not take longer with each."""
+
+
+def goes_on_from(bad: BadResult, known: Collection[int]) -> int | None:
     """The latest of these events (each made something bad that was told) from which a bad value of an evaluation goes on.
 
     A sampler feeds what a model returns to it again: what was bad once is bad in all its steps. Not where the result was
@@ -54,11 +62,36 @@ def goes_on_from(bad: BadResult, known: Container[int]) -> int | None:
             read = maker.outputs[ref.output]() if maker is not None and ref.output < len(maker.outputs) else None
             if read is not None and is_finite(read):
                 continue
-            behind = events_behind(bad.record, ref.event)
-            told = max((event for event in behind if event in known), default=None)
+            told, behind = _latest_known(bad.record, ref.event, known)
             if told is not None and not any(map(_may_clean, _between(bad.record, told, behind))):
                 return told
     return None
+
+
+def _latest_known(record: StepRecord, index: int, known: Collection[int]) -> tuple[int | None, set[int]]:
+    """The latest of the known events that floating-point values lead from to an event, and the events after it that they do."""
+    oldest, behind = min(known, default=index + 1), set[int]()
+    for event in _backwards(record, [index], lambda ref: is_float(record, ref)):
+        if event.index in known:
+            return event.index, behind
+        if event.index < oldest:
+            break
+        behind.add(event.index)
+    return None, behind
+
+
+def _backwards(record: StepRecord, starts: list[int], leads: Callable[[Ref], bool]) -> Iterator[GlueOp | RootCall]:
+    """These events and those that lead to them, the latest first."""
+    waiting, seen = [-index for index in starts], set(starts)
+    heapq.heapify(waiting)
+    while waiting:
+        event = record.event(-heapq.heappop(waiting))
+        if isinstance(event, (GlueOp, RootCall)):
+            yield event
+            more = {ref.event for ref in refs_of(event) if leads(ref)} - seen
+            seen |= more
+            for index in more:
+                heapq.heappush(waiting, -index)
 
 
 def _between(record: StepRecord, told: int, behind: set[int]) -> list[Event]:
@@ -79,21 +112,17 @@ def _may_clean(event: Event) -> bool:
 
 
 def calls_behind(bad: BadResult) -> frozenset[int]:
-    """The root calls, by the number of their event, that a bad loss or output was made from; the one that spoilt a buffer."""
+    """The root calls, by the number of their event, that a bad loss or output was made from, the latest of many; the one that
+    spoilt a buffer."""
     if bad.kind == "buffer":  # it is looked at as the call returns
         return frozenset([e.index for e in bad.record.events if isinstance(e, RootCall)][-1:])
     if bad.kind not in ("loss", "output"):
         return frozenset()
-    stack, seen = [t.event for t in bad.targets if isinstance(t, Ref)], set[int]()
-    found: set[int] = set()
-    while stack:
-        index = stack.pop()
-        if index in seen:
-            continue
-        seen.add(index)
-        event = bad.record.event(index)
+    found = list[int]()
+    starts = list({t.event for t in bad.targets if isinstance(t, Ref)})
+    for passed, event in enumerate(_backwards(bad.record, starts, lambda ref: True)):
         if isinstance(event, RootCall):
-            found.add(index)
-        if isinstance(event, (GlueOp, RootCall)):
-            stack += [ref.event for ref in refs_of(event)]
+            found.append(event.index)
+        if len(found) == MOST_CALLS or passed == MOST_EVENTS:
+            break
     return frozenset(found)
