@@ -13,7 +13,7 @@ from watching import Watched, seed_everything
 Guard = Callable[..., Watched]
 
 
-def sharpness_aware(eps: float) -> None:
+def sharpness_aware(eps: float, are_gradients_reused: bool = False) -> None:
     """SAM by hand; one batch is masked altogether, so that its gradients are 0."""
     seed_everything()
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -29,6 +29,9 @@ def sharpness_aware(eps: float) -> None:
             before = [p.clone() for p in parameters]
             for p, g in zip(parameters, gradients, strict=True):
                 p.add_(g * scale)
+        if are_gradients_reused:
+            for g in gradients:
+                g.numpy()[...] = 1.0
         optimizer.zero_grad()
         loss = (weights * F.cross_entropy(model(x), y, reduction="none")).mean()
         loss.backward()
@@ -41,8 +44,9 @@ def sharpness_aware(eps: float) -> None:
             return
 
 
-def test_ascent_that_divides_by_a_norm_of_zero(guard: Guard) -> None:
-    run = guard(lambda: sharpness_aware(eps=0.0))
+def test_ascent_whose_gradients_are_gone(guard: Guard) -> None:
+    """Their memory was written to since: what the weights were given cannot be computed once more."""
+    run = guard(lambda: sharpness_aware(eps=0.0, are_gradients_reused=True))
     assert (run.first.cause, run.first.step) == ("nonfinite-parameter", 5)
     assert run.first.evidence["written_by_script"] is True
     assert "no optimizer has stepped since: the script itself has written these values" in run.first.explanation

@@ -389,10 +389,24 @@ class Judge:
     def settle_all(self) -> None:
         """Report every suspect."""
         suspects, self.suspects = self.suspects, []
+        behind = lineage.events_behind_losses(suspects)
         for bad in suspects:
+            if bad.kind == "output" and all(isinstance(t, Ref) and t.event in behind for t in bad.targets):
+                continue  # a teacher's: the loss that was made from it is told
             if bad.mode == "train":
                 self._bad_loss_step = bad.step
             self._report(bad)
+
+    def settle_before_write(self, written: Iterable[Tensor]) -> None:
+        """Weights or buffers are about to be overwritten: what may have come from them is told while they are as they were."""
+        if not self.suspects:
+            return
+        roots = {id(e.module): e.module for bad in self.suspects for e in bad.record.events if isinstance(e, RootCall)}
+        state = {compat.storage_key(t) for m in roots.values() for t in (*m.parameters(), *m.buffers())} - {0}
+        if any(compat.storage_key(tensor) in state for tensor in written):
+            if any(bad.kind == "loss" for bad in self.suspects):
+                self._looked_until = self._log.next_index
+            self.settle_all()
 
     def settle_last(self, error: BaseException | None) -> None:
         """The script ends, perhaps with an error: judge what is left."""

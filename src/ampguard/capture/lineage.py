@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from ampguard.capture.record import (
@@ -73,6 +75,13 @@ def events_behind(record: StepRecord, index: int) -> set[int]:
             found.add(index)
             stack.extend(r.event for r in refs_of(event) if is_float(record, r))
     return found
+
+
+def events_behind_losses(suspects: Sequence[BadResult]) -> set[int]:
+    """Events that training losses under suspicion were made from, by floating-point values."""
+    losses = [bad for bad in suspects if bad.kind == "loss" and bad.mode == "train"]
+    targets = [(bad.record, target.event) for bad in losses for target in bad.targets if isinstance(target, Ref)]
+    return set[int]().union(*(events_behind(record, index) for record, index in targets))
 
 
 def is_float(record: StepRecord, ref: Ref) -> bool:

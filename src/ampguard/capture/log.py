@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
 from ampguard.capture.cutting import cut_before
 from ampguard.capture.forgetting import KEPT_ROOTS, has_live_result, is_evaluating, is_window_too_large, still_used
@@ -35,6 +36,7 @@ from ampguard.capture.record import (
     TapedCall,
     refs_in,
     refs_of,
+    since,
 )
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
@@ -247,7 +249,14 @@ class EventLog:
     def note_prepared(self, root: RootCall) -> None:
         """Was something prepared for this call since the last backward pass of the same iteration?"""
         if self.iteration_start < self.closed_until:
-            self.goes_on_after_backward |= any(r.event >= self.closed_until for r in refs_in((root.args, root.kwargs)))
+            prepared = any(r.event >= self.closed_until for r in refs_in((root.args, root.kwargs)))
+            self.goes_on_after_backward |= prepared or self._were_weights_written()
+
+    def _were_weights_written(self) -> bool:
+        """Whether the script wrote to weights since the last backward pass."""
+        written = (e for e in since(self.record.events, self.closed_until) if isinstance(e, GlueOp) and e.args)
+        held = (e.args[0] for e in written if compat.positions_written(e.func) == {0})
+        return any(isinstance(h, Held) and h.tensor.requires_grad and h.tensor.is_leaf for h in held)
 
     def _note_reuse(self, op: GlueOp, has_gradient: bool) -> None:
         """Was more made of a graph that was differentiated before? A detached loss or a count of hits is nothing more."""

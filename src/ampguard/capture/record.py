@@ -167,6 +167,8 @@ class RootCall:
     """True for a custom `torch.autograd.Function` applied outside every module: its own backward is needed to replay it."""
     wants_gradient: bool = False
     """Whether any of what it returned wants a gradient."""
+    is_rewritten: bool = False
+    """Whether the swapped parameters are its own, as the script wrote them in this step; see `replay/rewritten.py`."""
     region: int = 0
     """Calls of the same number lie between the same two clearings of autocast's weight cache; -1 without that cache."""
 

@@ -431,6 +431,8 @@ class FlightRecorder:
     def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        if self.judge.suspects:
+            self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
         if self.steps.count < FIRST_STEPS and not self.counting:
             self.gradients.remade.learn(gradients_of(optimizer))
         if by_scaler:

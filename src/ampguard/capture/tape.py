@@ -323,5 +323,7 @@ class GlueTape(compat.DispatchMode):
         log = self._taped.log
         rng = torch_rng_states() if facts.is_random else None
         if facts.writes:
+            if self._taped.judge.suspects:
+                self._taped.judge.settle_before_write(a for i, a in enumerate(args) if i in facts.writes)
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
         return log.add_operator(func, args, kwargs, rng, frame)

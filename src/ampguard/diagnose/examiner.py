@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -35,6 +36,7 @@ from ampguard.incident import Incident
 from ampguard.replay.forgiving import calls_hooks
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
+from ampguard.replay.rewritten import with_rewritten_weights
 from ampguard.replay.sandbox import neutral_thread
 
 LOOKS_PER_INVESTIGATION = 4
@@ -253,6 +255,10 @@ class Examiner:
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
         budget = Budget.for_step(self._recorder.step_seconds, time.perf_counter(), self.least_seconds)
+        rewritten = with_rewritten_weights(bad, self._recorder)
+        if rewritten is not None:
+            with contextlib.suppress(ReplayError):
+                return locate(rewritten, Replayer(rewritten, self._recorder), budget)
         try:
             return locate(bad, Replayer(bad, self._recorder), budget)
         except ChangedSinceError as changed:

@@ -1,0 +1,62 @@
+"""Weights that the script itself wrote to its modules in the failing step: a teacher's average, an ascent such as SAM's.
+
+A module's weights are given to a replay as they are now. Where such a write has made them bad, what it was computed from
+belongs to the step, and the chain of bad values leads there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall, StepRecord
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.numerics import is_finite
+
+
+def with_rewritten_weights(bad: BadResult, recorder: FlightRecorder) -> BadResult | None:
+    """The same, with weights that are not finite as what the operators of this step that wrote them gave.
+
+    None where there are none. A loop without an optimizer writes all its weights: what it wrote is the step before.
+    """
+    if recorder.steps.counts_backwards and not recorder.attempts:
+        return None
+    changed = {root.index: new for root in bad.record.events if (new := _rewritten(root, bad.record)) is not None}
+    if not changed:
+        return None
+    events = [changed.get(event.index, event) for event in bad.record.events]
+    return dataclasses.replace(bad, record=dataclasses.replace(bad.record, events=events))
+
+
+def _rewritten(root: object, record: StepRecord) -> RootCall | None:
+    if not isinstance(root, RootCall) or root.is_function or root.swapped_state:
+        return None
+    weights = {n: p for n, p in root.module.named_parameters() if p.is_floating_point() and not is_finite(p.detach())}
+    written = {name: ref for name, p in weights.items() if (ref := _last_write(p, root, record)) is not None}
+    return dataclasses.replace(root, swapped_state=written, is_rewritten=True) if written else None
+
+
+def _last_write(weight: Tensor, root: RootCall, record: StepRecord) -> Ref | None:
+    """The last operator outside modules that wrote to it before this call, in this step; not to a part of it."""
+    memory = compat.storage_key(weight)
+    for event in reversed(record.events):
+        if not (isinstance(event, GlueOp) and record.iteration_start <= event.index < root.index and event.args):
+            continue
+        if compat.positions_written(event.func) != {0}:
+            continue
+        target = event.args[0]
+        tensor = _tensor_of(target, record)
+        if tensor is None or not (tensor is weight or compat.storage_key(tensor) == memory != 0):
+            continue
+        was_bad = isinstance(target, Held) and not is_finite(target.value.detach())
+        return Ref(event.index, 0) if tensor.shape == weight.shape and not was_bad else None
+    return None
+
+
+def _tensor_of(target: object, record: StepRecord) -> Tensor | None:
+    if isinstance(target, Held):
+        return target.tensor
+    event = record.event(target.event) if isinstance(target, Ref) else None
+    return event.outputs[target.output]() if event is not None and isinstance(target, Ref) else None
