@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_of
 
@@ -17,15 +17,21 @@ MAX_WINDOW_EVENTS = 2048
 
 
 def still_used(
-    events: list[Event], later: list[Event], iteration_start: int, writers: Mapping[int, Sequence[int]]
+    events: list[Event],
+    later: list[Event],
+    iteration_start: int,
+    writers: Mapping[int, Sequence[int]],
+    prepared: Collection[int] = (),
 ) -> set[int]:
     """The later events, those with a live result (of root calls: the last few), and what all of them came from.
 
+    Of operators outside modules only those of the running iteration, and what was `prepared` for it.
     `writers` names, for an event, those that wrote to its result in place: what they wrote is part of it.
     """
     alive = [e for e in events if has_live_result(e)]
     roots = [e.index for e in alive if isinstance(e, RootCall)]
     kept = {e.index for e in alive if isinstance(e, GlueOp) and e.index >= iteration_start}
+    kept.update(prepared)
     kept |= set(roots[-KEPT_ROOTS:]) | {i for i in roots if i >= iteration_start}
     beyond = beyond_memory(alive, kept)
     kept -= beyond
@@ -41,6 +47,31 @@ def still_used(
             kept |= more
             pending += more
     return kept
+
+
+def prepared_ahead(events: Sequence[Event], began: int) -> set[int]:
+    """Of the operators outside modules from `began` on, those that have made something still in use, and what they made
+    it from: as far as no module and nothing that wants a gradient had a part in it."""
+    plain: dict[int, Event] = {}
+    for event in events:
+        if not isinstance(event, GlueOp) or event.index < began or event.error is not None:
+            continue
+        if all(ref.event in plain for ref in refs_of(event)) and not _wants_gradient(event):
+            plain[event.index] = event
+    pending = [event for event in plain.values() if has_live_result(event)]
+    found: set[int] = set()
+    while pending:
+        event = pending.pop()
+        if event.index not in found:
+            found.add(event.index)
+            pending += [plain[ref.event] for ref in refs_of(event)]
+    return found
+
+
+def _wants_gradient(event: GlueOp) -> bool:
+    made = (ref() for ref in event.outputs)
+    given = (held.tensor for held in held_in((event.args, event.kwargs)))
+    return any(tensor is not None and tensor.requires_grad for tensor in (*made, *given))
 
 
 def has_live_result(event: Event) -> bool:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.copies import parameters_of, size_of, take_snapshot
+from ampguard.capture.cutting import cut_before
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.memory import available_bytes
 from ampguard.capture.recorder import FlightRecorder
@@ -311,7 +312,7 @@ class StretchKeeper:
 
     def _kept(self, number: int, begin: int, updates: list[Update]) -> KeptStep:
         record = self._recorder.log.slice()
-        record.events = [event for event in record.events if event.index >= begin]
+        record.events = cut_before(record.events, begin)
         record.iteration_start = begin
         return KeptStep(number, record, list(updates), list(self._recorder.judge.losses), self._scale_now())
 

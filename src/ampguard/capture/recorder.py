@@ -169,6 +169,8 @@ class FlightRecorder:
             self.judge.settle(module)
         if self.tells_forward:
             self.listener.on_forward()
+        if self.steps.count < FIRST_STEPS:
+            log.note_prepared_ahead((args, kwargs))
         self._forget_finished()
         frame = sys._getframe(2)
         index = log.next_index
@@ -474,7 +476,8 @@ class FlightRecorder:
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
         if self.schedule.wonders(self.steps.count):
-            self.schedule.prefix_was(uses_computed(self.log.record.events, self.log.iteration_start, self._first_root))
+            used = uses_computed(self.log.record.events, self.log.iteration_start, self._first_root)
+            self.schedule.prefix_was(used or self.log.prepares_ahead)
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False

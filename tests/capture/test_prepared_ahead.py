@@ -1,0 +1,88 @@
+"""Batches that are computed in an iteration before their own: a prefetcher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from watching import Watched, bits, seed_everything
+
+from ampguard.capture.log import EventLog
+
+Guard = Callable[..., Watched]
+STEPS, BAD = 16, 11
+
+
+def recordings() -> Iterator[Tensor]:
+    for number in range(STEPS):
+        wave = torch.randn(8, 32)
+        if number == BAD:
+            wave[3] = 0.25  # a microphone that was off
+        yield wave
+
+
+def standardised(wave: Tensor) -> Tensor:
+    wave = wave - wave.mean(1, keepdim=True)
+    return wave / wave.std(1, keepdim=True)
+
+
+def train(ahead: int, place: str) -> Any:
+    seed_everything()
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    source = recordings()
+    waiting = [standardised(next(source)) for _ in range(ahead)]
+    mean, losses = torch.zeros(()), []
+
+    def load() -> None:
+        nonlocal mean
+        if (wave := next(source, None)) is not None:
+            waiting.append(standardised(wave))
+            mean = 0.9 * mean + 0.1 * waiting[-1].max()  # each of these hangs on the one before
+
+    while waiting:
+        loss = F.cross_entropy(model(waiting.pop(0)), torch.randint(0, 3, (8,)))
+        if place == "before backward":
+            load()
+        optimizer.zero_grad()
+        loss.backward()
+        if place == "after backward":
+            load()
+        if torch.isfinite(loss):
+            optimizer.step()
+        losses.append(loss.item())
+        if place == "after the step":
+            load()
+    assert len(losses) == STEPS
+    return bits([p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("place", ["before backward", "after backward", "after the step"])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_the_line_that_prepared_a_batch_is_named(ahead: int, place: str, guard: Guard) -> None:
+    plain = train(ahead, place)
+    run = guard(lambda: train(ahead, place))
+    assert run.result == plain
+    assert run.faults == 0
+    first = run.first
+    assert (first.cause, first.step, first.op, first.module) == ("division-by-zero", BAD, "aten.div.Tensor", None)
+    assert first.location is not None
+    assert first.location.code == "return wave / wave.std(1, keepdim=True)"
+    assert first.fixes[0].verified
+
+
+def test_what_is_kept_of_earlier_steps_does_not_grow(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    ended = EventLog.iteration_ended
+
+    def iteration_ended(log: EventLog) -> None:
+        ended(log)
+        sizes.append(log.size)
+
+    monkeypatch.setattr(EventLog, "iteration_ended", iteration_ended)
+    assert guard(lambda: train(2, "before backward")).faults == 0
+    assert max(sizes[8:]) < 1.5 * max(sizes[:8])  # a step takes some ten events
