@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ampguard.capture.compiled_functions import CompiledFunction
-from ampguard.capture.record import BadResult, GlueOp, RootCall, held_in, refs_in
+from ampguard.capture.record import BadResult, GlueOp, RootCall, held_in, refs_in, refs_of
 from ampguard.diagnose import words
 from ampguard.diagnose.budget import UNLIMITED, Budget
 from ampguard.diagnose.compiled_fault import CompiledFault
@@ -210,9 +210,23 @@ def phase_of(evidence: Evidence) -> Phase:
     if isinstance(event, RootCall):
         after = any(r.index < event.index for r in with_weights)
         return "loss" if event not in with_weights and after else "forward"
+    if isinstance(event, GlueOp) and any(_has_written(evidence, event, root) for root in roots if root.is_rewritten):
+        return "parameters"
     if isinstance(event, GlueOp) and with_weights and event.index < min(r.index for r in with_weights):
         return "loss" if _is_made_of_weights(evidence, event) else "data"
     return "loss"
+
+
+def _has_written(evidence: Evidence, event: GlueOp, root: RootCall) -> bool:
+    """Whether the weights of a call rest on what an operator gave: the script has written them."""
+    known = {e.index: e for e in evidence.events() if isinstance(e, GlueOp)}
+    waiting, seen = [ref.event for ref in refs_in(root.swapped_state)], set()
+    while waiting:
+        index = waiting.pop()
+        if index in known and index not in seen:
+            seen.add(index)
+            waiting += [ref.event for ref in refs_of(known[index])]
+    return event.index in seen
 
 
 def _is_made_of_weights(evidence: Evidence, event: GlueOp) -> bool:
