@@ -82,7 +82,7 @@ def test_a_schedule_that_keeps_some_signal_is_silent(guard: Guard) -> None:
     assert guard(lambda: train(last=0.99)).causes == []
 
 
-def test_weights_that_the_script_has_just_written_are_told_with_their_line(guard: Guard) -> None:
+def test_weights_that_the_script_has_just_made_bad_are_told_with_their_line(guard: Guard) -> None:
     """Averaged weights, corrected for their start at 0, before anything was averaged: 0/0."""
 
     def body() -> None:
@@ -108,16 +108,11 @@ def test_weights_that_the_script_has_just_written_are_told_with_their_line(guard
 
     run = guard(body)
     incident = run.first
-    assert [i.cause for i in run.report.incidents] == ["nonfinite-parameter"]
-    assert (incident.step, incident.mode) == (0, "eval")
-    assert incident.evidence["written_at"]["code"] == "p.copy_(s / (1 - 0.9**updates))"
-    assert (
-        "The script itself has given it these values in this step, at test_nonfinite_parameter.py:"
-        in incident.explanation
-    )
-    fix = incident.fixes[0]
-    assert fix.verified is True
-    assert fix.how.endswith("in: p.copy_(s / (1 - 0.9**updates))")
+    assert [i.cause for i in run.report.incidents] == ["division-by-zero"]
+    assert (incident.step, incident.mode, incident.phase) == (0, "eval", "parameters")
+    assert incident.location is not None
+    assert incident.location.code == "p.copy_(s / (1 - 0.9**updates))"
+    assert incident.fixes[0].verified is True
 
 
 def test_weights_that_a_cast_made_infinite(guard: Guard) -> None:

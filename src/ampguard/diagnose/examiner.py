@@ -258,7 +258,11 @@ class Examiner:
         rewritten = with_rewritten_weights(bad, self._recorder)
         if rewritten is not None:
             with contextlib.suppress(ReplayError):
-                return locate(rewritten, Replayer(rewritten, self._recorder), budget)
+                evidence = locate(rewritten, Replayer(rewritten, self._recorder), budget)
+                if (
+                    evidence is not None and evidence.given is None
+                ):  # else the weights were given bad values, not made bad
+                    return evidence
         try:
             return locate(bad, Replayer(bad, self._recorder), budget)
         except ChangedSinceError as changed:

@@ -50,8 +50,9 @@ def _last_write(weight: Tensor, root: RootCall, record: StepRecord) -> Ref | Non
         tensor = _tensor_of(target, record)
         if tensor is None or not (tensor is weight or compat.storage_key(tensor) == memory != 0):
             continue
-        was_bad = isinstance(target, Held) and not is_finite(target.value.detach())
-        return Ref(event.index, 0) if tensor.shape == weight.shape and not was_bad else None
+        if isinstance(target, Held) and (target.value.dtype != weight.dtype or not is_finite(target.value.detach())):
+            return None  # cast since, or bad before
+        return Ref(event.index, 0) if tensor.shape == weight.shape else None
     return None
 
 
