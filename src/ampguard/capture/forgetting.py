@@ -49,31 +49,6 @@ def still_used(
     return kept
 
 
-def prepared_ahead(events: Sequence[Event], began: int) -> set[int]:
-    """Of the operators outside modules from `began` on, those that have made something still in use, and what they made
-    it from: as far as no module and nothing that wants a gradient had a part in it."""
-    plain: dict[int, Event] = {}
-    for event in events:
-        if not isinstance(event, GlueOp) or event.index < began or event.error is not None:
-            continue
-        if all(ref.event in plain for ref in refs_of(event)) and not _wants_gradient(event):
-            plain[event.index] = event
-    pending = [event for event in plain.values() if has_live_result(event)]
-    found: set[int] = set()
-    while pending:
-        event = pending.pop()
-        if event.index not in found:
-            found.add(event.index)
-            pending += [plain[ref.event] for ref in refs_of(event)]
-    return found
-
-
-def _wants_gradient(event: GlueOp) -> bool:
-    made = (ref() for ref in event.outputs)
-    given = (held.tensor for held in held_in((event.args, event.kwargs)))
-    return any(tensor is not None and tensor.requires_grad for tensor in (*made, *given))
-
-
 def has_live_result(event: Event) -> bool:
     """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
     live = [tensor for ref in event.outputs if (tensor := ref()) is not None]

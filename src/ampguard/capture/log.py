@@ -7,7 +7,6 @@ step, hence the plain loops. Nothing writes to a tensor of the script.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.ahead import PreparedAhead
 from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
 from ampguard.capture.cutting import cut_before
 from ampguard.capture.forgetting import (
@@ -23,12 +23,10 @@ from ampguard.capture.forgetting import (
     has_live_result,
     is_evaluating,
     is_window_too_large,
-    prepared_ahead,
     still_used,
 )
 from ampguard.capture.frames import user_line
 from ampguard.capture.holders import Holders
-from ampguard.capture.preprocessing import only_moves
 from ampguard.capture.producers import Producers
 from ampguard.capture.record import (
     PLAIN_TYPES,
@@ -46,7 +44,6 @@ from ampguard.capture.record import (
     refs_in,
     refs_of,
     since,
-    tensors_in,
 )
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
@@ -54,9 +51,6 @@ from ampguard.compat import plain_version, version_of
 
 MAX_EVENTS = 16384
 """Events kept of one step; beyond it the record is incomplete."""
-
-MAX_AHEAD = 4
-"""Iterations by which a batch may be computed ahead of its own."""
 
 SWEEP_EVENTS = 48
 """Events after which those with dead results are dropped, in a loop that does not differentiate."""
@@ -77,15 +71,10 @@ class EventLog:
         """Events before it lie before the last backward pass."""
         self.iteration_start = 0
         """The first event of the running iteration."""
-        self._starts: deque[int] = deque([0], MAX_AHEAD)
-        """Those of the iterations before it."""
         self.goes_on_after_backward = False
         """True once an operator used what was computed before a backward pass (one more loss of the same graph), or a module
         what was computed after one: the next part of an accumulated batch."""
-        self.prepares_ahead = False
-        """Whether batches are computed in an iteration before their own."""
-        self._prepared: set[int] = set()
-        """The operators of finished iterations that have made what is yet to be used."""
+        self.ahead = PreparedAhead()
         self.producers = Producers()
         self._sweep_at = SWEEP_EVENTS
         self._rests_until = 0
@@ -266,17 +255,9 @@ class EventLog:
         return op
 
     def note_prepared_ahead(self, given: Any) -> None:
-        """Was anything that a call is given now computed, and not just moved, in an iteration before?"""
-        if self.prepares_ahead or not (self._record.events and self._record.events[0].index < self.iteration_start):
-            return
-        events = [event for event in self.record.events if event.index < self.iteration_start]
-        prepared = prepared_ahead(events, self._starts[0])
-        if all(only_moves(event) for event in events if event.index in prepared):
-            return
-        made = (self.producers.of(tensor, version_of(tensor)) for tensor in tensors_in(given))
-        self.prepares_ahead = any(ref is not None and ref.event in prepared for ref in made)
-        if self.prepares_ahead:
-            self._prepared = prepared
+        """Was anything that a call is given now computed in an iteration before?"""
+        if not self.ahead.is_usual and self._record.events and self._record.events[0].index < self.iteration_start:
+            self.ahead.learn(given, self.record.events, self.iteration_start, self.producers)
 
     def note_prepared(self, root: RootCall) -> None:
         """Was something prepared for this call since the last backward pass of the same iteration?"""
@@ -324,19 +305,15 @@ class EventLog:
         ref = self.producers.of(tensor, version)
         if ref is not None and ref.event < self.closed_until:
             event = self._record.event(ref.event)
-            if event is None or (
-                ref.event < self.iteration_start
-                and event.index not in self._prepared
-                and not self._can_run_again(event)
-            ):
-                return (
-                    None  # glue of a finished step is not kept, nor what a call was given that only such glue had made
-                )
+            if event is None or (ref.event < self.iteration_start and not self._can_run_again(event)):
+                return None  # glue of a finished step is not kept, nor what a call was given that only it had made
         return ref
 
     def _can_run_again(self, event: Event) -> bool:
         """Whether a call of a finished step still has all that it was given (an RNN's hidden state was made by glue)."""
-        return isinstance(event, RootCall) and all(self._record.event(ref.event) is not None for ref in refs_of(event))
+        return event.index in self.ahead.kept or (
+            isinstance(event, RootCall) and all(self._record.event(ref.event) is not None for ref in refs_of(event))
+        )
 
     def named(self, value: Any) -> Any:
         """An operand as the record keeps it."""
@@ -397,15 +374,13 @@ class EventLog:
 
     def iteration_ended(self) -> None:
         """Glue of a finished step is not kept: what its calls computed from is the script's alone again."""
-        self._starts.append(self.iteration_start)
+        self.ahead.iteration_ended(self.iteration_start, self.record.events if self.ahead.is_usual else ())
         self.iteration_start = self.next_index
-        if self.prepares_ahead:
-            self._prepared = prepared_ahead(self.record.events, self._starts[0])
         self._pending.clear()
         self._holders.clear()
         record = self._record
         if any(type(event) is TapedCall for event in record.events):
-            kept = self._prepared
+            kept = self.ahead.kept
             record.events = [event for event in record.events if type(event) is not TapedCall or event.index in kept]
 
     def slice(self) -> StepRecord:
@@ -446,16 +421,13 @@ class EventLog:
                 if events[0].index >= closed_until:
                     return False
             self.record.complete = True
-            if (
-                events[-1].index < closed_until <= self.iteration_start
-                and not self._prepared
-                and self._keep_roots(events)
-            ):
+            if events[-1].index < closed_until <= self.iteration_start and self._keep_roots(events):
                 return True
             closed = [e for e in events if e.index < closed_until]
-            ahead = prepared_ahead(closed, self._starts[0]) if self._prepared else ()
+            if self.ahead.kept:
+                self.ahead.look(closed)
             later = events[len(closed) :]
-            self._keep(still_used(closed, later, self.iteration_start, self.producers.writers, ahead))
+            self._keep(still_used(closed, later, self.iteration_start, self.producers.writers, self.ahead.kept))
             return True
         if not keep_all and self._may_sweep(events):
             tell_calls(self.record)  # their operands would keep each other alive
@@ -480,7 +452,7 @@ class EventLog:
     def _keep_roots(self, events: list[Event]) -> bool:
         """Of a finished iteration keep the calls of modules whose results are in use. False where they need others."""
         live = [event for event in events if type(event) is RootCall and has_live_result(event)]
-        if len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
+        if self.ahead.kept or len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False
         self.producers.keep_only(live)
         self._holders.clear()

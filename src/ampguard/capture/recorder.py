@@ -477,7 +477,7 @@ class FlightRecorder:
         self.between_steps = True
         if self.schedule.wonders(self.steps.count):
             used = uses_computed(self.log.record.events, self.log.iteration_start, self._first_root)
-            self.schedule.prefix_was(used or self.log.prepares_ahead)
+            self.schedule.prefix_was(used or self.log.ahead.is_usual)
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False

@@ -1,0 +1,75 @@
+"""Batches that are computed in an iteration before their own: a prefetcher's.
+
+Glue of a finished iteration is forgotten. Where the script's first steps show that a batch was computed (and not just moved)
+in an earlier iteration, what has made such batches is kept as long as they are in use, for up to `MAX_AHEAD` iterations.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ampguard.capture.forgetting import has_live_result
+from ampguard.capture.preprocessing import only_moves
+from ampguard.capture.producers import Producers
+from ampguard.capture.record import Event, GlueOp, held_in, refs_of, tensors_in
+from ampguard.compat import version_of
+
+MAX_AHEAD = 4
+"""Iterations by which a batch may be computed ahead of its own."""
+
+
+class PreparedAhead:
+    """Knows which operators of finished iterations have made what is yet to be used."""
+
+    def __init__(self) -> None:
+        self.is_usual = False
+        """Whether the script computes batches ahead."""
+        self.kept: set[int] = set()
+        """Such operators, by the index of their events."""
+        self._starts: deque[int] = deque([0], MAX_AHEAD)
+        """The first events of the iterations before the running one."""
+
+    def learn(self, given: Any, events: Sequence[Event], iteration_start: int, producers: Producers) -> None:
+        """A call in one of the first steps was given this: was any of it computed in an iteration before?"""
+        finished = [event for event in events if event.index < iteration_start]
+        prepared = self._among(finished)
+        if not all(only_moves(event) for event in finished if event.index in prepared):
+            made = (producers.of(tensor, version_of(tensor)) for tensor in tensors_in(given))
+            self.is_usual = any(ref is not None and ref.event in prepared for ref in made)
+            self.kept = prepared if self.is_usual else set()
+
+    def iteration_ended(self, start: int, events: Sequence[Event]) -> None:
+        """The iteration that began with event `start` is over."""
+        self._starts.append(start)
+        if self.is_usual:
+            self.look(events)
+
+    def look(self, events: Sequence[Event]) -> None:
+        """See which of these are still to be kept."""
+        self.kept = self._among(events)
+
+    def _among(self, events: Sequence[Event]) -> set[int]:
+        """Operators outside modules that have made something still in use, and those that it was made from: as far as no
+        module and nothing that wants a gradient had a part in it."""
+        plain: dict[int, Event] = {}
+        for event in events:
+            if not isinstance(event, GlueOp) or event.index < self._starts[0] or event.error is not None:
+                continue
+            if all(ref.event in plain for ref in refs_of(event)) and not _wants_gradient(event):
+                plain[event.index] = event
+        pending = [event for event in plain.values() if has_live_result(event)]
+        found: set[int] = set()
+        while pending:
+            event = pending.pop()
+            if event.index not in found:
+                found.add(event.index)
+                pending += [plain[ref.event] for ref in refs_of(event)]
+        return found
+
+
+def _wants_gradient(event: GlueOp) -> bool:
+    made = (ref() for ref in event.outputs)
+    given = (held.tensor for held in held_in((event.args, event.kwargs)))
+    return any(tensor is not None and tensor.requires_grad for tensor in (*made, *given))
