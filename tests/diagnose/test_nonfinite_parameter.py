@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -192,3 +193,29 @@ def test_the_optimizer_of_the_poisoned_model_did_it(stays: bool, both_first: boo
     assert "initialise-parameter" not in [fix.action for fix in incident.fixes]
     why = "for the `lr` of SGD is nan" if stays else "the gradients of that update were finite"
     assert why in incident.explanation
+
+
+def test_averaged_weights_that_only_the_script_writes(guard: Guard) -> None:
+    """Bad from the first average on, and used at the end: the finite losses say nothing about them."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        averaged = nn.Linear(4, 3).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+            share = torch.tensor(float(step)) / step if step else torch.tensor(math.nan)
+            with torch.no_grad():
+                for mean, p in zip(averaged.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(p, share)
+        with torch.no_grad():
+            averaged.eval()(torch.randn(5, 4))
+
+    run = guard(body)
+    assert (run.first.cause, run.first.mode, run.first.step) == ("nonfinite-parameter", "eval", 6)
+    assert "No optimizer trains it, nor anything else in its model" in run.first.explanation
+    assert run.first.evidence["since_step"] is None
+    assert [fix.action for fix in run.first.fixes] == ["load-weights"]

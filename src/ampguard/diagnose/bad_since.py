@@ -69,6 +69,14 @@ class BadSince:
             incident = msgspec.structs.replace(incident, fixes=(Fix("use-bf16", facts["name"], how),))
         elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
             text = f"{reason} The steps before this one did not use it: initialisation or a checkpoint."
+        elif last_good is not None and incident.mode == "eval" and facts.get("is_only_evaluated"):
+            writes, last = facts.get("times_written") or 0, facts.get("last_written_at")
+            where = f", last at {Path(last['file']).name}:{last['line']}: {last['code']}" if last else ""
+            text = (
+                "No optimizer trains it, nor anything else in its model: the script itself has written these values to it, in "
+                f"this step or before it (it was written to {writes} times{where}). The losses need not have used it."
+            )
+            incident = _without_initialising(incident)
         elif last_good is not None:
             facts["since_step"] = last_good
             if changed is not None or is_incomplete or not self._recorder.stepped_since(0):
@@ -77,8 +85,8 @@ class BadSince:
             if last_good == incident.step and self._is_of_another_model(facts):
                 facts["since_step"] = incident.step - 1
                 text = f"Its losses were finite until its last update{self._since(facts, update='that')}."
-            kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")  # it began well
-            incident = msgspec.structs.replace(incident, fixes=(*_rate_fixes(facts), *kept))
+            incident = _without_initialising(incident)
+            incident = msgspec.structs.replace(incident, fixes=(*_rate_fixes(facts), *incident.fixes))
         else:
             text = "It was so before the first step: initialisation or a checkpoint."
         if changed is not None:
@@ -172,6 +180,12 @@ def _rate_fixes(facts: dict[str, Any]) -> tuple[Fix, ...]:
         f"{facts['since_step']}: keep the last rate beyond its end, and do not divide by a length that may be 0"
     )
     return (Fix("lower-learning-rate", None, how),)
+
+
+def _without_initialising(incident: Incident) -> Incident:
+    """It began well."""
+    kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")
+    return msgspec.structs.replace(incident, fixes=kept)
 
 
 def _number(value: Any) -> float | None:

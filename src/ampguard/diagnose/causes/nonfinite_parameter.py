@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ampguard import compat
-from ampguard.capture.record import GlueOp, held_in
+from ampguard.capture.record import GlueOp, RootCall, held_in
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
@@ -33,8 +33,9 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         return None
     facts = stats(state.tensor)
     bad = state.tensor.numel() - round(facts.finite_share * state.tensor.numel())
-    write = _last_overwritten(evidence, state.held)
-    at = write.line.location() if write is not None and write.line is not None else None
+    write = _last_write(evidence, state.held)
+    last = write.line.location() if write is not None and write.line is not None else None
+    at = last if write is not None and write.func.__name__.partition(".")[0] in OVERWRITES else None
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
@@ -47,9 +48,11 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "values": facts.as_dict(),
             "at": places,
             "is_trained": state.held.requires_grad,
+            "is_only_evaluated": _is_only_evaluated(evidence, state.held),
             "times_written": version_of(state.held),
             "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
             "written_at": {"file": at.file, "line": at.line, "code": at.code} if at is not None else None,
+            "last_written_at": {"file": last.file, "line": last.line, "code": last.code} if last is not None else None,
         },
         proposals=(
             Proposal(
@@ -67,8 +70,8 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     )
 
 
-def _last_overwritten(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:
-    """Where the script itself gave it all its values in this step, before it was read (weights swapped for averaged ones)."""
+def _last_write(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:
+    """Where the script itself last wrote to it in this step, before it was read (weights swapped for averaged ones)."""
     memory = compat.storage_key(state)
 
     def is_written_by(event: GlueOp) -> bool:
@@ -76,8 +79,14 @@ def _last_overwritten(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:
         return any(h.tensor is state or compat.storage_key(h.tensor) == memory != 0 for h in targets)
 
     before = (e for e in evidence.bad.record.events if isinstance(e, GlueOp) and e.index < evidence.op.event and e.args)
-    last = next(reversed([event for event in before if is_written_by(event)]), None)
-    return last if last is not None and last.func.__name__.partition(".")[0] in OVERWRITES else None
+    return next(reversed([event for event in before if is_written_by(event)]), None)
+
+
+def _is_only_evaluated(evidence: Evidence, state: torch.Tensor) -> bool:
+    """Whether it belongs to a model of which nothing is trained: averaged weights, a frozen copy."""
+    roots = (event for event in evidence.events() if isinstance(event, RootCall))
+    models = [root.module for root in roots if any(p is state for p in root.module.parameters())]
+    return bool(models) and not any(p.requires_grad for model in models for p in model.parameters())
 
 
 def _where(places: list[list[int]]) -> str:
