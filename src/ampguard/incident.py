@@ -6,6 +6,7 @@ These are plain values (no torch): a report can be read on any machine. The JSON
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -171,6 +172,19 @@ def importance(incident: Incident) -> tuple[int, int, bool]:
     """The order of a report. Of one step, what PyTorch has refused comes first: it is what ends a run."""
     was_refused = incident.phase == "protocol" and bool(incident.evidence.get("refused"))
     return ("error", "warning", "info").index(incident.severity), incident.step, not was_refused
+
+
+def training_first(incidents: Sequence[Incident]) -> list[Incident]:
+    """Of the same failure of one step in training and in evaluation (an agent's rollout), that of training first."""
+    places: dict[object, list[int]] = {}
+    for number, i in enumerate(incidents):
+        places.setdefault((i.severity, i.step, i.cause, i.module, i.op, i.location), []).append(number)
+    ordered = list(incidents)
+    for numbers in places.values():
+        same = sorted((incidents[number] for number in numbers), key=lambda i: i.mode == "eval")
+        for number, incident in zip(numbers, same, strict=True):
+            ordered[number] = incident
+    return ordered
 
 
 def to_json(report: Report) -> bytes:

@@ -18,7 +18,7 @@ from ampguard.diagnose.past_scaler import PastScaler
 from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind, goes_on_from
 from ampguard.diagnose.skipped import SkippedSteps
-from ampguard.incident import Incident, importance
+from ampguard.incident import Incident, importance, training_first
 from ampguard.replay.sandbox import neutral_thread
 
 MOST_EVENTS = 256
@@ -118,7 +118,8 @@ class Casebook:
 
     def incidents(self) -> tuple[Incident, ...]:
         """The incidents so far, the most important first."""
-        return tuple(sorted([case.result() for case in self.cases if case.part_of is None], key=importance))
+        found = sorted([case.result() for case in self.cases if case.part_of is None], key=importance)
+        return tuple(training_first(found))
 
     def told_before(self, bad: BadResult, place: Place) -> bool:
         """Whether this failure began where an earlier one did; it is counted to that."""
