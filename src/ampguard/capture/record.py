@@ -253,6 +253,19 @@ class StepRecord:
     writers: dict[int, list[int]] = field(default_factory=dict)
     iteration_start: int = 0
 
+    def tensor_behind(self, operand: object) -> Tensor | None:
+        """The script's tensor that an event was given, if it is still there; for its `.data`, the tensor itself."""
+        if isinstance(operand, Held):
+            return operand.tensor
+        if not isinstance(operand, Ref):
+            return None
+        event = self.event(operand.event)
+        if event is None or operand.output >= len(event.outputs):
+            return None
+        tensor = event.outputs[operand.output]()
+        is_gone = tensor is None and isinstance(event, GlueOp) and event.func is torch.ops.aten.detach.default
+        return self.tensor_behind(event.args[0]) if is_gone else tensor
+
     def event(self, index: int) -> Event | None:
         if not self.events:
             return None

@@ -47,17 +47,10 @@ def _last_write(weight: Tensor, root: RootCall, record: StepRecord) -> Ref | Non
         if compat.positions_written(event.func) != {0}:
             continue
         target = event.args[0]
-        tensor = _tensor_of(target, record)
+        tensor = record.tensor_behind(target)
         if tensor is None or not (tensor is weight or compat.storage_key(tensor) == memory != 0):
             continue
         if isinstance(target, Held) and (target.value.dtype != weight.dtype or not is_finite(target.value.detach())):
             return None  # cast since, or bad before
         return Ref(event.index, 0) if tensor.shape == weight.shape else None
     return None
-
-
-def _tensor_of(target: object, record: StepRecord) -> Tensor | None:
-    if isinstance(target, Held):
-        return target.tensor
-    event = record.event(target.event) if isinstance(target, Ref) else None
-    return event.outputs[target.output]() if event is not None and isinstance(target, Ref) else None

@@ -11,13 +11,16 @@ Not this       gradient accumulation: several backward passes and one step, then
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.scene import Scene, at
+from ampguard.diagnose.protocol.owners import variable_name
+from ampguard.diagnose.protocol.scene import Scene, at, is_one_line
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
 @breach("missing-zero-grad")
 def missing_zero_grad(scene: Scene) -> Telling:
     name, steps = scene.optimizer, scene.facts["steps"]
+    if scene.facts.get("by_hand"):
+        return _by_hand(scene)
     if scene.facts.get("is_stuck"):
         return _stuck(scene)
     if scene.facts.get("is_reused"):
@@ -39,6 +42,21 @@ def missing_zero_grad(scene: Scene) -> Telling:
         severity="warning" if scaled else "error",
         evidence={"steps": steps, "has_scaler": scaled},
     )
+
+
+def _by_hand(scene: Scene) -> Telling:
+    """The script moves its weights itself, and never clears what backward has left."""
+    steps, weights = scene.facts["steps"], scene.facts["parameters"]
+    names = [variable_name(w) or name for w, name in zip(weights, scene.parameters, strict=True)]
+    user = "an update" if is_one_line(scene) else at(scene.again)
+    text = (
+        f"The script updates its weights itself and never clears their gradients: {steps} times in a row those that {user} had "
+        f"used were still there when backward at {at(scene.first)} added to them ({', '.join(names)})."
+    )
+    one = names[0] if not names[0].startswith("a tensor") else "p"
+    how = f"clear each gradient after the update has used it: {one}.grad = None (or {one}.grad.zero_())"
+    fix = order(scene, how, target=one)
+    return Telling(text, scene.again, (fix,), evidence={"steps": steps, "by_hand": True})
 
 
 def _reused(scene: Scene) -> Telling:

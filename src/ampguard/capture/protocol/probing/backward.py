@@ -101,11 +101,15 @@ class BackwardProbe:
             self._looks += 1
             moves.watches.join_wrapped()
             self._witness.models.look()
+        if not self._witness.piled.is_over:
+            self._witness.piled.before_backward(tensors)
         moves.before_backward(tensors, gradients)
 
     def _after(self, frame: FrameType) -> None:
         witness = self._witness
         reached = witness.moves.after_backward(frame)
+        if not witness.piled.is_over:
+            witness.piled.after_backward()
         if witness.habits.watches_regions:
             witness.habits.differentiated(reached)
         last = witness.moves.machine.last_backward

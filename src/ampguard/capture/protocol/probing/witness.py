@@ -18,6 +18,7 @@ from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import BreachListener, Moves
 from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.own_updates import OwnUpdates
+from ampguard.capture.protocol.piled_by_hand import PiledByHand
 from ampguard.capture.protocol.reads import ReadWindow
 from ampguard.capture.protocol.scans import Scans, is_time_to_look
 from ampguard.capture.recorder import FlightRecorder
@@ -42,6 +43,7 @@ class Witness:
         self.habits = Habits(self.moves, self.models)
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
+        self.piled = PiledByHand(self.moves)
         self.window = ReadWindow(self.moves, self.guarded, self.own_updates.wrote)
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.explain = self.scans.explain_refusal
