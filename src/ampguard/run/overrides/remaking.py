@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.lineage import wanting_gradients
 from ampguard.capture.record import BadResult, Ref
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ReplayError
@@ -98,10 +99,11 @@ class Remaking:
         return parts
 
     def begins_before(self, parts: Sequence[Part], event: int) -> bool:
-        """Whether the losses were made from anything older than an event."""
-        refs = tuple(part.ref for part in parts)
-        behind = events_behind(BadResult("loss", "train", self.step, self.recorder.log.slice(), refs))
-        return bool(behind) and behind[0].index < event
+        """Whether the losses were made from anything older than an event that has a graph: a batch has none."""
+        refs, record = tuple(part.ref for part in parts), self.recorder.log.slice()
+        behind = events_behind(BadResult("loss", "train", self.step, record, refs))
+        wanting = wanting_gradients(record)
+        return any(one.index < event and one.index in wanting for one in behind)
 
     def scaled_as(self, part: Part, made: Mapping[Ref, Tensor]) -> Tensor:
         """The loss in place of which this one is differentiated: times the same scale, and known for it."""
