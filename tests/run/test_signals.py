@@ -10,7 +10,13 @@ from collections.abc import Callable
 import pytest
 from workbench import Outcome, Workbench
 
-READY = "import os, signal, sys, time\ndef ready():\n    print('ready', flush=True)\n    time.sleep(30)\n"
+READY = """
+import os, signal, sys, time
+def ready():
+    print('ready', flush=True)
+    for _ in range(300):
+        time.sleep(0.1)  # Python lets a signal wait that comes just before one long sleep begins
+"""
 
 
 def signalled(
