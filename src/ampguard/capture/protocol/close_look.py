@@ -239,6 +239,8 @@ class CloseLook:
         clipped = self.own_scale.stepping(watch)
         if clipped is not None:
             facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
+            if clipped.made_smaller is not None:
+                facts["update_too_small_by"] = min(clipped.made_smaller, clipped.scale)
             breach = Breach("clip-before-unscale", watch, None, clipped.backward, clipped.clip, clipped.scale, facts)
             self._moves.tell([breach], self._moves.recorder.steps.count)
 

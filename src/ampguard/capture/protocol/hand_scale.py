@@ -2,11 +2,13 @@
 
 A large constant by which a loss is multiplied may mean anything. It is a loss scale where the script also divides the
 gradients by it before the optimizer's step; only then, and only if they were clipped in between, something is told.
-In iterations that are looked at closely.
+In iterations that are looked at closely. Where no optimizer holds what was differentiated (a float16 model, its float32
+masters in the optimizer), the gradients are followed from the one to the other: `copied_gradients.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.protocol.copied_gradients import LooseGradients, SourceGradient, ratio_of
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.loss_scale import constant_factors
 from ampguard.capture.record import Line
@@ -27,31 +30,33 @@ SMALLEST_LIMIT = 1e-3
 
 @dataclass(slots=True)
 class _Scaled:
-    """The gradients of one optimizer after the backward pass of such a loss; `kept`: one of them, as it was then."""
+    """The gradients of one optimizer that carry such a scale; `kept`: the first elements of one of them, as they were."""
 
     scale: float
     where: Line | None
     parameter: Tensor
     kept: Tensor
     clips: list[Line | None] = field(default_factory=list)
+    made_smaller: float | None = 1.0
+    """By what all clips together divided them; None where that is not one number."""
 
     def ratio(self) -> float | None:
         """What it was over what it is now; None where that is not one number. Waits for the device."""
-        now = self.parameter.grad
-        if now is None or now.shape != self.kept.shape:
-            return None
-        with torch.no_grad(), compat.unseen():
-            a, b = self.kept.double().flatten(), now.detach().double().flatten()
-            square = float(b @ b)
-            if not square or not bool(a.isfinite().all()):
-                return None
-            ratio = float(a @ b) / square
-            return ratio if float((a - ratio * b).norm()) <= SAME * float(a.norm()) else None
+        return ratio_of(self.kept, self.parameter.grad)
 
     def keep(self) -> None:
         if self.parameter.grad is not None:
             with torch.no_grad(), compat.unseen():
-                self.kept = self.parameter.grad.detach().clone()
+                self.kept = self.parameter.grad.detach().flatten()[: self.kept.numel()].clone()
+
+    def clipped(self, limit: float | None, where: Line | None) -> None:
+        """A call that clips is over."""
+        ratio = self.ratio()
+        knows_scale = limit is not None and is_round_multiple(limit, self.scale)
+        if (ratio is None or ratio > 1.0 + CLIPPED) and not knows_scale:
+            self.clips.append(where)
+            self.made_smaller = self.made_smaller * ratio if self.made_smaller and ratio else None
+        self.keep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class ClippedScaled:
     scale: float
     backward: Line | None
     clip: Line | None
+    made_smaller: float | None
+    """By what the clip divided them."""
 
 
 class HandScale:
@@ -69,10 +76,15 @@ class HandScale:
     def __init__(self) -> None:
         self._factor: float | None = None
         self._scaled: dict[OptimizerWatch, _Scaled] = {}
+        self._loose: LooseGradients | None = None
+        self._sources: list[_Scaled] = []
+        """Of those that no optimizer holds: what was clipped before it is copied to masters."""
+        self.roots: Callable[[], Iterable[Iterable[Tensor]]] = tuple
+        """The parameters of each module that was called."""
 
     @property
     def is_open(self) -> bool:
-        return bool(self._scaled)
+        return bool(self._scaled) or self._loose is not None
 
     def before_backward(self, losses: Any) -> None:
         """By which constant was the loss multiplied?"""
@@ -81,42 +93,77 @@ class HandScale:
         self._factor = max(factors, default=None)
 
     def after_backward(self, reached: tuple[OptimizerWatch, ...], where: Line | None) -> None:
-        """Keep one gradient of each optimizer that was reached."""
+        """Keep one gradient of each optimizer that was reached; where none was, those that will be copied to masters."""
         factor, self._factor = self._factor, None
-        for watch in reached if factor is not None else ():
+        self._loose, self._sources = None, []
+        if factor is None:
+            return
+        for watch in reached:
             held = [p for p in watch.sample if _is_small(p)]
             if held:
                 p = min(held, key=lambda p: p.numel())
                 assert p.grad is not None
-                assert factor is not None
                 with torch.no_grad(), compat.unseen():
-                    self._scaled[watch] = _Scaled(factor, where, p, p.grad.detach().clone())
+                    self._scaled[watch] = _Scaled(factor, where, p, p.grad.detach().flatten().clone())
+        if not reached:
+            self._loose = LooseGradients.of(self.roots(), factor, where)
 
     def forget(self) -> None:
         """An iteration that is looked at closely is over."""
         self._scaled.clear()
+        self._loose, self._sources = None, []
 
-    def before_clip(self) -> None:
+    def before_clip(self, watches: Iterable[OptimizerWatch]) -> None:
         """What was divided before it is clipped was clipped rightly."""
+        self._follow_copies(watches)
         done = [w for w, scaled in self._scaled.items() if _is(scaled.ratio(), scaled.scale)]
         for watch in done:
             del self._scaled[watch]
+        self._sources = [scaled for scaled in self._sources if not _is(scaled.ratio(), scaled.scale)]
+
+    def _follow_copies(self, watches: Iterable[OptimizerWatch]) -> None:
+        """Gradients that were copied to masters since the backward pass are followed there."""
+        loose = self._loose
+        if loose is None:
+            return
+        if not self._sources:
+            held = [(s.parameter(), s.kept) for s in loose.sources]
+            self._sources = [_Scaled(loose.scale, loose.where, p, kept) for p, kept in held if p is not None]
+        for watch in watches:
+            found = loose.in_masters(watch.parameters()) if watch not in self._scaled else None
+            if found is not None and not _is(found.ratio, loose.scale):
+                self._scaled[watch] = scaled = _Scaled(loose.scale, loose.where, found.master, found.source.kept)
+                scaled.keep()
 
     def after_clip(self, watches: list[OptimizerWatch], limit: float | None, where: Line | None) -> None:
         """Gradients were clipped to `limit`; those that became smaller by it still carried their scale."""
         for scaled in [s for w in watches if (s := self._scaled.get(w)) is not None]:
-            ratio = scaled.ratio()
-            knows_scale = limit is not None and is_round_multiple(limit, scaled.scale)
-            if (ratio is None or ratio > 1.0 + CLIPPED) and not knows_scale:
-                scaled.clips.append(where)
-            scaled.keep()
+            scaled.clipped(limit, where)
+        for scaled in self._sources:
+            scaled.clipped(limit, where)
 
     def stepping(self, watch: OptimizerWatch) -> ClippedScaled | None:
         """The optimizer is about to step: were its gradients divided only after they had been clipped?"""
         scaled = self._scaled.pop(watch, None)
+        if scaled is None:
+            scaled = self._copied_after_clip(watch)
         if scaled is None or not scaled.clips or not _is(scaled.ratio(), scaled.scale):
             return None
-        return ClippedScaled(scaled.scale, scaled.where, scaled.clips[0])
+        return ClippedScaled(scaled.scale, scaled.where, scaled.clips[0], scaled.made_smaller)
+
+    def _copied_after_clip(self, watch: OptimizerWatch) -> _Scaled | None:
+        """Gradients of a float16 model that were clipped before they were copied to this optimizer's masters."""
+        clipped = [scaled for scaled in self._sources if scaled.clips]
+        if self._loose is None or not clipped:
+            return None
+        now = LooseGradients(
+            self._loose.scale, self._loose.where, [SourceGradient.of(s.parameter, s.kept) for s in clipped]
+        )
+        found = now.in_masters(watch.parameters())
+        if found is None:
+            return None
+        of = next(s for s in clipped if s.kept is found.source.kept)
+        return _Scaled(of.scale, of.where, found.master, of.kept, of.clips, of.made_smaller)
 
 
 def is_round_multiple(limit: float, scale: float) -> bool:

@@ -33,6 +33,9 @@ def clip_before_unscale(scene: Scene) -> Telling:
     )
     if scene.facts.get("by_hand"):
         text = _by_hand(scene)
+    elif clips and scene.facts.get("update_too_small_by"):
+        less = number(float(scene.facts["update_too_small_by"]))
+        text += f" Once divided by that scale, the gradients are {less} times smaller than the limit asks for."
     elif clips:
         text += f" Once unscaled, the clipped gradients are up to {scale} times smaller than the limit asks for."
     code, then = _own_statement(scene), "clip as here" if clips else "measure"

@@ -50,7 +50,7 @@ class NormProbe:
         if moves.close.own_scale.is_open and not moves.looks_closely:
             moves.close.own_scale.forget()
         elif moves.close.own_scale.is_open:
-            moves.close.own_scale.before_clip()
+            moves.close.own_scale.before_clip(moves.mine())
 
     def _after_clipping(self, frame: Frame, *given: Any) -> None:
         moves = self._witness.moves

@@ -39,6 +39,7 @@ class Witness:
         self.moves = Moves(recorder, listener)
         self.training = self.moves.training
         self.models = Models(recorder)
+        self.moves.close.own_scale.roots = lambda: [root.parameters() for root, _ in self.models.roots()]
         self.scans = Scans(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
         self.own_steps = OwnSteps(self.moves)

@@ -1,0 +1,119 @@
+"""Mixed precision in the old way: a half model, float32 masters in the optimizer, a loss scale of the script's own.
+
+No optimizer is reached by a backward pass; the script copies the gradients. Each clip that comes too early has a healthy twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+Guard = Callable[..., Any]
+SCALE = 1024.0
+LIMIT = 0.05
+
+
+class OldWay:
+    """`order`: of copy, divide and clip, each a letter; `C` clips the half gradients themselves."""
+
+    def __init__(self, order: str, limit: float = LIMIT, flat: bool = False, assigns: bool = True) -> None:
+        torch.manual_seed(0)
+        self.order, self.limit, self.flat, self.assigns = order, limit, flat, assigns
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).half()
+        self.weights = list(self.model.parameters())
+        values = [p.detach().float() for p in self.weights]
+        self.masters = [nn.Parameter(v) for v in ([torch.cat([v.flatten() for v in values])] if flat else values)]
+        self.opt = torch.optim.SGD(self.masters, lr=0.05)
+
+    def copy(self) -> None:
+        grads = [p.grad.float() for p in self.weights if p.grad is not None]
+        if self.flat:
+            grads = [torch.cat([g.flatten() for g in grads])]
+        for master, grad in zip(self.masters, grads, strict=True):
+            if self.assigns or master.grad is None:
+                master.grad = grad
+            else:
+                master.grad.data.copy_(grad)
+
+    def divide(self) -> None:
+        for master in self.masters:
+            assert master.grad is not None
+            master.grad.data.mul_(1.0 / SCALE)
+
+    def clip_masters(self) -> None:
+        nn.utils.clip_grad_norm_(self.masters, self.limit)  # limited
+
+    def clip_model(self) -> None:
+        nn.utils.clip_grad_norm_(self.weights, self.limit)  # limited
+
+    def train(self) -> None:
+        calls = {"c": self.copy, "d": self.divide, "l": self.clip_masters, "L": self.clip_model}
+        for _ in range(4):
+            loss = F.cross_entropy(self.model(torch.randn(6, 4).half()).float(), torch.randint(0, 3, (6,)))
+            self.model.zero_grad()
+            (loss * SCALE).backward()
+            for letter in self.order:
+                calls[letter]()
+            self.opt.step()
+            with torch.no_grad():
+                parts = self.masters[0].split([p.numel() for p in self.weights]) if self.flat else self.masters
+                for p, part in zip(self.weights, parts, strict=True):
+                    p.copy_(part.view_as(p))
+
+
+def old_way(order: str, **options: Any) -> Callable[[], None]:
+    return lambda: OldWay(order, **options).train()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        old_way("cld"),
+        old_way("cld", assigns=False),
+        old_way("cld", flat=True),
+        old_way("Lcd"),
+        old_way("Lcd", flat=True),
+    ],
+    ids=["masters", "copied in place", "a flat buffer", "the half gradients", "the half gradients of a flat buffer"],
+)
+def test_masters_are_clipped_while_scaled(body: Callable[[], None], guard: Guard) -> None:
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.evidence["factor"]) == ("clip-before-unscale", 0, SCALE)
+    assert incident.location is not None
+    assert incident.location.code.endswith("# limited")
+    assert incident.evidence["update_too_small_by"] == pytest.approx(SCALE)
+    assert "1024 times smaller than the limit asks for" in incident.explanation
+    assert "divide the gradients by the loss scale 1024 first" in incident.fixes[0].how
+
+
+def test_a_limit_that_true_gradients_do_not_reach(guard: Guard) -> None:
+    """The clip takes from scaled ones what is above the limit, and nothing would have been taken from true ones."""
+    (incident,) = guard(old_way("cld", limit=100.0)).report.incidents
+    assert 1.0 < incident.evidence["update_too_small_by"] < SCALE / 10
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        old_way("cdl"),
+        old_way("cdl", flat=True),
+        old_way("cdl", assigns=False),
+        old_way("cld", limit=LIMIT * SCALE),
+        old_way("Lcd", limit=LIMIT * SCALE),
+        old_way("cd"),
+        old_way("cl"),  # never divided: nothing says that it is a scale
+        old_way("cld", limit=1e9),
+    ],
+    ids=["divided first", "flat", "in place", "limit", "the model's", "no clip", "no division", "nothing to clip"],
+)
+def test_masters_that_are_clipped_rightly(body: Callable[[], None], guard: Guard) -> None:
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents
