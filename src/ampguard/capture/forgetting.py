@@ -51,11 +51,15 @@ def still_used(
 
 def has_live_result(event: Event) -> bool:
     """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
-    live = [tensor for ref in event.outputs if (tensor := ref()) is not None]
-    if not live:
-        return False
-    own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
-    return any(id(tensor) not in own for tensor in live)
+    own: set[int] | None = None
+    for ref in event.outputs:  # (the rows of a whole data set may be thousands)
+        tensor = ref()
+        if tensor is not None:
+            if own is None:
+                own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
+            if id(tensor) not in own:
+                return True
+    return False
 
 
 def is_evaluating(events: list[Event]) -> bool:

@@ -186,16 +186,21 @@ class Judge:
         if isinstance(value, float) and value - value == 0.0:
             return
         ref = self._log.lookup(tensor)
-        if ref is None:
-            return
         record = self._log.record
         if isinstance(value, bool):
-            ref = lineage.nonfinite_number_behind(record, ref)
+            ref = lineage.nonfinite_number_behind(record, ref) if ref is not None else None
         elif not isinstance(value, float):
+            return
+        evaluation = self._log.evaluation
+        origin = evaluation.of(tensor) if ref is None else evaluation.origin(record, ref)
+        if origin is not None:
+            if not origin.is_told:
+                origin.is_told = True
+                self.suspects.append(BadResult("loss", "eval", self._steps.count, origin.record, (origin.target,)))
             return
         if ref is None or any(ref in bad.targets for bad in self.suspects):
             return
-        if not lineage.comes_from_a_root(record, ref):
+        if not evaluation.is_behind(record, ref):
             return
         if self._was_judged(lineage.ancestors(record, ref)) or self._is_old_news(ref):
             return  # a loss that backward was called on, or a sum to which a bad one was added

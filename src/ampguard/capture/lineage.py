@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -33,19 +33,28 @@ def ancestors(record: StepRecord, ref: Ref) -> set[int]:
 
 def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
     """Whether floating-point values lead from a root call to this tensor (a count or an accuracy has none)."""
+    return any(isinstance(event, RootCall) and not event.is_function for event in _way_back(record, ref))
+
+
+def given_to(record: StepRecord, ref: Ref) -> Iterator[Tensor]:
+    """The tensors that no recorded event made among those that this one was computed from, back to calls of modules."""
+    for event in _way_back(record, ref):
+        yield from (held.tensor for held in held_in((event.args, event.kwargs)))
+
+
+def _way_back(record: StepRecord, ref: Ref) -> Iterator[Event]:
+    """The event that made a tensor and those from which floating-point values lead to it, back to calls of modules."""
     seen: set[int] = set()
     stack = [ref.event]
     while stack:
         index = stack.pop()
-        if index in seen:
+        event = record.event(index)
+        if index in seen or event is None:
             continue
         seen.add(index)
-        event = record.event(index)
-        if isinstance(event, RootCall) and not event.is_function:
-            return True
-        if isinstance(event, (GlueOp, RootCall)):
+        yield event
+        if isinstance(event, GlueOp) or (isinstance(event, RootCall) and event.is_function):
             stack.extend(r.event for r in refs_of(event) if is_float(record, r))
-    return False
 
 
 def is_figure_beside(record: StepRecord, ref: Ref) -> bool:

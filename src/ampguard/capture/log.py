@@ -7,7 +7,9 @@ step, hence the plain loops. Nothing writes to a tensor of the script.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -27,6 +29,7 @@ from ampguard.capture.forgetting import (
 )
 from ampguard.capture.frames import user_line
 from ampguard.capture.holders import Holders
+from ampguard.capture.long_evaluation import LongEvaluation
 from ampguard.capture.producers import Producers
 from ampguard.capture.record import (
     PLAIN_TYPES,
@@ -81,6 +84,7 @@ class EventLog:
         """Events from which on it is seen again which of them are still in use: a quarter more than were found to be."""
         self.arguments = ArgumentCopies()
         self._holders = Holders()
+        self.evaluation = LongEvaluation()
 
     # --- adding -----------------------------------------------------------------------------------------------------
 
@@ -376,6 +380,7 @@ class EventLog:
         """Glue of a finished step is not kept: what its calls computed from is the script's alone again."""
         self.ahead.iteration_ended(self.iteration_start, self.record.events if self.ahead.is_usual else ())
         self.iteration_start = self.next_index
+        self.evaluation.clear()
         self._pending.clear()
         self._holders.clear()
         record = self._record
@@ -412,6 +417,10 @@ class EventLog:
             self.arguments.look()
         if self._pending:
             events = self.record.events
+        if not keep_all and not torch.is_grad_enabled():
+            is_cut = self.evaluation.may_cut(len(events)) and self._cut(events)
+            if is_cut or self.evaluation.is_under_way:
+                return False
         if events and events[0].index < self.closed_until:
             if len(events) < self._rests_until:
                 return False
@@ -432,7 +441,10 @@ class EventLog:
         if not keep_all and self._may_sweep(events):
             tell_calls(self.record)  # their operands would keep each other alive
             events = self.record.events
-            self._keep(still_used(events, [], self.iteration_start, self.producers.writers))
+            kept = still_used(events, [], self.iteration_start, self.producers.writers)
+            if is_evaluating(events):
+                self.evaluation.note_dropped(events, kept, self.producers.known)
+            self._keep(kept)
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
 
@@ -444,6 +456,19 @@ class EventLog:
             self._record.complete = True
             self.producers.forget({event.index for event in self._record.events})
             self._holders.clear()
+
+    def _cut(self, events: list[Event]) -> bool:
+        """If this is a long evaluation, all that it has made so far is given from here on."""
+        closed = bisect_left(events, self.closed_until, key=attrgetter("index"))
+        made = events[closed:]
+        if not self.evaluation.may_cut(len(made)) or not is_evaluating(made):
+            return False
+        self.evaluation.cut(made, self.lookup, self.slice)
+        kept = {event.index for event in events[:closed]}
+        self.producers.known = {key: known for key, known in self.producers.known.items() if known[1].event in kept}
+        self._keep(kept)
+        self._record.complete = True
+        return True
 
     def _may_sweep(self, events: list[Event]) -> bool:
         """Without a backward pass: at twice as many events, in an evaluation sooner."""

@@ -27,6 +27,8 @@ class Producers:
         """By the tensor's identity: the tensor, the event that made it, and its version then."""
         self.writers: dict[int, list[int]] = {}
         """For an event, the later ones that wrote to its result in place, through a view."""
+        self._found = 0
+        """Tensors of events that were kept, when last counted (the rows of a whole data set are one event's)."""
 
     def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
         """An event made this tensor, to which a weak reference is returned."""
@@ -84,5 +86,6 @@ class Producers:
         """Of other events than these nothing is asked any more."""
         if self.writers:
             self.writers = {k: v for k, v in self.writers.items() if k in kept}
-        if len(self.known) > 2 * len(kept) + 32:
+        if len(self.known) > 2 * max(len(kept), self._found) + 32:
             self.known = {k: v for k, v in self.known.items() if v[1].event in kept}
+            self._found = len(self.known)
