@@ -17,11 +17,12 @@ import math
 from torch import Tensor
 
 from ampguard.capture.record import Ref, RootCall
-from ampguard.diagnose import stable, words
+from ampguard.diagnose import lineage, stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_position
 from ampguard.diagnose.determinants import negative_determinant, singular_matrix
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.one_sample import left_out
 from ampguard.diagnose.proposals import clamp_fix, precision_fixes, spelled
 from ampguard.replay.variants import Variant
 
@@ -34,6 +35,10 @@ DOMAINS: dict[str, tuple[float | None, float | None, bool]] = {
     "digamma": (0.0, None, True), "special_ndtri": (0.0, 1.0, True), "pow": (0.0, None, False),
 }  # fmt: skip
 """Lower end, upper end, and whether the ends themselves are outside."""
+
+SUMS = frozenset({"sum", "mean", "mm", "mv", "bmm", "dot"})
+
+NO_TERM = "every term that is summed up for it is 0 (no path of it is possible; where it is long, compute in log space)"
 
 TRAINING_POSITION = 5
 EPS_POSITION = {
@@ -73,6 +78,9 @@ def domain_error(evidence: Evidence) -> Finding | None:
         )
     if evidence.is_cured_by_float32:
         proposals += precision_fixes(evidence)
+    filtering = left_out(evidence, NO_TERM) if _sums_up_zeros(evidence, position, value) else None
+    if filtering is not None:
+        proposals.append(filtering)
     return Finding(
         "domain-error",
         f"{name} {words.place(evidence)} was given {spelled_out(value, low, high)}, outside its domain{span}, and gives "
@@ -81,6 +89,16 @@ def domain_error(evidence: Evidence) -> Finding | None:
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
         proposals=tuple(proposals),
     )
+
+
+def _sums_up_zeros(evidence: Evidence, position: int, value: float) -> bool:
+    """Whether the 0 that was given is a sum in which every term is 0: a total probability, say."""
+    made_by = lineage.maker(evidence.trace, evidence.op, position) if value == 0 else None
+    call = evidence.capture(made_by.index) if made_by is not None and made_by.short_name in SUMS else None
+    if call is None:
+        return False
+    terms = [a.abs() if isinstance(a, Tensor) else a for a in call.args]
+    return bool((call.func(*terms, **call.kwargs) == 0).any())
 
 
 def negative_variance(evidence: Evidence) -> tuple[int, float, float] | None:

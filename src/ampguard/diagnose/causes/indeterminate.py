@@ -20,6 +20,7 @@ import torch
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.one_sample import left_out
 from ampguard.diagnose.rewrite import with_constant
 from ampguard.diagnose.source_code import line_of_code
 from ampguard.replay.trace import TracedOp
@@ -38,14 +39,21 @@ def indeterminate(evidence: Evidence) -> Finding | None:
     name = words.operator(evidence)
     operands = [o for o in evidence.float_operands if by_a_literal or o.stats.finite_share < 1]
     source = evidence.chain.head.op
+    filtering = left_out(evidence, "all that is summed up for it is -Inf") if _has_infinite_rows(evidence) else None
     return Finding(
         "indeterminate",
         f"{name} {words.place(evidence)} combines infinities that the code meant to have (made by {source.short_name}) into "
         f"NaN: Inf - Inf or 0 * Inf.",
         weight=40,
         evidence={"operands": [o.stats.as_dict() for o in operands]},
-        proposals=(_finite_constant(evidence, source),),
+        proposals=(_finite_constant(evidence, source), *([filtering] if filtering is not None else [])),
     )
+
+
+def _has_infinite_rows(evidence: Evidence) -> bool:
+    """Whether a whole row of an operand (of a vector: an element) is -Inf: a log-sum-exp by hand takes its maximum from it."""
+    values = (o.values for o in evidence.float_operands if o.values.dim())
+    return any(bool((v == -math.inf).reshape(len(v), -1).all(1).any()) for v in values if v.numel())
 
 
 def _summed_up(evidence: Evidence) -> Finding | None:

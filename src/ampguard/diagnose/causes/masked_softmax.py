@@ -18,6 +18,7 @@ from torch import Tensor
 from ampguard.diagnose import accused, lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
+from ampguard.diagnose.one_sample import left_out
 from ampguard.diagnose.proposals import at_the_head, changed_operand
 from ampguard.diagnose.rows import empty_rows, keyless, logsumexps_of_empty_rows, masks_handed_in, true_means_kept
 from ampguard.replay.operators import flat_tensors
@@ -67,7 +68,9 @@ def _by_logsumexp(evidence: Evidence) -> Finding | None:
         lambda _: at_the_head(_finite)(at),
         consequence="their logsumexp is -Inf",
     )
-    return dataclasses.replace(found, op=at.op)
+    filtering = left_out(at, "its mask forbids every path")
+    proposals = found.proposals if filtering is None else (filtering, *found.proposals)
+    return dataclasses.replace(found, op=at.op, proposals=proposals)
 
 
 def _by_mask_operand(evidence: Evidence) -> Finding | None:
