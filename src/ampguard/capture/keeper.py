@@ -120,6 +120,8 @@ class StretchKeeper:
         self._raised_by: Alarm | None = None
         self._calm_steps = CALM_STEPS
         self._updates: list[Update] = []
+        self.turns: list[tuple[weakref.ref[Optimizer], float]] = []
+        """Of the running iteration, where several optimizers step: whose update came after which loss."""
         self._is_scaled = False
         """Whether the last update was made by a scaler."""
         self._step = 0
@@ -146,6 +148,8 @@ class StretchKeeper:
         rate = optimizer.param_groups[0].get("lr", 0.0)
         value = loss if type(loss) is float else None
         self.is_late = isinstance(loss, Tensor)
+        if value is not None and (len(self._known) > 1 or known.updates == 1):
+            self.turns.append((known.ref, value))
         rate = rate if type(rate) is float else 0.0 if isinstance(rate, Tensor) else float(rate)
         if alarm.is_quiet(value, rate):
             if known.updates <= FIRST_UPDATES and self.stretch is None and self._wanted is None:

@@ -61,6 +61,19 @@ class KeptStep:
         """The sum of the losses that were differentiated."""
         return float(sum(float(loss) for loss in self.losses)) if self.losses else None
 
+    def loss_of(self, optimizer: int) -> float | None:
+        """The sum of those that one of several optimizers answered; of those that none did, where it made no update."""
+        calls = [e.index for e in self.record.events if isinstance(e, BackwardCall) and not e.create_graph]
+        if len(calls) > len(self.losses):
+            return None
+        steps = any(update.optimizer == optimizer for update in self.updates)
+        found: list[float] = []
+        for index, loss in zip(calls, self.losses, strict=False):
+            answer = next((update.optimizer for update in self.updates if update.before > index), None)
+            if answer == optimizer or (answer is None and not steps):
+                found.append(float(loss))
+        return sum(found) if found else None
+
 
 @dataclass(slots=True)
 class Segment:

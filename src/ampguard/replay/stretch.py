@@ -46,12 +46,14 @@ class Change:
     """How the updates differ from those that were made.
 
     `rate_factor` multiplies the learning rates, `max_rate` bounds them; `max_norm` is what the gradients of each
-    optimizer are clipped to (by their 2-norm).
+    optimizer are clipped to (by their 2-norm). Where one of several optimizers is asked about, only its updates are
+    changed, unless it is `of_all`.
     """
 
     rate_factor: float = 1.0
     max_rate: float | None = None
     max_norm: float | None = None
+    of_all: bool = False
 
 
 AS_IT_RAN = Change()
@@ -62,6 +64,8 @@ class Course:
     """What the steps came to: their losses, as far as they got. `failed_at`: the first step that was not finite."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
+    """Of several optimizers' losses those of the one that is asked about, if one is; `totals`: of all."""
+    totals: list[tuple[int, float]] = field(default_factory=list)
     failed_at: int | None = None
     skipped: int = 0
     updates: int = 0
@@ -76,8 +80,10 @@ class Course:
 class StretchReplay:
     """Replays one stretch, as often as asked, within a time."""
 
-    def __init__(self, stretch: Stretch, recorder: FlightRecorder) -> None:
+    def __init__(self, stretch: Stretch, recorder: FlightRecorder, whose: Optimizer | None = None) -> None:
+        """`whose`: of several optimizers the one whose losses are asked for, and whose updates are changed."""
         self.stretch = stretch
+        self.only = stretch.snapshot.number_of(whose) if whose is not None and stretch.segments else None
         self._recorder = recorder
         self._deadline = time.perf_counter() + max(SECONDS, STEPS_WORTH * recorder.step_seconds)
         self._limits: dict[int, float] = {}
@@ -115,6 +121,10 @@ class StretchReplay:
             self._step(earlier[-1], copies, AS_IT_RAN, course)
             return course
 
+    def loss_of(self, step: KeptStep) -> float | None:
+        """The loss of a step as it was seen: of the optimizer that is asked about."""
+        return step.loss if self.only is None else step.loss_of(self.only)
+
     def _run(self, change: Change) -> Course:
         course = Course()
         copies = _Copies(self.stretch)
@@ -129,12 +139,15 @@ class StretchReplay:
         return course
 
     def _step(self, step: KeptStep, copies: _Copies, change: Change, course: Course) -> None:
-        replay = _StepReplay(step, self._recorder, copies, change, self._limits, self._norms)
+        replay = _StepReplay(step, self._recorder, copies, change, self._limits, self._norms, self.only)
         loss, is_finite = replay.carry_out()
+        own = loss if self.only is None else replay.own_loss
         course.skipped += replay.skipped
         course.updates += replay.updated
         if loss is not None and math.isfinite(loss):
-            course.losses.append((step.number, loss))
+            course.totals.append((step.number, loss))
+        if own is not None and math.isfinite(own):
+            course.losses.append((step.number, own))
         if not is_finite or (loss is not None and not math.isfinite(loss)):
             course.failed_at = step.number
 
@@ -181,7 +194,13 @@ class _StepReplay(Replayer):
         change: Change,
         limits: dict[int, float],
         norms: list[tuple[int, float, float]],
+        only: int | None = None,
     ) -> None:
+        self._only = only
+        self.own_loss: float | None = None
+        """The sum of the losses that the optimizer in question answered; of those that none did, where it made no step."""
+        self._turn = 0
+        """Losses that the updates so far have answered."""
         self._step = step
         self._copies = copies
         self._change = change
@@ -235,6 +254,8 @@ class _StepReplay(Replayer):
                 self._losses.append(float(failed) / (self._step.target_scale or 1.0))
             else:  # the script raised over it before it made a loss
                 self._is_finite = self._is_finite and not is_refused(failed)
+        if self._only is not None and all(update.optimizer != self._only for update in self._step.updates):
+            self._answered()
         if self._sums:  # no update used them
             self._is_finite = self._is_finite and all(numerics.is_finite(g) for g in self._sums.values())
         return (sum(self._losses) if self._losses else None), self._is_finite
@@ -309,6 +330,9 @@ class _StepReplay(Replayer):
 
     def _apply(self, update: Update) -> None:
         """One optimizer's step on the copies, with the gradients that were summed up for it."""
+        if update.optimizer == self._only:
+            self._answered()
+        self._turn = len(self._losses)
         copies = self._copies
         optimizer, owned = copies.optimizers[update.optimizer], copies.owned[update.optimizer]
         gradients = {id(p): g for p in owned if (g := self._sums.pop(id(p), None)) is not None}
@@ -331,6 +355,12 @@ class _StepReplay(Replayer):
                 copies.parameters[id(parameter)].grad = None
         self.updated += 1
 
+    def _answered(self) -> None:
+        """The losses since the last update are those of the optimizer in question."""
+        mine = self._losses[self._turn :]
+        if mine:
+            self.own_loss = (self.own_loss or 0.0) + sum(mine)
+
     def _clipped(self, gradients: dict[int, Tensor], update: Update) -> dict[int, Tensor]:
         """The gradients as the optimizer was given them; with a change, clipped where the script or the change does."""
         norm = norm_of(list(gradients.values()))
@@ -344,15 +374,19 @@ class _StepReplay(Replayer):
                 self._norms.append((update.optimizer, size, used))
                 factor = used / size if abs(used - size) > SAME_NORM * size else 1.0
         else:
-            bounds = (self._limits.get(update.optimizer), self._change.max_norm)
+            bounds = (self._limits.get(update.optimizer), self._change.max_norm if self._is_asked(update) else None)
             limit = min((bound for bound in bounds if bound is not None), default=math.inf)
             factor = min(1.0, limit / size)
         return gradients if factor == 1.0 else {key: g * factor for key, g in gradients.items()}
 
+    def _is_asked(self, update: Update) -> bool:
+        """Whether it is this optimizer's updates that are changed."""
+        return self._only is None or self._change.of_all or update.optimizer == self._only
+
     def _set_options(self, optimizer: Optimizer, update: Update) -> None:
         for group, options in zip(optimizer.param_groups, update.options, strict=True):
             group.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()})
-            if "lr" in group and self._change is not AS_IT_RAN:
+            if "lr" in group and self._change is not AS_IT_RAN and self._is_asked(update):
                 rate = group["lr"] * self._change.rate_factor
                 highest = self._change.max_rate
                 if highest is not None and float(rate) > highest:

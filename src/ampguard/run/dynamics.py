@@ -36,6 +36,7 @@ from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.fits import is_rising
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
 from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.dynamics.turns import diverging
 from ampguard.diagnose.skipped_by_script import SkippedByScript
 from ampguard.incident import Incident
 from ampguard.replay.activations import ActivationSampling, Peaks
@@ -140,6 +141,9 @@ class LearningDynamics:
     def _iteration_ended(self, step: int) -> None:
         self._step = step
         paused, self._paused = self._paused, 0.0
+        if self.keeper.turns:
+            turns, self.keeper.turns = self.keeper.turns, []
+            self.trajectory.add_turns(step, turns)
         self.keeper.iteration_ended(step)
         is_looked_at = self._vitals.looks
         if self._hand_updates.has_begun:
@@ -289,7 +293,10 @@ class LearningDynamics:
         situation.running = [(incident.step, loss) for loss in running]
         stretch = self.keeper.with_running_step() if self._replays_left else None
         self._replays_left -= stretch is not None
-        situation.stretch = StretchReplay(stretch, self._recorder) if stretch is not None else None
+        situation.whose = whose = diverging(situation, len(self.keeper.turns))
+        if whose is not None:
+            situation.trajectory = self.trajectory.of(whose)
+        situation.stretch = StretchReplay(stretch, self._recorder, whose) if stretch is not None else None
         return situation
 
     def _answer_to(self, situation: Situation, incident: Incident) -> Incident:

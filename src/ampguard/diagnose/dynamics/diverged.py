@@ -11,6 +11,7 @@ from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.proportion import usual_ratio
 from ampguard.diagnose.dynamics.remedies import Remedies, untried
 from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
 
@@ -35,7 +36,10 @@ def told(
         "losses": [[step, value] for step, value in thin(rise.points)],
         "ended_as": incident.cause,
     }
-    text = f"The training diverged from step {rise.began} on: {course_in_words(incident, rise)}"
+    whose = name_of(situation)
+    if whose is not None:
+        facts["optimizer"] = whose
+    text = f"The training diverged from step {rise.began} on: {course_in_words(incident, rise, whose)}"
     if grown is not None and not since_look:
         facts["weights_beyond_ordinary"] = grown
         text += f", the weights are {number(grown)} times as large as weights of their shapes ordinarily begin"
@@ -75,14 +79,20 @@ def moved_in_words(remedies: Remedies, trajectory: Trajectory, facts: dict[str, 
     )
 
 
-def course_in_words(incident: Incident, rise: Rise) -> str:
+def name_of(situation: Situation) -> str | None:
+    """What the script calls the optimizer whose losses are told, where there are several."""
+    return variable_name(situation.whose) if situation.whose is not None else None
+
+
+def course_in_words(incident: Incident, rise: Rise, whose: str | None = None) -> str:
+    loss = f"the loss of `{whose}`" if whose else "the loss"
     if len(rise.points) > 1:
         steps = incident.step - rise.began
         how_long = f"in {steps} steps" if steps else "within one iteration"
-        return f"the loss went from {number(rise.best)} to {number(rise.last)} {how_long}"
+        return f"{loss} went from {number(rise.best)} to {number(rise.last)} {how_long}"
     if incident.step == rise.began:
-        return f"the loss was {number(rise.last)} and left the numbers after an update of the same iteration"
-    return f"the loss was {number(rise.last)} and left the numbers after {incident.step - rise.began} update(s)"
+        return f"{loss} was {number(rise.last)} and left the numbers after an update of the same iteration"
+    return f"{loss} was {number(rise.last)} and left the numbers after {incident.step - rise.began} update(s)"
 
 
 def borne_rate(trajectory: Trajectory, began: int, now: float) -> tuple[int, float] | None:
@@ -96,7 +106,12 @@ def borne_rate(trajectory: Trajectory, began: int, now: float) -> tuple[int, flo
 
 def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[Fix, ...]:
     """A lower learning rate and clipping, each as it was tried; what works first."""
-    rate = next((g["lr"] for o in situation.optimizers for g in o.param_groups if "lr" in g), None)
+    optimizers = situation.optimizers if situation.whose is None else [situation.whose]
+    rate = next((g["lr"] for o in optimizers for g in o.param_groups if "lr" in g), None)
+    name = name_of(situation)
+    of, parameters = f" of `{name}`" if name else "", "model.parameters()"
+    if situation.whose is not None:
+        parameters = f"[p for group in {name or 'its optimizer'}.param_groups for p in group['params']]"
     now = f" (it is {float(rate):g})" if rate is not None else ""
     instead = "or warm it up"
     borne = borne_rate(situation.trajectory, began, float(rate)) if rate is not None else None
@@ -107,16 +122,20 @@ def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[
         remedies = untried("the steps before the failure were not kept")
     lower, clip = remedies.lower_rate, remedies.clip
     if lower.change is not None and lower.change.max_rate is not None:
-        how = f"keep the learning rate{now} at {lower.change.max_rate:g}, which it was before, {instead}"
+        how = f"keep the learning rate{of}{now} at {lower.change.max_rate:g}, which it was before, {instead}"
     elif lower.change is not None:
-        how = f"lower the learning rate{now} by a factor of {1 / lower.change.rate_factor:g}, {instead}"
+        how = f"lower the learning rate{of}{now} by a factor of {1 / lower.change.rate_factor:g}, {instead}"
     else:
-        how = f"lower the learning rate{now} by a factor of 3 to 10, {instead}"
+        how = f"lower the learning rate{of}{now} by a factor of 3 to 10, {instead}"
+    if lower.verified and lower.change is not None and lower.change.of_all:
+        how += ", and those of the other optimizers alike"
     limit = clip.change.max_norm if clip.change is not None else None
     clipping = (
         "before the optimizer's step (after scaler.unscale_(optimizer) where there is a scaler): "
-        f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit or 1.0:g})"
+        f"torch.nn.utils.clip_grad_norm_({parameters}, {limit or 1.0:g})"
     )
+    if clip.verified and clip.change is not None and clip.change.of_all:
+        clipping += ", and those of the other optimizers alike"
     tried = [
         Fix("lower-learning-rate", None, how, lower.verified, lower.outcome),
         Fix("clip-gradients", None, clipping, clip.verified, clip.outcome),

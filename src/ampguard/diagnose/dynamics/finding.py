@@ -44,6 +44,8 @@ class Situation:
     """The last update that was looked at, where the script makes them by itself."""
     running: list[tuple[int, float]] = field(default_factory=list)
     """The running iteration with each finite loss that it has differentiated so far."""
+    whose: Optimizer | None = None
+    """Of several optimizers the one whose losses `trajectory` holds: it is told as that which diverged."""
     stretch: StretchReplay | None = None
     """The steps up to the failure, where they were kept."""
     remedies: dict[bool, Remedies] = field(default_factory=dict)

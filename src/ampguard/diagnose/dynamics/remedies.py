@@ -9,7 +9,7 @@ are still made.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ampguard.capture.copies import wide_norm
@@ -87,9 +87,10 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     if len(stretch.steps) < 2:
         return untried("the updates that led to it came before anything looked unusual")
     remedies = untried("")
-    first = abs(stretch.steps[0].loss or 0.0)
+    first = abs(replay.loss_of(stretch.steps[0]) or 0.0)
     remedies.is_of_first_steps = stretch.first_update is not None
-    usual = stretch.highest or (first if remedies.is_of_first_steps else 0.0)
+    usual = stretch.highest if replay.only is None else highest_before(trajectory, stretch.steps[0].number)
+    usual = usual or (first if remedies.is_of_first_steps else 0.0)
     remedies.bound = max(LEFT_RANGE * usual, first)
     remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
     remedies.rate_was_raised = was_raised(replay)
@@ -109,8 +110,8 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     if why is not None:
         return remedies.without_trial(why)
     trial = Trial(replay, ran, usual, remedies.bound)
-    remedies.lower_rate = trial.of(rate_changes(replay))
-    remedies.clip = trial.of(clip_changes(trajectory, stretch.steps[0].number))
+    remedies.lower_rate = trial.of(or_of_all(rate_changes(replay), replay))
+    remedies.clip = trial.of(or_of_all(clip_changes(trajectory, stretch.steps[0].number), replay))
     within = [step for step, loss in ran.losses if abs(loss) <= remedies.bound]
     remedies.began_at = within[-1] if within else None
     remedies.losses, remedies.updates, remedies.moved = ran.losses, ran.updates, stretch.moved()
@@ -126,13 +127,18 @@ def ask_weights_of_before(replay: StretchReplay, trajectory: Trajectory, remedie
         if replay.stretch.is_closed:
             return None  # the steps that were kept may be run again without it
         raise
-    first = abs(replay.stretch.steps[0].loss or 0.0)
+    first = abs(replay.loss_of(replay.stretch.steps[0]) or 0.0)
     if remedies.is_of_first_steps and before.highest <= ORDINARY_AT_FIRST * first:
         remedies.bound = max(remedies.bound, LEFT_RANGE * before.highest)
     remedies.is_weights_doing = is_healthy(before, max(remedies.bound, LEFT_RANGE * first))
     remedies.fails_before = before.failed_at is not None
     remedies.bears_others = remedies.fails_before and bears_others(replay, trajectory)
     return before
+
+
+def highest_before(trajectory: Trajectory, step: int) -> float:
+    """The largest |loss| before a step."""
+    return max((abs(loss) for number, loss in trajectory.loss_series() if number < step), default=0.0)
 
 
 def is_healthy(course: Course, bound: float) -> bool:
@@ -158,7 +164,7 @@ def untried(why: str) -> Remedies:
 def why_not_reproduced(replay: StretchReplay, ran: Course) -> str | None:
     """Why the replayed steps are not those that were seen; None where they are, and fail as they did."""
     steps = replay.stretch.steps
-    replayed = dict(ran.losses)
+    replayed = dict(ran.totals)
     for step in steps if replay.stretch.is_closed else steps[:-1]:
         seen = step.loss
         if seen is None or not math.isfinite(seen):
@@ -177,6 +183,11 @@ def why_not_reproduced(replay: StretchReplay, ran: Course) -> str | None:
     if ran.failed_at is None:
         return "not reproduced: run again, these steps do not fail"
     return None if ran.losses else "none of these steps had a finite loss"
+
+
+def or_of_all(changes: list[Change], replay: StretchReplay) -> list[Change]:
+    """Where one of several optimizers is asked about: its updates alone, then those of all."""
+    return changes if replay.only is None else changes + [replace(change, of_all=True) for change in changes]
 
 
 def rate_changes(replay: StretchReplay) -> list[Change]:
@@ -199,7 +210,8 @@ def was_raised(replay: StretchReplay) -> bool:
 
 def rates_of(replay: StretchReplay) -> list[float]:
     """The learning rates of all updates of the stretch."""
-    return [float(o["lr"]) for step in replay.stretch.steps for u in step.updates for o in u.options if "lr" in o]
+    updates = [u for step in replay.stretch.steps for u in step.updates if replay.only in (None, u.optimizer)]
+    return [float(o["lr"]) for update in updates for o in update.options if "lr" in o]
 
 
 def clip_changes(trajectory: Trajectory, begin: int) -> list[Change]:
@@ -257,12 +269,12 @@ class Trial:
 
     def _limit(self) -> float:
         """What the loss may rise to. Where it had left its range already, momentum carries it on before it comes back."""
-        first = abs(self.replay.stretch.steps[0].loss or 0.0)
+        first = abs(self.replay.loss_of(self.replay.stretch.steps[0]) or 0.0)
         return max(self.bound, LEFT_RANGE * first) if self._begins_too_late() else self.bound
 
     def _begins_too_late(self) -> bool:
         """Whether the updates that did it came before the first step that was kept: a remedy cannot undo them."""
-        return abs(self.replay.stretch.steps[0].loss or 0.0) > LEFT_RANGE * self.usual > 0
+        return abs(self.replay.loss_of(self.replay.stretch.steps[0]) or 0.0) > LEFT_RANGE * self.usual > 0
 
 
 def in_words(error: Exception) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
+
+from torch.optim import Optimizer
 
 from ampguard.capture.vitals import StepVitals
 from ampguard.capture.weights import LayerSample, WeightSample
@@ -51,10 +55,27 @@ class Peak:
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS_A_PLACE))
 
 
+class OwnLosses:
+    """The losses that came before the updates of one of several optimizers, each an iteration's."""
+
+    def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
+        self.optimizer = optimizer
+        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        self.thinned = Thinned()
+
+    def add(self, step: int, loss: float) -> None:
+        self.recent.append((step, loss))
+        self.thinned.add(step, loss)
+
+
 class Trajectory:
     """What the rules read. Only finite numbers enter a series."""
 
     def __init__(self) -> None:
+        self.turns: dict[int, OwnLosses] = {}
+        """Of each optimizer, by its identity, where several step in an iteration."""
+        self.order: tuple[int, ...] = ()
+        """The optimizers that stepped in the last such iteration, one after the other."""
         self.recent: deque[StepVitals] = deque(maxlen=RECENT_STEPS)
         self.losses = Thinned()
         self.norms = Thinned()
@@ -81,6 +102,28 @@ class Trajectory:
             self.norms.add(vitals.step, vitals.grad_norm)
         if vitals.skipped or (vitals.skipped is False and (self.skips_in_a_row or self.falling_since is not None)):
             self._follow_scale(vitals)
+
+    def add_turns(self, step: int, turns: Sequence[tuple[weakref.ref[Optimizer], float]]) -> None:
+        """An iteration ended in which several optimizers stepped, each after a loss of its own."""
+        self.order = tuple(id(optimizer()) for optimizer, _ in turns)
+        own: dict[int, float] = {}
+        for key, (optimizer, loss) in zip(self.order, turns, strict=True):
+            if key not in self.turns or self.turns[key].optimizer is not optimizer:
+                self.turns = {k: o for k, o in self.turns.items() if o.optimizer() is not None}
+                self.turns[key] = OwnLosses(optimizer)
+            own[key] = own.get(key, 0.0) + loss
+        for key, loss in own.items():
+            if math.isfinite(loss):
+                self.turns[key].add(step, loss)
+
+    def of(self, optimizer: Optimizer) -> Trajectory:
+        """The same course with the losses of one optimizer instead of their sums."""
+        own = self.turns[id(optimizer)]
+        losses = dict(own.recent)
+        view = copy.copy(self)
+        view.losses = own.thinned
+        view.recent = deque((v._replace(loss=losses.get(v.step)) for v in self.recent), maxlen=RECENT_STEPS)
+        return view
 
     def look(self, sample: WeightSample) -> None:
         """A look at the weights was taken."""
