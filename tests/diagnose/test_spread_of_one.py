@@ -46,3 +46,22 @@ def test_argument_that_may_be_unbiased_stays_as_it_is_written(guard: Guard, tmp_
     (fix,) = [fix for fix in first.fixes if fix.action == "guard-empty"]
     assert "correction=0" in fix.how.partition(":")[0]
     assert fix.how.endswith(f": {line}")
+
+
+def test_a_spread_that_divides_gets_an_epsilon_in_both_lines(guard: Guard, tmp_path: Path) -> None:
+    """0 in place of NaN would be divided by; and the second view of the batch has but one row as well."""
+    lines = ["one = (h[:1] - h[:1].mean(0)) / h[:1].std(0)", "two = h[:1] / h[:1].std(0)", "r = one + two"]
+    changed = [
+        "one = (h[:1] - h[:1].mean(0)) / (h[:1].std(0, correction=0) + 1e-6)",
+        "two = h[:1] / (h[:1].std(0, correction=0) + 1e-6)",
+    ]
+    first, _ = run(script("\n".join(lines), "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    fix = first.fixes[0]
+    assert (fix.action, fix.verified) == ("guard-empty", True)
+    one, two = fix.how.splitlines()
+    assert one.endswith(f": {changed[0]}")
+    assert f": {changed[1]}  # " in two
+    namespace: dict[str, Any] = {}
+    exec(script("\n".join([*changed, lines[2]]), "outside"), namespace)
+    assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)

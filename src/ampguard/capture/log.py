@@ -144,7 +144,7 @@ class EventLog:
         modes = current_modes()
         grad = modes.grad
         call = TapedCall(
-            index, func, args, kwargs, line, grad, None, outputs, floating, None, (args, kwargs), modes, made
+            index, func, args, kwargs, line, grad, None, outputs, floating, None, None, 0, (args, kwargs), modes, made
         )
         self._pending.append((call, versions, more))
 
@@ -253,6 +253,9 @@ class EventLog:
             rng,
             [],
             [],
+            None,
+            compat.derivative_number(),
+            compat.next_node_number(),
         )
         self.next_index = index + 1
         events.append(op)

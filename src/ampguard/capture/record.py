@@ -187,6 +187,10 @@ class GlueOp:
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
     error: BaseException | None = None
+    derivative: int | None = None
+    """Of a derivative that a transform of `torch.func` takes: the number of the node that ran; -1 for a custom function's."""
+    nodes: int = 0
+    """The number of autograd's next node as it ran: its own have smaller ones."""
 
 
 @dataclass(slots=True)

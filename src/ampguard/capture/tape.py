@@ -222,7 +222,7 @@ class GlueTape(compat.DispatchMode):
             self._has_met_modes = True
             self._taped.log.record.complete = False
             return False
-        self._taped.log.settle()  # the operands of earlier calls are still what they were
+        self._taped.barrier.call(self._taped.log.settle)  # the operands of earlier calls are still what they were
         self._taped.barrier.own_modes = 1
         self.begin()
         return True

@@ -75,6 +75,7 @@ from ampguard.compat.modules import (
 from ampguard.compat.operators import (
     alpha_of,
     backward_engine,
+    derivative_number,
     engine_call,
     first_node_of,
     functional_gradient,
@@ -197,6 +198,7 @@ __all__ = [
     "compiling_through",
     "counts_on_this_rank",
     "cuda_is_in_use",
+    "derivative_number",
     "dispatch_depth",
     "dispatch_modes",
     "dispatch_modes_on",

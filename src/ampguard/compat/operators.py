@@ -34,6 +34,13 @@ def running_node_number() -> int | None:
     return int(node._sequence_nr())
 
 
+def derivative_number() -> int | None:
+    """As `running_node_number`, but -1 where the node is that of a custom `autograd.Function`."""
+    if _current_node is None or _current_node() is None:
+        return None
+    return -1 if is_custom_derivative() else running_node_number()
+
+
 def is_custom_derivative() -> bool:
     """Inside a backward pass: whether the node that is running is that of a custom `autograd.Function`."""
     node = _current_node() if _current_node is not None else None

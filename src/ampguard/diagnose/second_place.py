@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import msgspec
@@ -11,7 +12,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.finding import find_cause
+from ampguard.diagnose.finding import Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import locate
 from ampguard.incident import Fix
@@ -62,7 +63,7 @@ def fixes_beside(evidence: Evidence, budget: Budget) -> list[Fix]:
             found = find_cause(second) if second is not None and second.op.place != evidence.op.place else None
         except Exception:  # that step cannot be followed: what is known of the fixes stands
             continue
-        for proposal in found.proposals if found is not None else ():
+        for proposal in with_tighter(found.proposals) if found is not None else ():
             if proposal.trial is None or second is None or budget.is_spent:
                 continue
             change = proposal.trial(second).with_base(variant)
@@ -71,6 +72,15 @@ def fixes_beside(evidence: Evidence, budget: Budget) -> list[Fix]:
                 how = f"{fix.how}\n{words.marked(proposal.how, second.op, evidence.op)}"
                 return [msgspec.structs.replace(fix, how=how, verified=True, outcome=effect)]
     return []
+
+
+def with_tighter(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
+    """The proposals, each before what is tried where it is not enough."""
+    for first in proposals:
+        proposal: Proposal | None = first
+        while proposal is not None:
+            yield proposal
+            proposal = proposal.otherwise
 
 
 def _cures(evidence: Evidence, replayer: Replayer, change: Variant, may_be_unknown: bool = False) -> str | None:

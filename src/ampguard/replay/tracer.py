@@ -23,6 +23,7 @@ from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall,
 from ampguard.replay.changed_nodes import ChangedNodes
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
 from ampguard.replay.trace import Trace, TracedOp, identical, layout_of
+from ampguard.replay.transformed import TransformedNodes
 from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
 from ampguard.replay.writer import TraceWriter
 
@@ -83,6 +84,7 @@ class ReplayMode(compat.DispatchMode):
         self.own_casts: dict[tuple[int, int], Line] = {}
         """Lines that cast to low precision outside autocast, within modules that are computed in float32."""
         self.changed_nodes = ChangedNodes()
+        self._transformed = TransformedNodes()
 
     @contextlib.contextmanager
     def differentiating(self, boundary: CodeType) -> Iterator[None]:
@@ -171,7 +173,10 @@ class ReplayMode(compat.DispatchMode):
                 self._note_own_cast(sys._getframe(1))
             args, kwargs = converted(func, args, kwargs, precision)
         noted = self.note_before(func, args, kwargs)
-        intervention = self._intervention(noted.index, func) if self._intervenes else None
+        intervention = None
+        if self._intervenes:
+            intervention = self._intervention(noted.index, func)
+            self._transformed.refuse_unchanged(self.event, args, kwargs)
         try:
             if intervention is None:
                 output = compat.run_counted(func, args, kwargs)
@@ -187,6 +192,7 @@ class ReplayMode(compat.DispatchMode):
 
     def _intervened(self, intervention: Intervention, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the intervention; its derivative takes the place of the operator's."""
+        self._transformed.note_changed(self.event, args, kwargs)
         if not self.changed_nodes.is_needed(args, kwargs):
             return intervention(func, args, kwargs)
         changed = self.changed_nodes.before(intervention, func, args, kwargs)
@@ -199,6 +205,7 @@ class ReplayMode(compat.DispatchMode):
         facts = facts_of(func)
         index = self.count
         self.count += 1
+        self._transformed.note(self.event, index)
         op = None
         if self.writer is not None:
             op = self._traced(self.writer, index, func, facts, sys._getframe(2))
@@ -297,7 +304,9 @@ class ReplayMode(compat.DispatchMode):
         if isinstance(event, RootCall) and writer.differentiated() is not None:  # in its own forward pass
             return self._derivative(writer, index, event, func, facts, frame)
         module, owner = self._here if in_root else (None, None)
-        return TracedOp(index, number, func, facts.name, module, number if in_root else None, self._line(frame), owner)
+        root = number if in_root else None
+        op = TracedOp(index, number, func, facts.name, module, root, self._line(frame), owner)
+        return self._transformed.told(event, op, writer.trace)
 
     def _derivative(
         self,

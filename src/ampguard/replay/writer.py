@@ -25,7 +25,7 @@ class TraceWriter:
     """What must be remembered from one operator to the next."""
 
     def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+        self.trace = trace
         self._made_by: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
         self._occurrences: dict[tuple[Any, ...], int] = {}
         self._kept_ops = 0
@@ -49,7 +49,7 @@ class TraceWriter:
             occurrence = self._occurrences.get(key, 0)
             self._occurrences[key] = occurrence + 1
             op.key = (*key, occurrence)
-        self._trace.ops.append(op)
+        self.trace.ops.append(op)
 
     def stands_for(self, tensor: Tensor, made: Tensor) -> None:
         """What made `made` has made `tensor`."""
@@ -80,7 +80,7 @@ class TraceWriter:
             if not facts.is_uninitialised:
                 result.bad = bad_elements(tensor)
             if result.bad is not None or not facts.writes:
-                self._trace.note_write(result.storage, op.index, position, is_new=not facts.writes)
+                self.trace.note_write(result.storage, op.index, position, is_new=not facts.writes)
         if facts.writes and not results:
             self._note_written(op, flat_tensors(written, {}))
         if facts.writes and torch.is_grad_enabled():
@@ -108,7 +108,7 @@ class TraceWriter:
             result.bad = bad_elements(tensor)
             op.outputs.append(result)
             if result.bad is not None:
-                self._trace.note_write(result.storage, op.index, len(op.outputs) - 1, is_new=False)
+                self.trace.note_write(result.storage, op.index, len(op.outputs) - 1, is_new=False)
 
     def _keep_operands(self, op: TracedOp, args: Any, kwargs: Any) -> None:
         """For an operator with a bad result: where its operands are bad, its plain arguments, and (for some) values."""
@@ -137,9 +137,9 @@ class TraceWriter:
         index = self._nodes.get(node) if node is not None else None
         if index is None and node is not None and not compat.is_custom_derivative():
             index = self._inner_nodes.get(node)
-        if index is None or index >= len(self._trace.ops):
+        if index is None or index >= len(self.trace.ops):
             return None  # (autograd numbers the nodes of each thread by themselves)
-        return self._trace.ops[index]
+        return self.trace.ops[index]
 
 
 def _taken(op: TracedOp, args: Any) -> Tensor | None:

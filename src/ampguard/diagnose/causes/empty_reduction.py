@@ -25,6 +25,7 @@ from ampguard.diagnose.proposals import at_the_head, changed_result
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
 ONE_ELEMENT = "takes the spread of one element"
 SPREAD_OPTIONS = frozenset({"dim", "axis", "keepdim", "correction", "unbiased"})
+EPSILON = 1e-6
 LONGEST = 60
 """Letters of what is reduced, up to which it can stand in the line twice."""
 
@@ -61,6 +62,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
                 words.region(evidence),
                 f"{advice}: {shown}",
                 trial=trial,
+                otherwise=_as_divisor(evidence) if what == ONE_ELEMENT else None,
             ),
         ),
     )
@@ -145,7 +147,20 @@ def _left_out(result: Tensor) -> Tensor:
     return filled.detach() if bool(result.isnan().all()) else filled
 
 
-def _with_correction(evidence: Evidence) -> str | None:
+def _as_divisor(evidence: Evidence) -> Proposal:
+    """Where the spread of one element, which is 0 then, divides: with an epsilon."""
+    shown = _with_correction(evidence, EPSILON) or words.code(evidence)
+    advice = f"take the spread with correction=0, which is 0 for one element, and add {rewrite.literal(EPSILON)} to it"
+
+    def above_zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = _without_correction(func, args, kwargs)
+        return output + EPSILON if isinstance(output, Tensor) else output
+
+    how = f"{advice}, or leave out what has only one: {shown}"
+    return Proposal("guard-empty", words.region(evidence), how, trial=at_the_head(above_zero))
+
+
+def _with_correction(evidence: Evidence, epsilon: float | None = None) -> str | None:
     """The line with `x.std(0, correction=0)` for the accused `x.std(0)`; None where the text does not tell which it is."""
     line, name = accused.line_of(evidence), evidence.op.short_name
     if line is None or name not in SPREADS:
@@ -168,7 +183,11 @@ def _with_correction(evidence: Evidence) -> str | None:
         end = source.span(node)[1] - 1
         is_first = source.text[:end].rstrip()[-1:] in (b"(", b",")
         edit = (end, end, "correction=0" if is_first else ", correction=0")
-    return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, expression: [edit])
+    edits = [edit]
+    if epsilon is not None:
+        start, end = source.span(node)
+        edits = [(start, start, "("), edit, (end, end, f" + {rewrite.literal(epsilon)})")]
+    return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, expression: edits)
 
 
 def _is_dimension(argument: ast.expr) -> bool:

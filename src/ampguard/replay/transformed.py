@@ -1,0 +1,67 @@
+"""Derivatives that a transform of `torch.func` takes outside every module.
+
+Their operators were taped one by one and are run again so, without autograd. Which operator each of them differentiates,
+the numbers of autograd's nodes tell, as they were when it was taped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from torch import Tensor
+
+from ampguard.capture.record import Event, GlueOp
+from ampguard.errors import ReplayError
+from ampguard.replay.operators import flat_tensors
+from ampguard.replay.trace import Trace, TracedOp
+
+
+class TransformedNodes:
+    """The operators outside modules that have run, by the numbers of their nodes."""
+
+    def __init__(self) -> None:
+        self._until: list[int] = []
+        self._ran: list[tuple[GlueOp, int]] = []
+        self._changed: dict[int, list[Tensor]] = {}
+
+    def note(self, event: Event | None, index: int) -> None:
+        """The operator of this number is about to run."""
+        if isinstance(event, GlueOp) and event.nodes and (not self._until or event.nodes >= self._until[-1]):
+            self._until.append(event.nodes)  # (each thread counts its own)
+            self._ran.append((event, index))
+
+    def _differentiated(self, event: Event | None) -> tuple[GlueOp, int] | None:
+        if not isinstance(event, GlueOp) or event.derivative is None or event.derivative < 0:
+            return None
+        at = bisect_right(self._until, event.derivative)
+        return self._ran[at] if at < len(self._ran) and self._ran[at][0] is not event else None
+
+    def told(self, event: Event | None, op: TracedOp, trace: Trace) -> TracedOp:
+        """`op`, as part of a derivative where it is: it is where the operator is that is differentiated."""
+        if isinstance(event, GlueOp) and event.derivative is not None:
+            op.in_backward = True
+            found = self._differentiated(event)
+            if found is not None:
+                forward = trace.ops[found[1]]
+                op.forward, op.line = forward.index, forward.line
+        return op
+
+    def note_changed(self, event: Event | None, args: Any, kwargs: Any) -> None:
+        """This operator is given other operands than these, on trial."""
+        if isinstance(event, GlueOp):
+            self._changed[event.index] = flat_tensors(args, kwargs)
+
+    def refuse_unchanged(self, event: Event | None, args: Any, kwargs: Any) -> None:
+        """A derivative that was taped reads the operand as it was, and not what is tried in its place.
+
+        Raises ReplayError there: such a trial shows nothing.
+        """
+        if not self._changed or not isinstance(event, GlueOp) or event.derivative is None:
+            return
+        given = {id(tensor) for tensor in flat_tensors(args, kwargs)}
+        found = self._differentiated(event)
+        while found is not None:
+            if any(id(tensor) in given for tensor in self._changed.get(found[0].index, ())):
+                raise ReplayError("the derivative is computed from the operand itself, outside autograd")
+            found = self._differentiated(found[0])
