@@ -70,8 +70,8 @@ def schema_of(func: Any) -> Any:
 
 
 def positions_written(func: Any) -> frozenset[int]:
-    """Positions of the arguments that an operator writes to."""
-    declared = enumerate(schema_of(func).arguments)
+    """Positions of the arguments that an operator writes to; none for a function that is kept in place of its operators."""
+    declared = enumerate(schema_of(func).arguments) if hasattr(func, "_schema") else ()
     return frozenset(i for i, argument in declared if argument.alias_info is not None and argument.alias_info.is_write)
 
 
