@@ -305,6 +305,10 @@ class FlightRecorder:
         if not self._has_begun:
             self.log.clear()  # that was setting up
             return
+        more = self.schedule.more_before() if not self._has_root else 0
+        if more:
+            self.tape.left = more
+            return
         record.complete = False
         self.schedule.exhausted(any(isinstance(event, RootCall) for event in record.events))
 

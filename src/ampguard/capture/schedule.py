@@ -62,6 +62,8 @@ class TapeSchedule:
         self._uses = 0
         """Steps in which what was computed before the first module is known to have been used."""
         self._may_have_more = True
+        self._is_prefix_long = False
+        """Whether more than preprocessing is computed before the first module: it is taped whole while that is free."""
 
     def begins(self, has_prefix: bool) -> None:
         """The first module of a step is called; `has_prefix`: something was computed before."""
@@ -81,7 +83,7 @@ class TapeSchedule:
 
     def exhausted(self, has_root: bool) -> None:
         """The tape met more operators than it may follow, in a step that has called a module or not."""
-        if not has_root and not self.is_functional:
+        if not has_root and not self.is_functional and not self._is_prefix_long:
             self._wants_prefix = False
 
     def ended(self, steps: int, seconds: float, usual_seconds: float, has_root: bool, taped: int) -> None:
@@ -111,6 +113,15 @@ class TapeSchedule:
         may, self._may_have_more = self._may_have_more, False
         return max(self.limit, FREE_FUNCTIONAL_OPS) - PREFIX_OPS if may and not self.is_functional else 0
 
+    def more_before(self) -> int:
+        """Operators to be taped beyond those of preprocessing before the first module (an EM step, a clustering of what was
+        learned so far): as many as may be, while taping more than the usual is free; once a step."""
+        may, self._may_have_more = self._may_have_more, False
+        if not may or self._spent >= 0 or not self._wants_prefix:
+            return 0
+        self._is_prefix_long = True
+        return max(0, self.limit - PREFIX_OPS)
+
     @property
     def glue_limit(self) -> int:
         """Operators that are taped where a step goes on outside modules."""
@@ -121,4 +132,6 @@ class TapeSchedule:
         """Operators that are taped before the first module; 0 for none."""
         if self.is_functional:
             return self.glue_limit
-        return 0 if self.has_no_prefix else PREFIX_OPS
+        if self.has_no_prefix or (self._is_prefix_long and self._spent >= 0):
+            return 0
+        return PREFIX_OPS
