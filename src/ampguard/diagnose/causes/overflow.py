@@ -11,10 +11,12 @@ Not this       a result that float32 holds: see fp16-overflow.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from ampguard.capture.record import map_tensors
 from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_of, divisor_position, guards
 from ampguard.diagnose.causes.domain_error import outside_domain
@@ -22,7 +24,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import clamp_fix, spelled
 from ampguard.diagnose.slicing import Chain, Link
-from ampguard.numerics import NEG_INF, POS_INF, dtype_name
+from ampguard.numerics import NEG_INF, POS_INF, dtype_name, is_finite
 
 LARGEST_EXPONENT = {
     torch.float16: {"exp": 10.0, "expm1": 10.0, "exp2": 14.0, "sinh": 10.0, "cosh": 10.0},
@@ -156,7 +158,7 @@ def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
     if call is None:
         return True
     target = call.tensors[position]
-    args = tuple(a.clamp(-bound, bound) if a is target else a for a in call.args)
+    args = tuple(a.clamp(-bound, bound) if a is target else a for a in map_tensors(call.args, _copy_of(target)))
     wide = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     try:
         results = [call.func(*each, **call.kwargs) for each in (wide, args)]
@@ -164,4 +166,12 @@ def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
         return True
     exact, own = (r[0] if isinstance(r, (tuple, list)) else r for r in results)
     limit = math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10
-    return bool((exact.abs() < limit).all()) and bool(own.isfinite().all())
+    kept = (
+        a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()
+    )  # (running statistics are written to)
+    return bool((exact.abs() < limit).all()) and bool(own.isfinite().all()) and all(map(is_finite, kept))
+
+
+def _copy_of(target: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A copy of each operand, which the operator may write to; the target itself."""
+    return lambda tensor: tensor if tensor is target else tensor.clone()
