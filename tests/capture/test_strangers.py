@@ -16,6 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from watching import Watched, bits, fingerprint, seed_everything
 
+from ampguard.capture.record import RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.usual import CallContext
+
 Guard = Callable[..., Watched]
 
 
@@ -321,6 +325,42 @@ def test_modules_called_by_other_threads(guard: Guard) -> None:
         return results
 
     same_with_and_without(guard, body)
+
+
+def test_call_during_which_another_thread_begins_to_train(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay swaps clones into the modules that it runs again: they must not be those that another thread is calling."""
+    theirs = nn.Linear(4, 1)
+    recorders: list[FlightRecorder] = []
+    mine: list[RootCall] = []
+    takes_turn = threading.Event()
+
+    def train() -> None:
+        model, optimizer = model_and_optimizer()
+        model(torch.randn(3, 4)).pow(2).mean().backward()
+        optimizer.step()
+
+    def before_call(context: CallContext, module: nn.Module, frame: Any) -> Any:
+        if module is theirs and not takes_turn.is_set():
+            takes_turn.set()
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+        return known(context, module, frame)
+
+    def enter_root(recorder: FlightRecorder, module: nn.Module, *rest: Any) -> RootCall | None:
+        recorders.append(recorder)
+        root = entered(recorder, module, *rest)
+        if module is theirs:
+            mine.extend(e for e in recorder.log.record.events if isinstance(e, RootCall) and e.module is theirs)
+        return root
+
+    known, entered = CallContext.before_call, FlightRecorder.enter_root
+    monkeypatch.setattr(CallContext, "before_call", before_call)
+    monkeypatch.setattr(FlightRecorder, "enter_root", enter_root)
+    run = guard(lambda: theirs(torch.randn(3, 4)).sum().item())
+    assert run.faults == 0, run.stderr
+    assert takes_turn.is_set() and recorders
+    assert not mine
 
 
 def test_forward_of_a_module_in_backward(guard: Guard) -> None:

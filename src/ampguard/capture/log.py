@@ -113,6 +113,11 @@ class EventLog:
     def append(self, event: Event) -> None:
         self.record.events.append(event)
 
+    def take_back(self, event: Event) -> None:
+        """Drop an event that has just been added: it turned out to be none of this log's."""
+        events = self._record.events
+        events[:] = [one for one in events if one is not event]
+
     @property
     def has_open_events(self) -> bool:
         """Whether anything was recorded since the last backward pass."""

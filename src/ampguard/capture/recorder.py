@@ -100,7 +100,7 @@ class FlightRecorder:
         self.thread: int = threading.get_ident()
         self.judge.thread = lambda: self.thread
         self.gradients = GradientWatch(self.log, self.judge)
-        self.tape = GlueTape(self)
+        self.tape = GlueTape(self, self.thread)
         self.schedule = TapeSchedule()
         self.context = CallContext()
         self.pace = Pace()
@@ -149,7 +149,8 @@ class FlightRecorder:
         if self.counting:
             self.listener.on_forward()
             return None
-        if graph_task() != -1 or in_functorch() or self.thread != threading.get_ident():
+        thread = threading.get_ident()
+        if graph_task() != -1 or in_functorch() or self.thread != thread:
             return None
         if HAS_CUDA and is_capturing():
             return None
@@ -204,6 +205,9 @@ class FlightRecorder:
             log.note_prepared(root)
         events = log.record.events
         events.append(root)
+        if self.thread != thread:
+            log.take_back(root)  # another thread began to train just now: its replays may not touch this one's modules
+            return None
         if self.between_steps:
             self.schedule.begins(len(events) > 1 and events[-2].index >= log.iteration_start)
             self._first_root = index
@@ -272,6 +276,9 @@ class FlightRecorder:
             is_function=True,
         )
         self.log.append(root)
+        if self.thread != threading.get_ident():
+            self.log.take_back(root)
+            return None
         return root
 
     def leave_function(self, root: RootCall, output: Any) -> None:
@@ -384,11 +391,12 @@ class FlightRecorder:
     def _follow(self, thread: int) -> None:
         """Training is where backward is called: what another thread did before was something else."""
         self.thread = thread
+        self.tape.left = 0  # what its thread goes on to compute is not this one's
         if self.tape.is_on_stack:
             self.left_behind.append(self.tape)
             self.barrier.own_modes, self.barrier.calls = 0, None
             self.barrier.before_hiding = self._leave_old_tapes
-        self.tape = GlueTape(self)
+        self.tape = GlueTape(self, thread)
         self.log.clear()
 
     def takes_over(self) -> bool:

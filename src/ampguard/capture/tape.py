@@ -75,9 +75,10 @@ READS = frozenset(
 class GlueTape(compat.DispatchMode):
     """Records operators into the event log while it is on the stack."""
 
-    def __init__(self, taped: Taped) -> None:
+    def __init__(self, taped: Taped, thread: int) -> None:
         super().__init__()
         self._taped = taped
+        self._thread = thread
         self.left = 0
         """How many more may be taped."""
         self.calls = CallTape(self)
@@ -97,7 +98,6 @@ class GlueTape(compat.DispatchMode):
         """Whether functions of PyTorch were replaced by others, which a function mode would be handed in their stead."""
         self._entries = 0
         self._inference = False
-        self._thread = 0
         self._facts: dict[Any, _Facts] = {}
         self.reads = 0
         """Numbers that the script has read from tensors while the tape was on."""
@@ -115,9 +115,9 @@ class GlueTape(compat.DispatchMode):
             and not self._taped.barrier.is_hiding
             and compat.dispatch_modes_on() == 0
             and not compat.in_functorch()
+            and self._thread == threading.get_ident()
         ):
             self.left = limit
-            self._thread = threading.get_ident()
             self.is_on_stack = True
             self.is_of_calls = (
                 self.keeps_calls
