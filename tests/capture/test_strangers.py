@@ -359,7 +359,8 @@ def test_call_during_which_another_thread_begins_to_train(guard: Guard, monkeypa
     monkeypatch.setattr(FlightRecorder, "enter_root", enter_root)
     run = guard(lambda: theirs(torch.randn(3, 4)).sum().item())
     assert run.faults == 0, run.stderr
-    assert takes_turn.is_set() and recorders
+    assert takes_turn.is_set()
+    assert recorders
     assert not mine
 
 
