@@ -1,7 +1,8 @@
 """Batches that are computed in an iteration before their own: a prefetcher's.
 
-Glue of a finished iteration is forgotten. Where the script's first steps show that a batch was computed (and not just moved)
-in an earlier iteration, what has made such batches is kept as long as they are in use, for up to `MAX_AHEAD` iterations.
+Glue of a finished iteration is forgotten. What may have made batches yet to come is kept as long as they are in use, for up
+to `MAX_AHEAD` iterations: in the first of a run, and from there on where those show that a batch was computed (and not just
+moved) in an iteration before its own.
 """
 
 from __future__ import annotations
@@ -26,25 +27,34 @@ class PreparedAhead:
     def __init__(self) -> None:
         self.is_usual = False
         """Whether the script computes batches ahead."""
+        self.is_learning = True
+        """Whether that is yet to be seen: a queue may be filled before anybody looks, and give what it made later then."""
         self.kept: set[int] = set()
         """Such operators, by the index of their events."""
+        self._ended = 0
         self._starts: deque[int] = deque([0], MAX_AHEAD)
         """The first events of the iterations before the running one."""
 
-    def learn(self, given: Any, events: Sequence[Event], iteration_start: int, producers: Producers) -> None:
+    def learn(self, given: Any, events: Sequence[Event], iteration_start: int, producers: Producers) -> bool:
         """A call in one of the first steps was given this: was any of it computed in an iteration before?"""
         finished = [event for event in events if event.index < iteration_start]
         prepared = self._among(finished)
         if not all(only_moves(event) for event in finished if event.index in prepared):
             made = (producers.of(tensor, version_of(tensor)) for tensor in tensors_in(given))
             self.is_usual = any(ref is not None and ref.event in prepared for ref in made)
-            self.kept = prepared if self.is_usual else set()
+            self.kept = prepared
+        return self.is_usual
 
     def iteration_ended(self, start: int, events: Sequence[Event]) -> None:
         """The iteration that began with event `start` is over."""
         self._starts.append(start)
-        if self.is_usual:
+        self._ended += 1
+        if self._ended > MAX_AHEAD:
+            self.is_learning = False
+        if self.is_usual or self.is_learning:
             self.look(events)
+        elif self.kept:
+            self.kept = set()
 
     def look(self, events: Sequence[Event]) -> None:
         """See which of these are still to be kept."""

@@ -266,10 +266,11 @@ class EventLog:
         events.append(op)
         return op
 
-    def note_prepared_ahead(self, given: Any) -> None:
-        """Was anything that a call is given now computed in an iteration before?"""
-        if not self.ahead.is_usual and self._record.events and self._record.events[0].index < self.iteration_start:
-            self.ahead.learn(given, self.record.events, self.iteration_start, self.producers)
+    def finds_prepared_ahead(self, given: Any) -> bool:
+        """Is this the first time that what a call is given was computed in an iteration before?"""
+        if self.ahead.is_usual or not self._record.events or self._record.events[0].index >= self.iteration_start:
+            return False
+        return self.ahead.learn(given, self.record.events, self.iteration_start, self.producers)
 
     def note_prepared(self, root: RootCall) -> None:
         """Was something prepared for this call since the last backward pass of the same iteration?"""
@@ -386,7 +387,8 @@ class EventLog:
 
     def iteration_ended(self) -> None:
         """Glue of a finished step is not kept: what its calls computed from is the script's alone again."""
-        self.ahead.iteration_ended(self.iteration_start, self.record.events if self.ahead.is_usual else ())
+        ahead = self.ahead
+        ahead.iteration_ended(self.iteration_start, self.record.events if ahead.is_usual or ahead.is_learning else ())
         self.iteration_start = self.next_index
         self.evaluation.clear()
         self._pending.clear()

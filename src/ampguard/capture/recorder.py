@@ -170,8 +170,8 @@ class FlightRecorder:
             self.judge.settle(module)
         if self.tells_forward:
             self.listener.on_forward()
-        if self.steps.count < FIRST_STEPS:
-            log.note_prepared_ahead((args, kwargs))
+        if log.ahead.is_learning and log.finds_prepared_ahead((args, kwargs)):
+            self.schedule.prefix_was(used=True)
         self._forget_finished()
         frame = sys._getframe(2)
         index = log.next_index
