@@ -483,6 +483,32 @@ def test_a_function_that_the_script_has_replaced_is_applied_once(
     assert trained(tmp_path / "run") == trained(None)
 
 
+READS = {
+    "numpy": lambda hits: hits.numpy().mean(),
+    "tolist": lambda hits: sum(hits.tolist()),
+    "item": lambda hits: hits.mean().item(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_script_that_reads_its_metrics_replaces_nothing(read: str, tmp_path: Path) -> None:
+    """The guard's own probes of `numpy` and `tolist` are what PyTorch names to a function mode."""
+    with ampguard.watch(out=tmp_path / "run") as session:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in [(torch.randn(6, 8), torch.randint(8, (6,))) for _ in range(STEPS)]:
+            out = model(x)
+            loss = functional.cross_entropy(out, y)
+            READS[read]((out.detach().argmax(1) == y).float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        tape = session._recorder.tape
+        assert not tape.calls.is_misled
+        model(x)
+        assert tape.is_of_calls
+
+
 def test_an_ordinary_loop_is_asked_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing, clipping and metrics ask every parameter for its gradient: that is nobody's glue."""
     asked: list[Any] = []

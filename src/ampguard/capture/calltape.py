@@ -20,7 +20,7 @@ from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
-from ampguard.capture.originals import is_pytorchs, original_of
+from ampguard.capture.originals import is_ours, is_pytorchs, original_of
 from ampguard.compat import function_modes_on, in_functorch, plain_version, pop_function_mode, push_function_mode
 
 LESSONS = 3
@@ -70,6 +70,8 @@ class CallTape(compat.FunctionMode):
         self._operators = operators
         self._known: set[Any] = set()
         """Functions that are what PyTorch was asked for."""
+        self._watched: dict[Any, Any] = {}
+        """What stands behind the guard's own probes of methods."""
         self.is_misled = False
         """Whether PyTorch has handed us a function that the script had put in the place of its own."""
         self._plain: set[Any] = set()
@@ -192,10 +194,15 @@ class CallTape(compat.FunctionMode):
 
     def _meet(self, func: Any, frame: Any) -> Any:
         """The function to call, where it was not met before."""
+        if func in self._watched:
+            return self._watched[func]
         if not is_pytorchs(func):
             original = original_of(func, frame)
             if original is not func:
-                self.is_misled = True
+                if is_ours(func):  # a probe's, which has called PyTorch's
+                    self._watched[func] = original
+                else:
+                    self.is_misled = True
                 return original
         self._known.add(func)
         return func

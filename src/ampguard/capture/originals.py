@@ -32,7 +32,7 @@ def replaced() -> Iterator[str]:
     """Names of functions that take tensors and that somebody has put others in the place of."""
     for place in _PLACES:
         for name, value in vars(place).items():
-            if isinstance(value, FunctionType) and not is_pytorchs(value) and not _is_ours(value):
+            if isinstance(value, FunctionType) and not is_pytorchs(value) and not is_ours(value):
                 yield name
 
 
@@ -57,8 +57,9 @@ def _is_handler(frame: FrameType) -> bool:
     return frame.f_code.co_name == "handle_torch_function"
 
 
-def _is_ours(func: FunctionType) -> bool:
-    return is_our_file(func.__code__.co_filename)
+def is_ours(func: Any) -> bool:
+    """Whether `func` is a probe of the guard's."""
+    return isinstance(func, FunctionType) and is_our_file(func.__code__.co_filename)
 
 
 def is_our_file(path: str) -> bool:
