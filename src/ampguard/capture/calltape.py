@@ -229,6 +229,8 @@ class CallTape(compat.FunctionMode):
 
     def _learn(self, func: Any, args: Any, kwargs: Any, output: Any, began: int, has_read: bool) -> None:
         log = self._operators.log
+        if log.is_full:
+            return  # what it did was not recorded
         has_run_nothing = log.next_index == began and not has_read
         if has_run_nothing and (type(func) is MethodWrapperType or _is_nothing_new(output, args)):
             self._silent.add(func)  # also `grad`, whose tensor was there before

@@ -106,6 +106,11 @@ class EventLog:
         return not self._record.events and not self._pending
 
     @property
+    def is_full(self) -> bool:
+        """Whether nothing more is kept."""
+        return len(self._record.events) >= MAX_EVENTS
+
+    @property
     def size(self) -> int:
         """Events that are kept."""
         return len(self._record.events) + len(self._pending)
@@ -193,7 +198,7 @@ class EventLog:
 
     def is_one_computation(self, began: int, output: Any) -> bool:
         """Whether the events from `began` on do nothing but compute, and one of them made all of `output`."""
-        events = [event for event in self.record.events if event.index >= began]
+        events = since(self.record.events, began)
         if not events or len(events) > MAX_CALL_OPERATORS:
             return False
         if not all(type(event) is GlueOp and is_plain(event) for event in events):
@@ -231,7 +236,7 @@ class EventLog:
         """Keep one operator that runs outside every module. None where the record is full."""
         events = self.record.events
         if len(events) >= MAX_EVENTS:
-            self.record.complete = False
+            self._record.complete = False
             return None
         producers, closed = self.producers.known, self.closed_until
         named: list[Any] = []
@@ -431,6 +436,9 @@ class EventLog:
             is_cut = self.evaluation.may_cut(len(events)) and self._cut(events)
             if is_cut or self.evaluation.is_under_way:
                 return False
+        elif len(events) >= MAX_EVENTS // 2 and not keep_all and not self._has_open_graph():
+            self.clear()  # a long rollout: what is differentiated now is to be recorded whole
+            return True
         if events and events[0].index < self.closed_until:
             if len(events) < self._rests_until:
                 return False
@@ -457,6 +465,11 @@ class EventLog:
             self._keep(kept)
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
+
+    def _has_open_graph(self) -> bool:
+        """Whether anything that was made since the last backward pass, and is still there, wants a gradient."""
+        made = (ref() for event in since(self._record.events, self.closed_until) for ref in event.outputs)
+        return any(tensor is not None and tensor.requires_grad for tensor in made)
 
     def forget_before(self, start: int) -> None:
         """Drop the events before `start`, in a loop whose steps hang together: what they made and is in use is given."""

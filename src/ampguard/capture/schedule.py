@@ -20,7 +20,7 @@ TAPED_CALL_SECONDS = 1.2e-5
 """What an operator or a call takes that is taped, named and forgotten."""
 
 LONG_STEP = 0.025
-"""Seconds a step, beyond which taping every operator of its glue costs next to nothing."""
+"""Seconds a step, beyond which taping every operator of ordinary glue costs next to nothing."""
 
 PREFIX_OPS = 48
 """Operators before the first module of a step (preprocessing) that are taped."""
@@ -50,7 +50,8 @@ class TapeSchedule:
         self.limit = MAX_EVENTS
         """Operators that are taped after a module was called."""
         self.keeps_calls = False
-        """Whether steps are so short that the glue is kept call by call."""
+        """Whether steps are so short, or hold so much glue, that it is kept call by call."""
+        self._has_much_glue = False
         self.is_functional = False
         """True where the last step called no module: all of it ran outside modules."""
         self.has_no_prefix = False
@@ -93,7 +94,10 @@ class TapeSchedule:
             self._spent += max(0, taped - allowed) * TAPED_CALL_SECONDS - GLUE_TIME_SHARE * seconds
             self._spent = max(self._spent, -FREE_SECONDS)
             self.limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
-        self.keeps_calls = min(seconds, usual_seconds) < LONG_STEP  # a single slow step does not count
+        usual = min(seconds, usual_seconds)  # a single slow step does not count
+        if steps > FIRST_STEPS and taped * TAPED_CALL_SECONDS > GLUE_TIME_SHARE * usual:
+            self._has_much_glue = True
+        self.keeps_calls = self._has_much_glue or usual < LONG_STEP
         self.is_functional = not has_root
         enough = RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
         is_empty = not self._wants_prefix or self._empty_prefixes >= enough
