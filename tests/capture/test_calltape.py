@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,7 @@ def test_kept_calls_are_told_as_the_tape_would(
     told, calls = last_step(objective, tmp_path / "calls", scaler)
     assert calls > 0 or name in MORE_THAN_COMPUTE
     monkeypatch.setattr(schedule, "LONG_STEP", 0.0)
+    monkeypatch.setattr(schedule, "MUCH_GLUE", math.inf)
     taped, calls = last_step(objective, tmp_path / "operators", scaler)
     assert calls == 0  # long steps are taped operator by operator
     assert told == taped
@@ -216,6 +218,7 @@ def test_a_failure_is_explained_as_if_it_had_been_taped(
     told, calls = told_of(failure, tmp_path / "calls")
     assert calls > 0
     monkeypatch.setattr(schedule, "LONG_STEP", 0.0)
+    monkeypatch.setattr(schedule, "MUCH_GLUE", math.inf)
     taped, calls = told_of(failure, tmp_path / "operators")
     assert calls == 0
     assert told == taped

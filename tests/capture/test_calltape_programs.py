@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_any_glue_is_told_as_the_tape_would_and_left_as_it_is(
     told: list[list[Any]] = []
     for limit in (60.0, 0.0):
         monkeypatch.setattr(schedule, "LONG_STEP", limit)
+        monkeypatch.setattr(schedule, "MUCH_GLUE", math.inf)
         with ampguard.watch(out=tmp_path_factory.mktemp("run") / "run") as session:
             weights, loop = trained(session, usual, last)
         assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(alone, weights, strict=True))

@@ -22,6 +22,9 @@ TAPED_CALL_SECONDS = 1.2e-5
 LONG_STEP = 0.025
 """Seconds a step, beyond which taping every operator of ordinary glue costs next to nothing."""
 
+MUCH_GLUE = 0.01
+"""Share of a step's time that taping its glue operator by operator takes, beyond which it is kept call by call."""
+
 PREFIX_OPS = 48
 """Operators before the first module of a step (preprocessing) that are taped."""
 
@@ -95,7 +98,7 @@ class TapeSchedule:
             self._spent = max(self._spent, -FREE_SECONDS)
             self.limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
         usual = min(seconds, usual_seconds)  # a single slow step does not count
-        if steps > FIRST_STEPS and taped * TAPED_CALL_SECONDS > GLUE_TIME_SHARE * usual:
+        if steps > FIRST_STEPS and taped * TAPED_CALL_SECONDS > MUCH_GLUE * usual:
             self._has_much_glue = True
         self.keeps_calls = self._has_much_glue or usual < LONG_STEP
         self.is_functional = not has_root
