@@ -137,7 +137,7 @@ class EventLog:
         """Keep a call that has done nothing but compute, instead of its operators. `versions`: those of its `args`."""
         if type(output) is Tensor:
             outputs = [weakref.ref(output)]
-            made: Sequence[int] = (plain_version(output),)
+            made: Sequence[int] = (-1 if output.is_inference() else plain_version(output),)
             floating = [output.dtype.is_floating_point]
         else:
             if not output or not all(isinstance(value, Tensor) for value in output):
