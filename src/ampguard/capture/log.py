@@ -386,6 +386,9 @@ class EventLog:
         for held in self._holders.of(value, self.record.events):  # earlier readers saw this value too
             if held.version == version and held.copy is None:
                 held.copy = copy
+        for held in self._holders.under_other_names(value, self.record.events):
+            if held.is_intact:
+                held.copy = copy
         return Held(value, version, copy)
 
     # --- forgetting -------------------------------------------------------------------------------------------------
