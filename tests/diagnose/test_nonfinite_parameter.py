@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampguard.capture import written_weights
+
 Guard = Callable[..., Any]
 
 
@@ -195,14 +197,23 @@ def test_the_optimizer_of_the_poisoned_model_did_it(stays: bool, both_first: boo
     assert why in incident.explanation
 
 
-def test_averaged_weights_that_only_the_script_writes(guard: Guard) -> None:
+@pytest.mark.parametrize("wants_gradients", [False, True])
+def test_averaged_weights_that_only_the_script_writes(
+    wants_gradients: bool, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bad from the first average on, and used at the end: the finite losses say nothing about them."""
+    monkeypatch.setattr(
+        written_weights, "LARGEST", 0
+    )  # weights so large that they are not looked at when they are written
+
+    alive: list[torch.optim.Optimizer] = []
 
     def body() -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
-        averaged = nn.Linear(4, 3).requires_grad_(False)
+        averaged = nn.Linear(4, 3).requires_grad_(wants_gradients)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        alive.append(optimizer)
         for step in range(6):
             optimizer.zero_grad()
             model(torch.randn(5, 4)).square().mean().backward()

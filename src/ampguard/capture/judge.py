@@ -272,6 +272,14 @@ class Judge:
         self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
         self.spoilt.note(parameters)
 
+    def written_weights_are_bad(self, parameter: Tensor) -> None:
+        """The script itself has written to weights that were finite until then: what was written is told."""
+        made_by = self._log.lookup(parameter)
+        if made_by is not None and not self.suspects:
+            self._report(
+                BadResult("loss", "train", self._steps.count, self._log.slice(), (made_by,), is_of_weights=True)
+            )
+
     def gradients_made_backward_raise(
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
     ) -> None:

@@ -50,6 +50,7 @@ from ampguard.capture.record import (
 )
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, tell_calls
+from ampguard.capture.written_weights import WrittenWeights
 from ampguard.compat import plain_version, version_of
 
 MAX_EVENTS = 16384
@@ -85,6 +86,7 @@ class EventLog:
         self.arguments = ArgumentCopies()
         self._holders = Holders()
         self.evaluation = LongEvaluation()
+        self.written = WrittenWeights()
 
     # --- adding -----------------------------------------------------------------------------------------------------
 
@@ -399,6 +401,7 @@ class EventLog:
         ahead.iteration_ended(self.iteration_start, self.record.events if ahead.is_usual or ahead.is_learning else ())
         self.iteration_start = self.next_index
         self.evaluation.clear()
+        self.written.clear()
         self._pending.clear()
         self._holders.clear()
         record = self._record

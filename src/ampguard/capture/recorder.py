@@ -164,6 +164,8 @@ class FlightRecorder:
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = self._has_begun = True
         log = self.log
+        if self.between_steps and len(log.written):
+            self._look_at_written()
         if not torch.is_grad_enabled():
             self.pace.enter(log.next_index)
         if log.has_open_events or self.judge.has_open_questions:
@@ -231,6 +233,13 @@ class FlightRecorder:
             self.judge.look_at_outputs(root, outputs)
             self.pace.leave(self.log.next_index, root.seconds)
         self.tape.enter(self.schedule.limit)
+
+    def _look_at_written(self) -> None:
+        """A step begins, and the script has written to weights since the last one."""
+        self.schedule.kept_for_weights(self.log.size)
+        bad = self.log.written.take_bad(self.log.record)
+        if bad is not None:
+            self.judge.written_weights_are_bad(bad)
 
     def _forget_finished(self) -> None:
         if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
@@ -489,7 +498,7 @@ class FlightRecorder:
         self.between_steps = True
         if self.schedule.wonders(self.steps.count):
             used = uses_computed(self.log.record.events, self.log.iteration_start, self._first_root)
-            self.schedule.prefix_was(used or self.log.ahead.is_usual)
+            self.schedule.prefix_was(used or self.log.ahead.is_usual or self.schedule.keeps_for_weights)
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False

@@ -66,8 +66,15 @@ class TapeSchedule:
         self._uses = 0
         """Steps in which what was computed before the first module is known to have been used."""
         self._may_have_more = True
+        self.keeps_for_weights = False
+        """Whether in this step something was taped that writes to weights, and there is time for more."""
         self._is_prefix_long = False
         """Whether more than preprocessing is computed before the first module: it is taped whole while that is free."""
+
+    def kept_for_weights(self, operators: int) -> None:
+        """So many were taped before the first module that write to weights: that is free for a while, and no longer."""
+        self._spent += operators * TAPED_CALL_SECONDS
+        self.keeps_for_weights = self._spent < 0
 
     def begins(self, has_prefix: bool) -> None:
         """The first module of a step is called; `has_prefix`: something was computed before."""
@@ -106,7 +113,7 @@ class TapeSchedule:
         is_empty = not self._wants_prefix or self._empty_prefixes >= enough
         looks_again = self._wants_prefix and steps % LOOK_AGAIN == 0
         self.has_no_prefix = has_root and is_empty and not looks_again
-        self._has_prefix = False
+        self._has_prefix = self.keeps_for_weights = False
         self._may_have_more = True
 
     def comes_next(self, is_last: bool) -> bool:

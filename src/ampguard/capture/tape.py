@@ -41,6 +41,7 @@ class Taped(Protocol):
     log: EventLog
     judge: Judge
     has_compiled_before: bool
+    between_steps: bool
 
     @property
     def live(self) -> Watcher | None: ...
@@ -326,4 +327,7 @@ class GlueTape(compat.DispatchMode):
             if self._taped.judge.suspects:
                 self._taped.judge.settle_before_write(a for i, a in enumerate(args) if i in facts.writes)
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
-        return log.add_operator(func, args, kwargs, rng, frame)
+        op = log.add_operator(func, args, kwargs, rng, frame)
+        if op is not None and 0 in facts.writes and self._taped.between_steps:
+            log.written.note(op, log.record)
+        return op

@@ -69,7 +69,7 @@ class BadSince:
             incident = msgspec.structs.replace(incident, fixes=(Fix("use-bf16", facts["name"], how),))
         elif (reason := self._was_bad_before_it_was_used(facts)) is not None:
             text = f"{reason} The steps before this one did not use it: initialisation or a checkpoint."
-        elif last_good is not None and incident.mode == "eval" and facts.get("is_only_evaluated"):
+        elif last_good is not None and incident.mode == "eval" and self._is_only_evaluated(facts):
             writes, last = facts.get("times_written") or 0, facts.get("last_written_at")
             where = f", last at {Path(last['file']).name}:{last['line']}: {last['code']}" if last else ""
             text = (
@@ -146,6 +146,11 @@ class BadSince:
         others = {id(optimizer) for optimizer in recorder.stepped_since(0)} - poisoned
         return bool(facts.get("is_trained") and poisoned and others) and not poisoned & since
 
+    def _is_only_evaluated(self, facts: dict[str, Any]) -> bool:
+        """Whether it belongs to a model of which nothing is trained: averaged weights (they may want gradients), frozen ones."""
+        is_held_by_none = bool(self._recorder.stepped_since(0)) and not self._poisoned()
+        return bool(facts.get("is_only_evaluated")) or (facts.get("role") == "parameter" and is_held_by_none)
+
     def _bad_setting(self) -> tuple[str, str, str] | None:
         """(optimizer, name, value) of a number that such an optimizer works with and that is none: a schedule's 0/0 as its
         learning rate."""
@@ -163,6 +168,8 @@ class BadSince:
         is_its_own = not self._is_of_another_model(facts)
         if seen is not None and last_good is not None and seen < last_good and is_its_own:
             return f"The weights were not finite already in step {seen}, when they were looked at."
+        if not self._poisoned():
+            return None  # (no optimizer holds it: averaged weights, which may want gradients and get none)
         written, stepped = facts.get("times_written"), Counter(map(id, self._recorder.stepped_since(0)))
         steps = [stepped[id(optimizer)] for optimizer in self._poisoned()]
         if facts.get("is_trained") and written is not None and written < min(steps, default=sum(stepped.values())):

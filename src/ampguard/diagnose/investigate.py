@@ -201,6 +201,8 @@ def phase_of(evidence: Evidence) -> Phase:
     """Forward inside a module that has parameters; loss after it; data before it."""
     if evidence.phase == "backward":
         return "backward"
+    if evidence.bad.is_of_weights:
+        return "parameters"
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     event = next((e for e in evidence.events() if e.index == evidence.op.event), None)
     with_weights = [r for r in roots if any(True for _ in r.module.parameters())]

@@ -304,7 +304,12 @@ class Replayer:
             targets = [("", tensor) for tensor in refused_values(error)]
         bad = error is not None or any(not numerics.is_finite(t) for _, t in targets)
         loss = gradients.loss
-        if self.bad.kind in ("loss", "output") and targets and targets[0][1].numel() == 1:
+        if (
+            self.bad.kind in ("loss", "output")
+            and not self.bad.is_of_weights
+            and targets
+            and targets[0][1].numel() == 1
+        ):
             loss = float(targets[0][1].detach())  # and not a loss inside of it that the step took the gradients of
         if loss is not None and math.isfinite(loss) and self.bad.loss_scale is not None:
             loss /= self.bad.loss_scale

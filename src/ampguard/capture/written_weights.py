@@ -1,0 +1,77 @@
+"""Weights that the script itself writes between two steps: an average of them, a teacher, a projection. Are they bad now?
+
+They may be used only much later, in an evaluation, when nobody knows any more what was written. So they are looked at when
+the next step begins, as long as what is computed between two steps is taped.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
+from ampguard.numerics import is_finite
+
+MOST = 8
+"""Of the weights that were written, so many are looked at, the last among them."""
+LARGEST = 1 << 16
+"""Elements up to which they are."""
+
+Writes = dict[int, tuple[weakref.ref[Tensor], int]]
+
+
+class WrittenWeights:
+    """What was written since the last step, by the parameter's identity: the parameter, and the first operator that did it."""
+
+    def __init__(self) -> None:
+        self._writes: Writes = {}
+
+    def note(self, op: GlueOp, record: StepRecord) -> None:
+        """An operator is about to write to its first operand."""
+        parameter = parameter_behind(op, record)
+        if parameter is not None and id(parameter) not in self._writes:
+            self._writes[id(parameter)] = weakref.ref(parameter), op.index
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def clear(self) -> None:
+        self._writes.clear()
+
+    def take_bad(self, record: StepRecord) -> Tensor | None:
+        """A parameter that was finite before and is not any more; None where all that are looked at are finite."""
+        writes, self._writes = list(self._writes.values()), {}
+        chosen = sorted({round(i * (len(writes) - 1) / (MOST - 1)) for i in range(MOST)}, reverse=True)
+        for ref, index in (writes[i] for i in chosen):
+            parameter = ref()
+            if parameter is None or parameter.numel() > LARGEST or not is_immediate(parameter):
+                continue
+            if not is_finite(parameter.detach()) and _was_finite(parameter, record, index):
+                return parameter
+        return None
+
+
+def parameter_behind(op: GlueOp, record: StepRecord) -> nn.Parameter | None:
+    """The parameter that an operator writes to, also through its `.data` or `.detach()`."""
+    target = op.args[0] if op.args else None
+    if isinstance(target, Ref):
+        event = record.event(target.event)
+        is_same = isinstance(event, GlueOp) and event.func is torch.ops.aten.detach.default
+        target = event.args[0] if event is not None and is_same else None
+    return target.tensor if isinstance(target, Held) and isinstance(target.tensor, nn.Parameter) else None
+
+
+def _was_finite(parameter: Tensor, record: StepRecord, index: int) -> bool:
+    """Whether it was finite before that operator wrote to it, and is of the same type still (`.half()` may have made Inf)."""
+    event = record.event(index)
+    held = event.args[0] if event is not None and event.args else None
+    if isinstance(held, Ref):  # its `.data`
+        before = record.event(held.event)
+        held = before.args[0] if before is not None else None
+    if not isinstance(held, Held):
+        return False
+    value = held.copy
+    return value is not None and value.dtype == parameter.dtype and is_finite(value)
