@@ -273,9 +273,15 @@ class Judge:
         self.spoilt.note(parameters)
 
     def written_weights_are_bad(self, parameter: Tensor) -> None:
-        """The script itself has written to weights that were finite until then: what was written is told."""
+        """The script itself has written to weights that were finite until then: what made it bad is told.
+
+        Bad values that it was given and only handed on (a checkpoint's) are told where the weights are used.
+        """
         made_by = self._log.lookup(parameter)
-        if made_by is not None and not self.suspects:
+        if made_by is None or self.suspects:
+            return
+        given = lineage.given_to(self._log.record, made_by)
+        if all(isinstance(t, nn.Parameter) or not is_immediate(t) or is_finite(t) for t in given):
             self._report(
                 BadResult("loss", "train", self._steps.count, self._log.slice(), (made_by,), is_of_weights=True)
             )

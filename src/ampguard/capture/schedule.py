@@ -19,6 +19,9 @@ FREE_SECONDS = 2.0
 TAPED_CALL_SECONDS = 1.2e-5
 """What an operator or a call takes that is taped, named and forgotten."""
 
+TAPED_WRITE_SECONDS = 7e-5
+"""The same where most of them write to weights, whose values are copied before."""
+
 LONG_STEP = 0.025
 """Seconds a step, beyond which taping every operator of ordinary glue costs next to nothing."""
 
@@ -73,8 +76,8 @@ class TapeSchedule:
 
     def kept_for_weights(self, operators: int) -> None:
         """So many were taped before the first module that write to weights: that is free for a while, and no longer."""
-        self._spent += operators * TAPED_CALL_SECONDS
-        self.keeps_for_weights = self._spent < 0
+        self._spent += operators * TAPED_WRITE_SECONDS
+        self.keeps_for_weights = self._spent < -FREE_SECONDS / 2
 
     def begins(self, has_prefix: bool) -> None:
         """The first module of a step is called; `has_prefix`: something was computed before."""

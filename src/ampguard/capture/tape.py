@@ -329,5 +329,5 @@ class GlueTape(compat.DispatchMode):
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
         op = log.add_operator(func, args, kwargs, rng, frame)
         if op is not None and 0 in facts.writes and self._taped.between_steps:
-            log.written.note(op, log.record)
+            log.written.note(op, lambda: log.record)
         return op

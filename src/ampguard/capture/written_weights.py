@@ -7,6 +7,7 @@ the next step begins, as long as what is computed between two steps is taped.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class WrittenWeights:
     def __init__(self) -> None:
         self._writes: Writes = {}
 
-    def note(self, op: GlueOp, record: StepRecord) -> None:
+    def note(self, op: GlueOp, record: Callable[[], StepRecord]) -> None:
         """An operator is about to write to its first operand."""
         parameter = parameter_behind(op, record)
         if parameter is not None and id(parameter) not in self._writes:
@@ -54,11 +55,11 @@ class WrittenWeights:
         return None
 
 
-def parameter_behind(op: GlueOp, record: StepRecord) -> nn.Parameter | None:
+def parameter_behind(op: GlueOp, record: Callable[[], StepRecord]) -> nn.Parameter | None:
     """The parameter that an operator writes to, also through its `.data` or `.detach()`."""
     target = op.args[0] if op.args else None
     if isinstance(target, Ref):
-        event = record.event(target.event)
+        event = record().event(target.event)
         is_same = isinstance(event, GlueOp) and event.func is torch.ops.aten.detach.default
         target = event.args[0] if event is not None and is_same else None
     return target.tensor if isinstance(target, Held) and isinstance(target.tensor, nn.Parameter) else None
