@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from ampguard.diagnose.code_text import merged
 
 Guard = Callable[..., Any]
 
@@ -52,3 +55,54 @@ def test_the_fix_changes_both_lines(guard: Guard) -> None:
     assert "length" in second
     assert first not in [other.how for other in incident.fixes[1:]]
     assert "its gradients too" in fix.outcome
+
+
+class Focal(torch.autograd.Function):
+    """A focal loss with a backward of its own, in which a probability of 0 breaks two terms of one line."""
+
+    @staticmethod
+    def forward(ctx: Any, logit: Tensor) -> Tensor:
+        p = torch.sigmoid(logit)
+        ctx.save_for_backward(p)
+        return ((1 - p) ** 2 * -torch.log(p.clamp(min=1e-12))).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        slope = 2 * (1 - p) * torch.log(p) - (1 - p) ** 2 / p
+        return gradient * slope * p * (1 - p) / p.numel()
+
+
+def test_two_changes_of_one_statement_are_written_as_one(guard: Guard) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(4):
+            x = torch.randn(8, 4)
+            if step == 2:
+                x[3] = -1e4 * net.weight.detach().sign()
+            loss = Focal.apply(net(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(train)
+    assert run.faults == 0, run.stderr
+    fix = run.first.fixes[0]
+    assert (run.first.step, fix.action, fix.verified) == (2, "add-epsilon", True)
+    assert fix.how == "slope = 2 * (1 - p) * torch.log(p + 1e-6) - (1 - p) ** 2 / (p + 1e-6)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ("r = a / (b + 1) + c / d", "r = a / b + c / (d + 1)", "r = a / (b + 1) + c / (d + 1)"),
+        ("r = a / b + c / (d + 1)", "r = a / (b + 1) + c / d", "r = a / (b + 1) + c / (d + 1)"),
+        ("r = a / (b + 1) + c / d", "r = a / (b + 2) + c / d", None),
+        ("leave it out: r = a / b + c / d", "r = a / b + c / (d + 1)", None),
+        ("r = a / b + c / (d + 1)", "really leave it out", None),
+    ],
+)
+def test_changes_of_one_statement(one: str, other: str, both: str | None) -> None:
+    assert merged("r = a / b + c / d", one, other) == both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -23,6 +24,32 @@ def spliced(text: bytes, start: int, end: int, edits: list[Edit]) -> str:
         pieces += [text[position:first], new.encode()]
         position = last
     return b"".join([*pieces, text[position:end]]).decode()
+
+
+def merged(original: str, one: str, other: str) -> str | None:
+    """One statement with two changes, each of which was written alone; None where they touch the same place."""
+    first, second = sorted((_change(original, one), _change(original, other)))
+    if first[0] == 0 or first[1] > second[0] or first[:2] == second[:2]:
+        return None
+    text = original[: first[0]] + first[2] + original[first[1] : second[0]] + second[2] + original[second[1] :]
+    try:
+        ast.parse(text)
+    except SyntaxError:  # words about a change, and not the statement
+        return None
+    return text
+
+
+def _change(original: str, changed: str) -> Edit:
+    """The one piece of a text in which another differs."""
+    start = _shared(original, changed)
+    end = _shared(original[start:][::-1], changed[start:][::-1])
+    return start, len(original) - end, changed[start : len(changed) - end]
+
+
+def _shared(one: str, other: str) -> int:
+    """How long the beginning is that two texts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def without_comment(line: str) -> str:

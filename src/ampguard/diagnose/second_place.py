@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
-from ampguard.diagnose import words
+from ampguard.diagnose import accused, words
 from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.code_text import merged
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
@@ -18,13 +20,22 @@ from ampguard.diagnose.locating import locate
 from ampguard.incident import Fix
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.rebuild import Replayer
+from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 
 MAX_FIRSTS = 3
 """Fixes of the first place that another is looked for beside."""
 
 
-def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A fix of two places, or of the second alone; `of`: how the one of the first was written that is a part of it."""
+
+    fix: Fix
+    of: str | None = None
+
+
+def fixes_behind(evidence: Evidence, budget: Budget) -> list[Joint]:
     """Where a fix leaves a loss that is finite and gradients that are not: what makes those finite, alone or beside it.
 
     The step with that fix is a step with bad gradients; where they begin, and why, is asked as of any other.
@@ -44,14 +55,17 @@ def fixes_behind(evidence: Evidence, budget: Budget) -> list[Fix]:
             continue
         alone = proposal.trial(second)
         written = words.marked(proposal.how, op, evidence.op)
-        for text, change in ((written, alone), (f"{written}\n{how}", alone.with_base(variant))):
+        for text, change in (
+            (written, alone),
+            (_both(evidence, op, how, proposal.how, is_first=False), alone.with_base(variant)),
+        ):
             effect = _cures(evidence, evidence.replayer, change) if not budget.is_spent else None
             if effect is not None:
-                return [Fix(proposal.action, proposal.target, text, True, effect)]
+                return [Joint(Fix(proposal.action, proposal.target, text, True, effect))]
     return []
 
 
-def fixes_beside(evidence: Evidence, budget: Budget) -> list[Fix]:
+def fixes_beside(evidence: Evidence, budget: Budget) -> list[Joint]:
     """Where a fix cures its own place and the step then fails in another one: what cures both."""
     if evidence.replayer is None:
         return []
@@ -69,9 +83,16 @@ def fixes_beside(evidence: Evidence, budget: Budget) -> list[Fix]:
             change = proposal.trial(second).with_base(variant)
             effect = _cures(evidence, evidence.replayer, change, may_be_unknown=True)
             if effect is not None:
-                how = f"{fix.how}\n{words.marked(proposal.how, second.op, evidence.op)}"
-                return [msgspec.structs.replace(fix, how=how, verified=True, outcome=effect)]
+                how = _both(evidence, second.op, fix.how, proposal.how)
+                return [Joint(msgspec.structs.replace(fix, how=how, verified=True, outcome=effect), of=fix.how)]
     return []
+
+
+def _both(evidence: Evidence, other: TracedOp, here: str, there: str, is_first: bool = True) -> str:
+    """The changes of two places as they are written: as one where both are in one statement."""
+    marked = words.marked(there, other, evidence.op)
+    together = merged(accused.statement(evidence), here, there) if marked == there else None
+    return together or (f"{here}\n{marked}" if is_first else f"{marked}\n{here}")
 
 
 def with_tighter(proposals: Iterable[Proposal]) -> Iterator[Proposal]:

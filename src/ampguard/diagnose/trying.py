@@ -31,7 +31,7 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
     fixes = [fix for proposal in finding.proposals if (fix := tried_in_turn(evidence, proposal, budget)) is not None]
     if not any(fix.verified and fix.action not in OTHER_PRECISION for fix in fixes):
         both = fixes_behind(evidence, budget) or fixes_beside(evidence, budget)
-        fixes = [fix for fix in fixes if not any(b.how.startswith(f"{fix.how}\n") for b in both)] + both
+        fixes = [fix for fix in fixes if all(fix.how != joint.of for joint in both)] + [joint.fix for joint in both]
     return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
 
 
