@@ -111,3 +111,12 @@ def test_a_tensor_of_before_is_kept_as_each_reader_saw_it() -> None:
         held.fill_(value + 1.0)
         assert float(copy.value[0]) == value
     assert [float(op.args[0].value[0]) for op in readers] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_time_that_others_take_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is shared an evaluation is kept as far as on one that is not."""
+    kept = pace.Pace()
+    monkeypatch.setattr(pace.time, "thread_time", lambda: 1.0)
+    kept.enter(5)
+    kept.leave(5, seconds=0.0)
+    assert kept.spent == 0.0

@@ -76,3 +76,18 @@ def test_a_schedule_whose_time_is_spent() -> None:
     for step in range(400, 420):
         tape.ended(step, 100.0, 100.0, True, 0)
     assert tape.prefix_limit == PREFIX_OPS, "it is taped again when there is time"
+
+
+def test_what_is_charged_is_that_of_one_iteration(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of iterations before may be there still: they were charged then."""
+    charged: list[int] = []
+    ended = TapeSchedule.ended
+
+    def noting(self: TapeSchedule, steps: int, seconds: float, usual: float, has_root: bool, taped: int) -> None:
+        charged.append(taped)
+        ended(self, steps, seconds, usual, has_root, taped)
+
+    monkeypatch.setattr(TapeSchedule, "ended", noting)
+    run = guard(lambda: train(1, steps=BAD))
+    assert run.faults == 0, run.stderr
+    assert max(charged) <= charged[1] + 4, charged

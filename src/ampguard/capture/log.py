@@ -117,6 +117,12 @@ class EventLog:
         """Events that are kept."""
         return len(self._record.events) + len(self._pending)
 
+    @property
+    def size_of_iteration(self) -> int:
+        """Of those, the running iteration's."""
+        events = self._record.events
+        return len(events) - bisect_left(events, self.iteration_start, key=attrgetter("index")) + len(self._pending)
+
     def append(self, event: Event) -> None:
         self.record.events.append(event)
 

@@ -21,7 +21,7 @@ TAPED_OP_SECONDS = 1.2e-5
 
 
 class Pace:
-    """Adds up what keeping calls without gradients has taken."""
+    """Adds up what keeping calls without gradients has taken, in this thread's own time: others may use the processors."""
 
     def __init__(self) -> None:
         self.is_resting = False
@@ -34,17 +34,16 @@ class Pace:
 
     def enter(self, index: int) -> None:
         """A call is about to be kept as event number `index`."""
-        now = self._entered = time.perf_counter()
+        self._entered = time.thread_time()
         if self._began == math.inf:
-            self._began, self._index = now, index
+            self._began, self._index = time.perf_counter(), index
         self.spent += TAPED_OP_SECONDS * (index - self._index)
 
     def leave(self, index: int, seconds: float) -> None:
-        """It has returned after `seconds` of the script's own; the next event is number `index`."""
-        now = time.perf_counter()
+        """It has returned after `seconds` of the script's own (of the thread's time); the next event is number `index`."""
         self._index = index
-        self.spent += now - self._entered - seconds
-        self.is_resting = self.may_rest and self.spent > FREE_SECONDS + SHARE * (now - self._began)
+        self.spent += time.thread_time() - self._entered - seconds
+        self.is_resting = self.may_rest and self.spent > FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
 
     def rests(self) -> bool:
         """Whether the next call is only looked at."""

@@ -214,12 +214,14 @@ class FlightRecorder:
             self.schedule.begins(len(events) > 1 and events[-2].index >= log.iteration_start)
             self._first_root = index
             self.between_steps = False
-        root.started = time.perf_counter()
+        if not modes.grad:
+            root.started = time.thread_time()
         return root
 
     def leave_root(self, root: RootCall, output: Any) -> None:
         """Note what the call returned, and look at it where nothing else will."""
-        root.seconds = time.perf_counter() - root.started
+        if not root.modes.grad:
+            root.seconds = time.thread_time() - root.started
         outputs = [output] if type(output) is Tensor else tensors_in(output)
         for position, tensor in enumerate(outputs):
             root.outputs.append(self.log.producers.define(tensor, Ref(root.index, position)))
@@ -236,7 +238,7 @@ class FlightRecorder:
 
     def _look_at_written(self) -> None:
         """A step begins, and the script has written to weights since the last one."""
-        self.schedule.kept_for_weights(self.log.size)
+        self.schedule.kept_for_weights(self.log.size_of_iteration)
         bad = self.log.written.take_bad(self.log.record)
         if bad is not None:
             self.judge.written_weights_are_bad(bad)
@@ -499,7 +501,7 @@ class FlightRecorder:
         if self.schedule.wonders(self.steps.count):
             used = uses_computed(self.log.record.events, self.log.iteration_start, self._first_root)
             self.schedule.prefix_was(used or self.log.ahead.is_usual or self.schedule.keeps_for_weights)
-        self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size)
+        self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
         self._has_root = False
         if self.gradients.remade.are_used:
