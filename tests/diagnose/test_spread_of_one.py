@@ -65,3 +65,16 @@ def test_a_spread_that_divides_gets_an_epsilon_in_both_lines(guard: Guard, tmp_p
     namespace: dict[str, Any] = {}
     exec(script("\n".join([*changed, lines[2]]), "outside"), namespace)
     assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
+
+
+def test_a_mean_beside_a_loss_that_takes_one(guard: Guard, tmp_path: Path) -> None:
+    """Both have nothing to reduce: one of them alone, rewritten, would be no cure."""
+    line = "none = h[:0]; r = F.cross_entropy(h, x.argmax(1) % 3) + F.l1_loss(none, none * 2) + (1 - none).mean()"
+    first, _ = run(script(line, "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    assert first.cause == "empty-reduction"
+    fix = first.fixes[0]
+    assert (fix.action, fix.verified) == ("guard-empty", True)
+    assert "numel()" not in fix.how
+    assert "clamp(" not in fix.how
+    assert fix.how.endswith("(1 - none).mean()")

@@ -42,7 +42,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
     advice = "leave the term out when there is nothing to reduce (or use its sum / max(count, 1))"
     if what == ONE_ELEMENT:
         advice = "take the spread with correction=0, which is 0 for one element, or leave out what has only one"
-    summed = _as_sum(evidence) or averaged_by_hand(evidence)
+    summed = averaged_by_hand(evidence) if evidence.op.short_name in LOSSES else _as_sum(evidence)
     if summed is not None:
         advice, shown = "leave the term out when there is nothing to reduce, or let it be 0", summed
     else:
@@ -115,7 +115,10 @@ def _as_sum(evidence: Evidence) -> str | None:
     line = accused.line_of(evidence)
     if line is None or evidence.op.short_name != "mean":
         return None
-    chosen = accused.accused_alone(evidence, line.expressions("mean", accused.is_in_place(evidence.op)))
+    means = line.expressions("mean", accused.is_in_place(evidence.op))
+    if _calls_a_loss(line) and accused.turn_of(evidence, means) is None:
+        return None  # it may be the mean in there that has nothing to reduce, or both
+    chosen = accused.accused_alone(evidence, means)
     if chosen is None or not isinstance(chosen.node, ast.Call) or chosen.named or not 1 <= len(chosen.arguments) <= 2:
         return None
     node, operand = chosen.node, chosen.arguments[0]
@@ -131,6 +134,11 @@ def _as_sum(evidence: Evidence) -> str | None:
         dim, count = f"{number:g}", f"{text}.shape[{number:g}]"
     edit = (*line.source.span(node), f"({text}.sum({dim}) / max({count}, 1))")
     return rewrite.with_changes(line, [(chosen, operand)], lambda source, operand, expression: [edit])
+
+
+def _calls_a_loss(line: source_code.LineOfCode) -> bool:
+    """Whether the line calls one of PyTorch's losses, which take a mean themselves."""
+    return any(name.endswith(("_loss", "kl_div")) for part, _ in line.parts for name in source_code.called(part))
 
 
 def _without_correction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
