@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
+import ampguard
 from ampguard.capture.log import EventLog
 
 Guard = Callable[..., Watched]
@@ -87,3 +89,25 @@ def test_what_is_kept_of_earlier_steps_does_not_grow(guard: Guard, monkeypatch: 
     monkeypatch.setattr(EventLog, "iteration_ended", iteration_ended)
     assert guard(lambda: train(2, "before backward")).faults == 0
     assert max(sizes[8:]) < 1.5 * max(sizes[:8])  # a step takes some ten events
+
+
+def test_a_batch_that_two_optimizers_use_is_not_prepared_ahead(tmp_path: Path) -> None:
+    """The second one's loss may count as the next iteration's, as long as it is not known how they take turns."""
+    with ampguard.watch(out=tmp_path / "run") as session:
+        critic, policy = nn.Linear(3, 1), nn.Linear(3, 3)
+        first = torch.optim.SGD(critic.parameters(), lr=0.1)
+        second = torch.optim.SGD(policy.parameters(), lr=0.1)
+        for step in range(8):
+            x = torch.rand(4, 3).add(1.0).log()
+            loss = critic(x).pow(2).mean()
+            first.zero_grad()
+            loss.backward()
+            first.step()
+            if step % 2:
+                loss = -critic(policy(x)).mean()
+                second.zero_grad()
+                loss.backward()
+                second.step()
+        assert not session._recorder.log.ahead.is_usual
+        assert not session._recorder.log.ahead.kept
+        assert not session._barrier.tripped

@@ -14,7 +14,7 @@ from typing import Any
 from ampguard.capture.forgetting import has_live_result
 from ampguard.capture.preprocessing import only_moves
 from ampguard.capture.producers import Producers
-from ampguard.capture.record import Event, GlueOp, held_in, refs_of, tensors_in
+from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_of, tensors_in
 from ampguard.compat import version_of
 
 MAX_AHEAD = 4
@@ -36,12 +36,16 @@ class PreparedAhead:
         """The first events of the iterations before the running one."""
 
     def learn(self, given: Any, events: Sequence[Event], iteration_start: int, producers: Producers) -> bool:
-        """A call in one of the first steps was given this: was any of it computed in an iteration before?"""
+        """A call in one of the first steps was given this: was any of it computed in an iteration before?
+
+        What a call of that iteration was given as well is used again, and not prepared.
+        """
         finished = [event for event in events if event.index < iteration_start]
         prepared = self._among(finished)
         if not all(only_moves(event) for event in finished if event.index in prepared):
             made = (producers.of(tensor, version_of(tensor)) for tensor in tensors_in(given))
-            self.is_usual = any(ref is not None and ref.event in prepared for ref in made)
+            used = {ref.event for event in finished if isinstance(event, RootCall) for ref in refs_of(event)}
+            self.is_usual = any(ref is not None and ref.event in prepared - used for ref in made)
             self.kept = prepared
         return self.is_usual
 
