@@ -303,7 +303,12 @@ class EventLog:
         if self.goes_on_after_backward or not has_gradient or not events or not events[0].index < closed <= op.index:
             return
         if op.grad and any(op.floating) and op.func is not torch.ops.aten.detach.default:
-            self.goes_on_after_backward = any(r.event < closed for r in refs_of(op))
+            self.goes_on_after_backward = any(r.event < closed and self._wants_gradient(r) for r in refs_of(op))
+
+    def _wants_gradient(self, ref: Ref) -> bool:
+        event = self._record.event(ref.event)
+        tensor = event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
+        return tensor is None or tensor.requires_grad
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
         """Whatever an operator returned; with `writes`, operands that it wrote to."""
