@@ -528,8 +528,8 @@ def test_an_ordinary_loop_is_asked_little(is_one_batch: bool, tmp_path: Path, mo
     monkeypatch.setattr(CallTape, "__torch_function__", noted)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
-    optimizer = torch.optim.AdamW(model.parameters())
     with ampguard.watch(out=tmp_path / "run") as session:
+        optimizer = torch.optim.AdamW(model.parameters())
         batches = [(torch.randn(6, 8), torch.randint(8, (6,))) for _ in range(1 if is_one_batch else STEPS)]
         for x, y in batches * (STEPS // len(batches)):
             asked.clear()
