@@ -14,7 +14,7 @@ from typing import Any
 from ampguard.capture.forgetting import has_live_result
 from ampguard.capture.preprocessing import only_moves
 from ampguard.capture.producers import Producers
-from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_of, tensors_in
+from ampguard.capture.record import Event, GlueOp, RootCall, held_by, refs_of, tensors_in
 from ampguard.compat import version_of
 
 MAX_AHEAD = 4
@@ -85,5 +85,5 @@ class PreparedAhead:
 
 def _wants_gradient(event: GlueOp) -> bool:
     made = (ref() for ref in event.outputs)
-    given = (held.tensor for held in held_in((event.args, event.kwargs)))
+    given = (held.tensor for held in held_by(event))
     return any(tensor is not None and tensor.requires_grad for tensor in (*made, *given))

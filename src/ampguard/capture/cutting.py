@@ -24,7 +24,7 @@ def cut_before(events: Iterable[Event], start: int) -> list[Event]:
         if event.index < start:
             before[event.index] = event
             continue
-        refs = {ref for ref in _refs_of(event) if ref.event < start or ref.event in before}
+        refs = {ref for ref in refs_of(event) if ref.event < start or ref.event in before}
         if not refs:
             kept.append(event)
             continue
@@ -34,13 +34,6 @@ def cut_before(events: Iterable[Event], start: int) -> list[Event]:
         else:
             kept.append(_with_given(event, given))
     return kept
-
-
-def _refs_of(event: Event) -> list[Ref]:
-    """Every reference to an earlier event, the quick way where an operator was given plain operands."""
-    if isinstance(event, GlueOp) and not event.kwargs and not any(type(a) in (list, tuple, dict) for a in event.args):
-        return [operand for operand in event.args if type(operand) is Ref]
-    return refs_of(event)
 
 
 def _storages(events: Iterable[Event]) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ampguard.capture.record import Event, GlueOp, RootCall, held_in, refs_of
+from ampguard.capture.record import Event, GlueOp, RootCall, held_by, held_in, refs_of
 
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""
@@ -56,7 +56,7 @@ def has_live_result(event: Event) -> bool:
         tensor = ref()
         if tensor is not None:
             if own is None:
-                own = {id(held.tensor) for held in held_in((event.args, event.kwargs))}
+                own = {id(held.tensor) for held in held_by(event)}
             if id(tensor) not in own:
                 return True
     return False

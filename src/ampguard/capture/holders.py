@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Event, Held, held_in
+from ampguard.capture.record import Event, Held, held_by
 
 
 class Holders:
@@ -23,7 +23,7 @@ class Holders:
     def of(self, tensor: Tensor, events: list[Event]) -> list[Held]:
         """What the events hold this tensor as. Between two calls of `clear` events may only be added."""
         for event in events[self._seen :]:
-            for held in held_in((event.args, event.kwargs)):
+            for held in held_by(event):
                 self._by_tensor.setdefault(id(held.tensor), []).append(held)
         self._seen = len(events)
         return self._by_tensor.get(id(tensor), [])
@@ -36,7 +36,7 @@ class Holders:
         if not _is_plain(tensor):
             return
         for event in events[self._seen_memory :]:
-            for held in held_in((event.args, event.kwargs)):
+            for held in held_by(event):
                 if held.copy is None and _is_plain(held.tensor):
                     self._by_memory.setdefault(held.tensor.data_ptr(), []).append(held)
         self._seen_memory = len(events)

@@ -14,7 +14,7 @@ from ampguard.capture.record import (
     Ref,
     RootCall,
     StepRecord,
-    held_in,
+    held_by,
     refs_in,
     refs_of,
 )
@@ -39,7 +39,7 @@ def comes_from_a_root(record: StepRecord, ref: Ref) -> bool:
 def given_to(record: StepRecord, ref: Ref) -> Iterator[Tensor]:
     """The tensors that no recorded event made among those that this one was computed from, back to calls of modules."""
     for event in _way_back(record, ref):
-        yield from (held.tensor for held in held_in((event.args, event.kwargs)))
+        yield from (held.tensor for held in held_by(event))
 
 
 def _way_back(record: StepRecord, ref: Ref) -> Iterator[Event]:
@@ -112,7 +112,7 @@ def wanting_gradients(record: StepRecord) -> set[int]:
             wants = event.modes.grad and (event.wants_gradient or event.is_function)
         else:
             wants = event.grad and (
-                any(held.tensor.requires_grad for held in held_in((event.args, event.kwargs)))
+                any(held.tensor.requires_grad for held in held_by(event))
                 or any(ref.event in found for ref in refs_of(event))
             )
         if wants:
@@ -120,9 +120,9 @@ def wanting_gradients(record: StepRecord) -> set[int]:
     return found
 
 
-def wants_gradient(event: Event) -> bool:
-    """Whether any of its results that are still there wants a gradient."""
-    return any((tensor := ref()) is not None and tensor.requires_grad for ref in event.outputs)
+def has_graph(event: Event) -> bool:
+    """Whether any of its results that are still there can be differentiated; weights that were written to cannot."""
+    return any((tensor := ref()) is not None and tensor.grad_fn is not None for ref in event.outputs)
 
 
 def events_behind_gradients(record: StepRecord) -> set[int]:
@@ -165,7 +165,7 @@ def rests_on_a_figure(record: StepRecord, ref: Ref) -> bool:
         if not isinstance(event, GlueOp) or event.index in seen:
             continue
         seen.add(event.index)
-        if any(_is_bad_figure(held.tensor) for held in held_in((event.args, event.kwargs))):
+        if any(_is_bad_figure(held.tensor) for held in held_by(event)):
             return True
         stack += [r.event for r in refs_of(event) if is_float(record, r) and _may_be_bad(record, r)]
     return False

@@ -6,7 +6,7 @@ import weakref
 
 from torch import Tensor
 
-from ampguard.capture.record import Event, held_in
+from ampguard.capture.record import Event, held_by
 from ampguard.compat import version_of
 
 _Seen = tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]
@@ -48,6 +48,6 @@ def _is_new(leaf: Tensor, old: dict[int, _Seen]) -> bool:
 
 
 def _leaves_in(events: list[Event]) -> list[Tensor]:
-    held = [held.tensor for event in events for held in held_in((event.args, event.kwargs))]
+    held = [held.tensor for event in events for held in held_by(event)]
     held += [tensor for event in events for ref in event.outputs if (tensor := ref()) is not None]
     return list({id(tensor): tensor for tensor in held if tensor.is_leaf and tensor.requires_grad}.values())

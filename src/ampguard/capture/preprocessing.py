@@ -6,12 +6,16 @@ the data. Arithmetic can, and so can a conversion to a narrower type.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampguard.capture.record import Event, GlueOp, leaves, refs_of
+from ampguard.capture.record import Event, GlueOp, held_by, leaves, refs_of
+
+NO_WRITERS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 MOVES = frozenset({
     "__get__", "__getitem__", "_to_copy", "_unsafe_view", "alias", "as_strided", "atleast_1d", "atleast_2d",
@@ -24,12 +28,32 @@ MOVES = frozenset({
 """Functions and operators whose results hold nothing but values that they were given."""
 
 
-def uses_computed(events: list[Event], began: int, first_root: int) -> bool:
-    """Whether any event from `first_root` on was given what those from `began` on had computed, not just moved."""
-    if not any(began <= event.index < first_root and not only_moves(event) for event in events):
+def uses_computed(
+    events: Sequence[Event], began: int, first_root: int, writers: Mapping[int, Sequence[int]] = NO_WRITERS
+) -> bool:
+    """Whether any event from `first_root` on was given what those from `began` on had computed, not just moved or drawn.
+
+    `writers` names, for an event, those that wrote to its result in place.
+    """
+    before = {event.index: event for event in events if began <= event.index < first_root}
+    if all(only_moves(event) for event in before.values()):
         return False
-    later = (event for event in events if event.index >= first_root)
-    return any(began <= ref.event < first_root for event in later for ref in refs_of(event))
+    pending = {ref.event for event in events if event.index >= first_root for ref in refs_of(event)} & before.keys()
+    seen: set[int] = set()
+    while pending:
+        index = pending.pop()
+        event = before[index]
+        if _computes(event):
+            return True
+        seen.add(index)
+        behind = {ref.event for ref in refs_of(event)} | set(writers.get(index, ()))
+        pending |= (behind & before.keys()) - seen
+    return False
+
+
+def _computes(event: Event) -> bool:
+    """Whether its results may be bad though all that it was given is not: random numbers and constants are not."""
+    return not only_moves(event) and bool(refs_of(event) or held_by(event))
 
 
 def only_moves(event: Event) -> bool:

@@ -433,6 +433,8 @@ def refs_in(tree: Any) -> list[Ref]:
 
 def refs_of(event: Event) -> list[Ref]:
     """Every reference to an earlier event in what an event was given, swapped parameters included."""
+    if isinstance(event, GlueOp) and _is_flat(event):
+        return [operand for operand in (*event.args, *event.kwargs.values()) if type(operand) is Ref]
     state = event.swapped_state if type(event) is RootCall else None
     return refs_in((event.args, event.kwargs, state) if state else (event.args, event.kwargs))
 
@@ -440,3 +442,18 @@ def refs_of(event: Event) -> list[Ref]:
 def held_in(tree: Any) -> list[Held]:
     """Every held tensor in a tree of arguments."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Held)]
+
+
+def held_by(event: Event) -> list[Held]:
+    """Every held tensor in what an event was given."""
+    if isinstance(event, GlueOp) and _is_flat(event):
+        return [operand for operand in (*event.args, *event.kwargs.values()) if type(operand) is Held]
+    return held_in((event.args, event.kwargs))
+
+
+def _is_flat(op: GlueOp) -> bool:
+    """Whether none of an operator's operands is a container: the common case, at a fraction of the cost."""
+    return _FLAT_TYPES.issuperset(map(type, op.args)) and _FLAT_TYPES.issuperset(map(type, op.kwargs.values()))
+
+
+_FLAT_TYPES = frozenset({Ref, Held, *PLAIN_TYPES})

@@ -30,7 +30,7 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
-from ampguard.capture.lineage import wants_gradient
+from ampguard.capture.lineage import has_graph
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
@@ -315,7 +315,7 @@ class FlightRecorder:
     def tape_exhausted(self) -> None:
         """The tape met more operators than it may follow."""
         record = self.log.record
-        if not self._has_root and any(wants_gradient(event) for event in record.events[-LATELY:]):
+        if not self._has_root and any(has_graph(event) for event in record.events[-LATELY:]):
             more = self.schedule.more()
             if more:  # this is no preprocessing: the step itself runs outside modules
                 self.tape.left = more
@@ -499,7 +499,8 @@ class FlightRecorder:
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
         if self.schedule.wonders(self.steps.count):
-            used = uses_computed(self.log.record.events, self.log.iteration_start, self._first_root)
+            events, writers = self.log.record.events, self.log.producers.writers
+            used = uses_computed(events, self.log.iteration_start, self._first_root, writers)
             self.schedule.prefix_was(used or self.log.ahead.is_usual or self.schedule.keeps_for_weights)
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
         self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, held_in, refs_of
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, held_by, refs_of
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FOLLOWED = 4
@@ -54,7 +54,7 @@ class RemadeGradients:
         given = list[Tensor]()
         for event in self._behind(targets):
             if isinstance(event, GlueOp):
-                given += [held.value for held in held_in((event.args, event.kwargs))]
+                given += [held.value for held in held_by(event)]
             else:
                 given += [t for ref in event.outputs if (t := ref()) is not None]
         return all_finite_on_cpu(t for t in given if t.is_cpu and t.is_floating_point() and not t.is_meta)
@@ -77,7 +77,7 @@ class RemadeGradients:
 
 def _reads_gradients(event: Event) -> bool:
     """Whether it is a backward pass, or has read what one may have left: neither weights nor whole numbers."""
-    given = held_in((event.args, event.kwargs)) if isinstance(event, GlueOp) else ()
+    given = held_by(event) if isinstance(event, GlueOp) else ()
     is_left = any(h.tensor.is_floating_point() and not h.tensor.requires_grad for h in given)
     return is_left or isinstance(event, BackwardCall)
 

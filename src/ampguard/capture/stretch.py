@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.copies import Snapshot, distance
 from ampguard.capture.raised import is_refused
-from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord, held_in, refs_of
+from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord, held_by, held_in, refs_of
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 
@@ -191,7 +191,7 @@ def why_not(record: StepRecord, snapshot: Snapshot) -> str | None:
             return "a step was not recorded operator by operator"
         if isinstance(event, RootCall) and event.swapped_state:
             return "a module ran on other weights than its own"
-        for held in held_in((event.args, event.kwargs)):
+        for held in held_by(event):
             if held.tensor.grad_fn is not None and not snapshot.has(held.tensor):
                 return "a step used a tensor that was computed inside a module or in an earlier step"
     return None
@@ -200,7 +200,7 @@ def why_not(record: StepRecord, snapshot: Snapshot) -> str | None:
 def secure(events: Sequence[Event]) -> None:
     """Copy the small tensors that a step read and that may be written to in place before it is run again."""
     for event in events:
-        for held in held_in((event.args, event.kwargs)):
+        for held in held_by(event):
             tensor = held.tensor
             is_plain = not tensor.requires_grad and compat.is_dense(tensor) and not isinstance(tensor, nn.Parameter)
             if held.copy is None and is_plain and tensor.numel() <= SMALL_TENSOR and held.is_intact:

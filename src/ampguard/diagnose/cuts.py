@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord, held_in, refs_of
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord, held_by, refs_of
 
 NO_GRAD = "ran under `torch.no_grad()` (or `inference_mode`)"
 DETACH = "cut the graph (`.detach()`, `.data`)"
@@ -80,4 +80,4 @@ def _uses(event: Event, wanted: set[int]) -> bool:
     """Whether an event computes with one of the parameters."""
     if isinstance(event, RootCall) and any(id(p) in wanted for p in event.module.parameters()):
         return True
-    return any(id(held.tensor) in wanted for held in held_in((event.args, event.kwargs)))
+    return any(id(held.tensor) in wanted for held in held_by(event))

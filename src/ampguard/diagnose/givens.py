@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Event, Held, Ref, RootCall, held_in, leaves, refs_in
+from ampguard.capture.record import Event, Held, Ref, RootCall, held_by, leaves, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.named_arguments import named_leaves
@@ -256,7 +256,7 @@ def _is_plain(leaf: object) -> bool:
 def _is_per_sample(evidence: Evidence, value: Tensor) -> bool:
     """Whether a tensor has a row for each sample of the batch; so where the batch is not known."""
     models = [event for event in evidence.events() if _is_model(event)]
-    inputs = [held.value for event in models for held in held_in((event.args, event.kwargs))]
+    inputs = [held.value for event in models for held in held_by(event)]
     made = [evidence.made(ref) for event in models for ref in refs_in((event.args, event.kwargs))]
     sizes = {t.shape[0] for t in (*inputs, *made) if t is not None and t.dim()}
     return not sizes or (value.dim() > 0 and value.shape[0] in sizes)

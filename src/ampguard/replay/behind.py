@@ -18,7 +18,7 @@ from ampguard.capture.record import (
     RootCall,
     SavedBuffer,
     StepRecord,
-    held_in,
+    held_by,
     refs_of,
 )
 from ampguard.numerics import is_finite
@@ -43,7 +43,7 @@ def updated_leaves(record: StepRecord) -> dict[Ref, Tensor]:
 
 def plain_weights(record: StepRecord) -> list[Tensor]:
     """Weights that the script keeps as plain tensors: what the events were given, or made and the script still holds."""
-    held = [held.tensor for event in record.events for held in held_in((event.args, event.kwargs))]
+    held = [held.tensor for event in record.events for held in held_by(event)]
     made = [tensor for event in record.events for ref in event.outputs if (tensor := ref()) is not None]
     return [tensor for tensor in (*held, *made) if tensor.is_leaf and tensor.requires_grad]
 
@@ -68,7 +68,7 @@ def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:
         event = by_index.get(pending.pop())
         if event is None:
             continue
-        if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_in((event.args, event.kwargs))):
+        if isinstance(event, GlueOp) and any(h.tensor.grad_fn is not None for h in held_by(event)):
             calls = [e for e in record.events if isinstance(e, RootCall) and e.index < event.index]
             pending += [e.index for e in calls if all(ref.event in by_index for ref in refs_of(e))]
             wanted |= set(pending)

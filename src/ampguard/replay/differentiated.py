@@ -10,7 +10,7 @@ import dataclasses
 
 from torch import Tensor
 
-from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall, held_in
+from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall, held_by
 from ampguard.numerics import is_finite
 from ampguard.replay import preconditions
 from ampguard.replay.rebuild import Replayer
@@ -57,6 +57,6 @@ def _parameters(replayer: Replayer) -> tuple[Tensor, ...]:
     found: dict[int, Tensor] = {}
     for event in replayer.events:
         own = event.module.parameters() if isinstance(event, RootCall) else ()
-        held = (held.tensor for held in held_in((event.args, event.kwargs)))
+        held = (held.tensor for held in held_by(event))
         found |= {id(t): t for t in (*own, *held) if t.is_leaf and t.requires_grad}
     return tuple(found.values())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.ranks.collectives import Call, Collectives, Received
-from ampguard.capture.record import Event, GlueOp, held_in
+from ampguard.capture.record import Event, GlueOp, held_by
 from ampguard.errors import ReplayError
 from ampguard.incident import WAS_SENT
 from ampguard.numerics import is_finite
@@ -32,7 +32,7 @@ def answered(known: Collectives, mode: ReplayMode) -> Iterator[None]:
 def check_what_was_sent(events: Iterable[Event], known: Collectives) -> None:
     """Raise ReplayError where the step outside modules rests on what other ranks sent, and that was bad already."""
     for event in events:
-        for held in held_in((event.args, event.kwargs)) if isinstance(event, GlueOp) else ():
+        for held in held_by(event) if isinstance(event, GlueOp) else ():
             received = known.behind(held.tensor)
             if received is not None:
                 _check(received)

@@ -23,6 +23,7 @@ from ampguard.capture.record import (
     GlueOp,
     Ref,
     RootCall,
+    held_by,
     held_in,
     map_tensors,
     refs_in,
@@ -86,7 +87,7 @@ class Replayer:
             held.tensor
             for event in self.events
             if isinstance(event, GlueOp)
-            for held in held_in((event.args, event.kwargs))
+            for held in held_by(event)
             if held.copy is None and is_computed(held.tensor)
         ]
         roots = [event for event in self.events if isinstance(event, RootCall)]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ampguard import compat, numerics
 from ampguard.capture.copies import distance, parameters_of
 from ampguard.capture.raised import is_refused, refused_values
-from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall, held_in, leaves
+from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall, held_by, leaves
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.stretch import KeptStep, Stretch, Update
 from ampguard.capture.weights import norm_of
@@ -226,7 +226,7 @@ class _StepReplay(Replayer):
         if not self.events:  # a running statistic was poisoned: no loss has been made yet, and no gradient
             raise ReplayError(f"step {self._step.number} failed before it had a loss that could be compared")
         for event in self.events:
-            for held in held_in((event.args, event.kwargs)):
+            for held in held_by(event):
                 if id(held.tensor) not in self._copies.parameters and not held.is_intact:
                     raise ChangedSinceError(f"a tensor that step {self._step.number} read was changed in place since")
             if isinstance(event, RootCall) and any(not is_replayable(v) for v in leaves((event.args, event.kwargs))):
