@@ -289,13 +289,17 @@ class EventLog:
         """Was something prepared for this call since the last backward pass of the same iteration?"""
         if self.iteration_start < self.closed_until:
             prepared = any(r.event >= self.closed_until for r in refs_in((root.args, root.kwargs)))
-            self.goes_on_after_backward |= prepared or self._were_weights_written()
+            self.goes_on_after_backward |= prepared or self._were_weights_written(root)
 
-    def _were_weights_written(self) -> bool:
-        """Whether the script wrote to weights since the last backward pass."""
-        written = (e for e in since(self.record.events, self.closed_until) if isinstance(e, GlueOp) and e.args)
-        held = (e.args[0] for e in written if compat.positions_written(e.func) == {0})
-        return any(isinstance(h, Held) and h.tensor.requires_grad and h.tensor.is_leaf for h in held)
+    def _were_weights_written(self, root: RootCall) -> bool:
+        """Whether the script wrote to weights since the last backward pass, also under another name (`.data`)."""
+        events = [e for e in since(self.record.events, self.closed_until) if isinstance(e, GlueOp) and e.args]
+        targets = (self.record.tensor_behind(e.args[0]) for e in events if compat.positions_written(e.func) == {0})
+        written = [tensor for tensor in targets if tensor is not None]
+        if not written:
+            return False
+        memory = {compat.storage_key(weight) for weight in root.module.parameters()} - {0}
+        return any((t.requires_grad and t.is_leaf) or compat.storage_key(t) in memory for t in written)
 
     def _note_reuse(self, op: GlueOp, has_gradient: bool) -> None:
         """Was more made of a graph that was differentiated before? A detached loss or a count of hits is nothing more."""

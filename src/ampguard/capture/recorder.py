@@ -214,14 +214,12 @@ class FlightRecorder:
             self.schedule.begins(len(events) > 1 and events[-2].index >= log.iteration_start)
             self._first_root = index
             self.between_steps = False
-        if not modes.grad:
-            root.started = time.thread_time()
+        root.started = time.perf_counter() if modes.grad else time.thread_time()
         return root
 
     def leave_root(self, root: RootCall, output: Any) -> None:
         """Note what the call returned, and look at it where nothing else will."""
-        if not root.modes.grad:
-            root.seconds = time.thread_time() - root.started
+        root.seconds = (time.perf_counter() if root.modes.grad else time.thread_time()) - root.started
         outputs = [output] if type(output) is Tensor else tensors_in(output)
         for position, tensor in enumerate(outputs):
             root.outputs.append(self.log.producers.define(tensor, Ref(root.index, position)))
