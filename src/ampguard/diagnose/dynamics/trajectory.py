@@ -105,9 +105,12 @@ class Trajectory:
 
     def add_turns(self, step: int, turns: Sequence[tuple[weakref.ref[Optimizer], float]]) -> None:
         """An iteration ended in which several optimizers stepped, each after a loss of its own."""
-        self.order = tuple(id(optimizer()) for optimizer, _ in turns)
+        live = [optimizer() for optimizer, _ in turns]
+        self.order = tuple(0 if optimizer is None else id(optimizer) for optimizer in live)
         own: dict[int, float] = {}
         for key, (optimizer, loss) in zip(self.order, turns, strict=True):
+            if not key:
+                continue  # the script has dropped it since
             if key not in self.turns or self.turns[key].optimizer is not optimizer:
                 self.turns = {k: o for k, o in self.turns.items() if o.optimizer() is not None}
                 self.turns[key] = OwnLosses(optimizer)
