@@ -26,3 +26,5 @@ def one_failure_spoils_no_other_test() -> Iterator[None]:
         setattr(owner, name, original)
     while (mode := _get_current_dispatch_mode()) is not None:
         mode.__exit__(None, None, None)
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()

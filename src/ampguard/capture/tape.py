@@ -244,9 +244,9 @@ class GlueTape(compat.DispatchMode):
         return self.is_on_stack and self.left > 0
 
     def abandon(self) -> None:
-        """In a forked child: pass operators through until the process ends."""
+        """In a forked child, or after a fault of ours: pass operators through until the process ends."""
         self.left = 0
-        if self.is_of_calls and self.is_on_stack:
+        if self.is_of_calls and self.is_on_stack and threading.get_ident() == self._thread:
             self.calls.take_off()
 
     def overwritten(self, func: Any) -> frozenset[int]:

@@ -333,6 +333,8 @@ class Session:
         """Something in ampguard itself went wrong: say it once, step aside."""
         self._recorder.active = False
         self._recorder.paused = False
+        with contextlib.suppress(Exception):
+            self._recorder.tape.abandon()  # nobody comes by any more to take it off
         self._tell(fault, "the guard is off from here on, your training goes on")
 
     def _tell(self, fault: Exception, what_now: str) -> None:
