@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -354,3 +355,15 @@ def test_thinned_series_spans_the_whole_run() -> None:
     assert steps[0] == 0
     assert steps[-1] > 9_000
     assert len({b - a for a, b in itertools.pairwise(steps)}) <= 2
+
+
+def test_the_losses_of_an_optimizer_that_is_gone_are_nobodys() -> None:
+    kept, gone = (torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    turns = [(weakref.ref(gone), 1.0), (weakref.ref(kept), 2.0)]
+    course = Trajectory()
+    course.add_turns(0, turns)
+    del gone
+    for step in (1, 2):
+        course.add_turns(step, [*turns, *turns])
+    assert course.order == (0, id(kept), 0, id(kept))
+    assert course.of(kept).loss_series()[-1] == (2, 4.0)
