@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampguard.capture.record import Held, Ref, RootCall, leaves
@@ -18,6 +17,7 @@ from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import chain_of
+from ampguard.diagnose.script_casts import casts, made_from
 from ampguard.numerics import is_low_precision
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MAX_REGIONS = 24
 
-CAST = re.compile(r"\.half\(|float16")
-"""A cast to low precision, as people write it."""
+MAX_UPSTREAM = 4
+"""Lines and modules that are added because they made what the accused operator was given."""
 
 Region: TypeAlias = tuple[str, int | tuple[str, int]]
 """("module", id of the module) or ("line", (file, line number))."""
@@ -45,10 +45,14 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
     members: dict[Region, TracedOp] = {}
     op = evidence.op
     outcome: Outcome | None = None
+    upstream = 0
     while len(members) < MAX_REGIONS and not budget.is_spent:
         region = region_of(op)
         if region is None or region in members:
             region = _wider(op, members, replayer.names)
+            if region is None and upstream < MAX_UPSTREAM:
+                upstream += 1
+                op, region = _upstream(evidence, members)
             if region is None:
                 return None
         members[region] = op
@@ -125,6 +129,16 @@ def _wider(op: TracedOp, members: dict[Region, TracedOp], names: dict[int, str])
     return None
 
 
+def _upstream(evidence: Evidence, members: dict[Region, TracedOp]) -> tuple[TracedOp, Region | None]:
+    """The nearest operator in low precision that made what the accused one was given, in a region not yet in float32."""
+    for op in made_from(evidence.trace, evidence.op):
+        if any(is_low_precision(out.dtype) for out in op.outputs) and op.short_name != "_to_copy":
+            region = region_of(op)
+            if region is not None and region not in members:
+                return op, region
+    return evidence.op, None
+
+
 def _variant(members: dict[Region, TracedOp]) -> Variant:
     modules = frozenset(place for kind, place in members if kind == "module" and isinstance(place, int))
     lines = frozenset(place for kind, place in members if kind == "line" and isinstance(place, tuple))
@@ -162,8 +176,10 @@ def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = No
             body = f"{call}  # where {name or own} is called (its results stay float32)"
         else:
             code = words.code_at(op.line) or ""
-            casts = f", without its cast to {words.precision(evidence)}" if CAST.search(code) else ""
-            body = f"{code}  # on .float() operands{casts}"
+            without = (
+                f", without its cast to {words.precision(evidence)}" if op.line is not None and casts(op.line) else ""
+            )
+            body = f"{code}  # on .float() operands{without}"
         bodies.setdefault(off, {})[body] = None
     return "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
 

@@ -64,7 +64,7 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
         setting == "casts" and not any(isinstance(e, RootCall) for e in evidence.events())
     )
     fixes = [] if is_all_low else [Proposal("force-fp32", words.region(evidence), "", search=True)]
-    if evidence.precision == torch.float16:
+    if evidence.low_precision_in_use == torch.float16:
         fixes.append(
             Proposal(
                 "use-bf16",

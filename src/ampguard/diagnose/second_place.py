@@ -17,6 +17,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, find_cause
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import locate
+from ampguard.diagnose.script_casts import own_casts_of
 from ampguard.incident import Fix
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.rebuild import Replayer
@@ -51,10 +52,10 @@ def fixes_behind(evidence: Evidence, budget: Budget) -> list[Joint]:
         return []
     op = second.forward.op if isinstance(second, GradientEvidence) else evidence.op
     for proposal in found.proposals if found is not None else ():
-        if proposal.trial is None or second is None:
+        if proposal.trial is None or second is None or proposal.action in evidence.losses_with:
             continue
         alone = proposal.trial(second)
-        written = words.marked(proposal.how, op, evidence.op)
+        written = words.marked(proposal.how + own_casts_of(evidence, proposal), op, evidence.op)
         for text, change in (
             (written, alone),
             (_both(evidence, op, how, proposal.how, is_first=False), alone.with_base(variant)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.minimal import advice, smallest_float32_region
+from ampguard.diagnose.script_casts import own_casts_of
 from ampguard.diagnose.second_place import fixes_behind, fixes_beside
 from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.incident import Fix
@@ -59,7 +59,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     is_known = proposal.action == "disable-amp" and evidence.seen_in_float32 is not None  # most causes ask for it
     if not is_trial or replayer is None or (budget.is_spent and not is_known):
         return fix(None, how=advice(evidence, [evidence.op]) if proposal.search else None)
-    target, how = proposal.target, proposal.how + _with_own_casts(evidence, proposal)
+    target, how = proposal.target, proposal.how + own_casts_of(evidence, proposal)
     try:
         if proposal.search:
             how = advice(evidence, [evidence.op])
@@ -82,14 +82,6 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
     return fix(verified, effect, how, target)
-
-
-def _with_own_casts(evidence: Evidence, proposal: Proposal) -> str:
-    """What else another autocast needs, where the smallest region that leaves it casts to low precision by itself."""
-    if not (evidence.own_casts and proposal.is_of_autocast):
-        return ""
-    another = "bfloat16" if proposal.action == "use-bf16" else "float32"
-    return f", and {another} in place of the script's own casts in: {words.codes_at(evidence.own_casts)}"
 
 
 def judged(

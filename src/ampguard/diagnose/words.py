@@ -63,7 +63,7 @@ def place(evidence: Evidence) -> str:
 
 
 def precision(evidence: Evidence) -> str:
-    return dtype_name(evidence.precision) or "float32"
+    return dtype_name(evidence.precision or evidence.low_precision_in_use) or "float32"
 
 
 def region(evidence: Evidence) -> str | None:
