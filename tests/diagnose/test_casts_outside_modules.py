@@ -74,6 +74,7 @@ def test_a_cast_that_ran_no_operator_is_named(
 def test_without_a_cast_none_is_named(guard: Guard) -> None:
     found = fixes(guard, likelihood_without)
     assert not any("own cast" in fix.how for fix in found.values())
+    assert not any("GradScaler" in fix.how for fix in found.values())  # the script has none
 
 
 def test_the_line_that_made_the_zero_is_computed_in_float32(guard: Guard) -> None:

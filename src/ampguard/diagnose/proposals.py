@@ -43,11 +43,12 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
     """Float32 for the smallest region that needs it, bfloat16 for the run, no low precision at all."""
     setting = _setting(evidence)
     device = evidence.op.device
-    is_training = evidence.bad.mode == "train"
+    replayer = evidence.replayer
+    has_scaler = evidence.bad.mode == "train" and (replayer is None or replayer.loss_scale is not None)
     bf16, fp32 = {
         "autocast": (
-            f'torch.autocast("{device}", dtype=torch.bfloat16)' + (", without GradScaler" if is_training else ""),
-            f'torch.autocast("{device}", enabled=False)' + (" and GradScaler(enabled=False)" if is_training else ""),
+            f'torch.autocast("{device}", dtype=torch.bfloat16)' + (", without GradScaler" if has_scaler else ""),
+            f'torch.autocast("{device}", enabled=False)' + (" and GradScaler(enabled=False)" if has_scaler else ""),
         ),
         "weights": ("model.to(torch.bfloat16), its inputs too", "model.float(), its inputs too"),
         "casts": (
