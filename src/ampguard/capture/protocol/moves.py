@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.carried import goes_on_in
+from ampguard.capture.protocol.clipped import ClippedGradients
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses, goes_on
@@ -55,6 +56,9 @@ class BreachListener(Protocol):
     def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
         """A breach that may yet turn out to be none; None withdraws it. What is left at the end is told then."""
 
+    def on_confirmed(self, key: tuple[Any, ...], breach: Breach, step: int) -> None:
+        """It is one."""
+
 
 class Moves:
     """Feeds the machine. Every method is called through the fault barrier."""
@@ -69,6 +73,7 @@ class Moves:
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.losses = ScaledLosses()
         self.close = CloseLook(self)
+        self.clipped = ClippedGradients(self)
         self.penalties = Penalties(self)
         self.attempt = 0
         """The iteration of the last attempted step."""
@@ -199,6 +204,7 @@ class Moves:
                 self.close.note_division(watch)
             stage = machine.stage(watch)
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
+                self.clipped.gone(watch)
                 machine.feed(Clear(watch))
         self.losses.of_several = False
         self._next = self.scale_of(losses, gradients)
@@ -266,7 +272,9 @@ class Moves:
 
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """Somebody may have done to the gradients what the scaler is about to do."""
-        self.close.before_unscale(self._claimed(optimizer), self.watches.scaler(scaler), frame)
+        watch = self._claimed(optimizer)
+        self.clipped.used(watch)
+        self.close.before_unscale(watch, self.watches.scaler(scaler), frame)
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """The script has let the scaler divide an optimizer's gradients."""
@@ -294,6 +302,7 @@ class Moves:
 
     def before_scaler_step(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         watch, of = self._claimed(optimizer), self.watches.scaler(scaler)
+        self.clipped.used(watch)
         watch.stepped = False
         self.unscaled_inside = self.differentiated_inside = False
         self.attempt = self.recorder.steps.count
@@ -401,6 +410,7 @@ class Moves:
         if self.scales:
             self.routine.spoil()
         watch = self._claimed(optimizer)
+        self.clipped.used(watch)
         self.close.before_direct_step(watch)
         self.attempt = self.recorder.steps.count
         stage = self.machine.stage(watch)
@@ -437,7 +447,9 @@ class Moves:
     def cleared(self, optimizer: Optimizer, frame: Frame) -> None:
         """zero_grad of an optimizer, before it has stepped."""
         self.routine.spoil()
-        self.machine.feed(Clear(self._claimed(optimizer), script_line(frame)))
+        watch = self._claimed(optimizer)
+        self.clipped.gone(watch)
+        self.machine.feed(Clear(watch, script_line(frame)))
 
     def cleared_by_module(self, module: nn.Module, frame: FrameType) -> None:
         """zero_grad of a module: whichever optimizers' gradients are gone now."""
@@ -450,6 +462,7 @@ class Moves:
         for watch in mine:
             watch.is_used = True
             if self.machine.stage(watch) is not Stage.EMPTY and (not watch.has_gradients() or watch.are_zero()):
+                self.clipped.gone(watch)
                 cleared.append(Clear(watch, script_line(frame)))
                 self.machine.feed(cleared[-1])
         if are_gone and len(cleared) <= 1:
@@ -467,8 +480,11 @@ class Moves:
                 continue  # within the scaler's own step, which has unscaled
             if watch.divides_by_hand or self.close.is_divided(watch):
                 continue  # the scale is out of them, though it may not have been seen this time
-            breaches = self.machine.feed(Read(watch, script_line(frame), clips))
-            self.tell(breaches, self.recorder.steps.count)
+            breaches, step = self.machine.feed(Read(watch, script_line(frame), clips)), self.recorder.steps.count
+            if clips and breaches and self.stepping is None:
+                self.clipped.hold(watch, breaches, step)  # no harm comes of it before they are used
+            else:
+                self.tell(breaches, step)
 
     def whose(self, gradients: Any) -> list[OptimizerWatch]:
         """The optimizers some of whose gradients (or of the parameters that have them) these are."""
@@ -489,9 +505,12 @@ class Moves:
             self.routine.spoil()
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
-            if breach.scaler is None and breach.optimizer is not None:
-                breach.scaler = next((w for w in self.watches.scalers if w.is_enabled and w.uses), None)
+            self.name_scaler(breach)
             self.listener.on_breach(breach, step)
+
+    def name_scaler(self, breach: Breach) -> None:
+        if breach.scaler is None and breach.optimizer is not None:
+            breach.scaler = next((w for w in self.watches.scalers if w.is_enabled and w.uses), None)
 
 
 _TRUE = (Stage.EMPTY, Stage.PLAIN, Stage.UNSCALED, Stage.USED)

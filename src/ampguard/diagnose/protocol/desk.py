@@ -61,12 +61,20 @@ class ProtocolDesk:
         """What may yet turn out to be nothing is written down with the names that can be found now."""
         if breach is None:
             self._suspicions.pop(key, None)
-        else:
+        elif _key(breach) not in self._cases:
             known = self._suspicions.get(key)
             since = known[1].step if known is not None else step
             incident = self._incident(breach, since)
             if incident is not None:
                 self._suspicions[key] = (_key(breach), incident)
+
+    def on_confirmed(self, key: tuple[Any, ...], breach: Breach, step: int) -> None:
+        """A suspicion was right: it is told in the words that were found for it."""
+        name, incident = self._suspicions.pop(key, (None, None))
+        if incident is None or name in self._cases or len(self._cases) >= MAX_CASES:
+            self.on_breach(breach, step)
+        else:
+            self._open(_key(breach), incident, getattr(breach.optimizer, "ref", None))
 
     def close(self) -> None:
         """The run ends: what was not withdrawn is so."""

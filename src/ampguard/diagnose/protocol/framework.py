@@ -166,9 +166,12 @@ def clip_instead(scene: Scene, clips: bool) -> str | None:
     """How the framework clips (or measures) true gradients; None in a loop of the script's own."""
     code = statement(scene.again)
     by_value = "clip_grad_value" in code
+    is_own = re.search(r"(clip|norm)\w*\(", code) and not code.startswith(
+        ("for ", "if ", "with ")
+    )  # not `trainer.fit(...)`
     words = {
         "name": scene.optimizer,
-        "code": code if "(" in code and not code.startswith(("for ", "if ", "with ")) else "...",
+        "code": code if is_own else "...",
         "function": "clip_grad_value_" if by_value else "clip_grad_norm_",
         "fabric_limit": "clip_val=..." if by_value else "max_norm=...",
         "mmengine_limit": 'type="value", clip_value=...' if by_value else "max_norm=...",
