@@ -6,6 +6,7 @@ Nothing here changes a tensor or keeps one. Functions that return Python numbers
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -113,19 +114,37 @@ def all_finite_on_cpu(tensors: Iterable[Tensor]) -> bool:
 
     Small ones are looked at together: one operator for many, at the price of a copy.
     """
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if type(tensor) not in PLAIN:
-            tensor = compat.local_part(tensor)
-        if type(tensor) not in PLAIN or not tensor.is_cpu:
-            continue  # a fake one
-        if tensor.layout is not torch.strided:  # (a gradient is sparse at times, never nested)
-            tensor = compat.stored_values(tensor)
-        if tensor.numel() <= SMALL:
-            small.setdefault(tensor.dtype, []).append(tensor)
-        elif not is_finite(tensor):
+    tensors = list(tensors)
+    if not _are_plain(tensors):
+        tensors = _values_on_cpu(tensors)
+    sizes = list(map(Tensor.numel, tensors))
+    if max(sizes, default=0) > SMALL:
+        if not all(is_finite(tensor) for tensor, size in zip(tensors, sizes, strict=True) if size > SMALL):
             return False
-    return all(is_finite(compat.flattened(together)) for together in small.values())
+        tensors = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SMALL]
+    types = set(map(_dtype, tensors))
+    groups = [tensors] if len(types) == 1 else [[t for t in tensors if t.dtype == dtype] for dtype in types]
+    return all(is_finite(compat.flattened(together)) for together in groups)
+
+
+_dtype, _is_cpu, _layout = map(operator.attrgetter, ("dtype", "is_cpu", "layout"))
+
+
+def _are_plain(tensors: list[Tensor]) -> bool:
+    """Whether all of these are ordinary tensors on the CPU; asked of many at once."""
+    are_ordinary = _PLAIN_TYPES.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors))
+    return are_ordinary and _STRIDED.issuperset(map(_layout, tensors))
+
+
+_PLAIN_TYPES = frozenset(PLAIN)
+_STRIDED = frozenset({torch.strided})
+
+
+def _values_on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Of those that lie on the CPU the values, of sparse ones (a gradient is at times, but never nested) the stored ones."""
+    found = [tensor if type(tensor) in PLAIN else compat.local_part(tensor) for tensor in tensors]
+    found = [tensor for tensor in found if type(tensor) in PLAIN and tensor.is_cpu]  # others are fake
+    return [tensor if tensor.layout is torch.strided else compat.stored_values(tensor) for tensor in found]
 
 
 def max_sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 
-from ampguard.capture.record import Event, GlueOp, RootCall, held_by, held_in, refs_of
+from ampguard.capture.record import Event, GlueOp, RootCall, held_by, held_in, refs_of, since
 
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""
@@ -88,9 +89,32 @@ def beyond_memory(alive: list[Event], kept: set[int]) -> set[int]:
     return beyond
 
 
-def is_window_too_large(events: list[Event]) -> bool:
-    """Whether the micro-steps of an accumulation window hold on to too much."""
-    if len(events) > MAX_WINDOW_EVENTS:
-        return True
-    held = (h for e in events for h in held_in((e.args, e.kwargs)) if h.copy is not None or not h.tensor.requires_grad)
-    return sum(h.tensor.numel() * h.tensor.element_size() for h in held) > KEPT_BYTES
+class OpenWindow:
+    """Adds up what the micro-steps of an accumulation window hold on to, each event once."""
+
+    def __init__(self) -> None:
+        self._indices: list[int] = []
+        self._sizes: list[int] = [0]
+        """What is held up to each of them, in bytes."""
+
+    def clear(self) -> None:
+        """Events were dropped from between others."""
+        self._indices, self._sizes = [], [0]
+
+    def is_too_large(self, events: Sequence[Event]) -> bool:
+        """Whether these hold on to too much. Events may have been added since the last time, and dropped at the beginning."""
+        if len(events) > MAX_WINDOW_EVENTS:
+            return True
+        known = self._indices
+        if len(known) > 2 * MAX_WINDOW_EVENTS:
+            self.clear()
+            known = self._indices
+        total = self._sizes[-1]
+        for event in since(events, known[-1] + 1) if known else events:
+            for held in held_by(event):
+                if held.copy is not None or not held.tensor.requires_grad:
+                    total += held.tensor.numel() * held.tensor.element_size()
+            known.append(event.index)
+            self._sizes.append(total)
+        first = bisect_left(known, events[0].index) if events else len(known)
+        return total - self._sizes[first] > KEPT_BYTES

@@ -322,10 +322,10 @@ class Judge:
         record = self._log.record
         if self.thread() != threading.get_ident():  # asked after the record: a new one is begun for another thread
             return []
-        modules = {id(e.module): e.module for e in record.events if isinstance(e, RootCall)}
+        modules = {id(e.module): e.module for e in [e for e in record.events if type(e) is RootCall]}
         if not modules and self._steps.counts_backwards:
             return self._plain_leaves.with_gradients(record.events)
-        return [p for module in modules.values() for p in module.parameters()]
+        return [p for module in modules.values() for p in compat.all_parameters(module)]
 
     # --- outputs and buffers ----------------------------------------------------------------------------------------
 
@@ -455,10 +455,10 @@ class Judge:
 
     def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
         """A scalar that wants a gradient, never differentiated and bad: a loop that skips or stops on a bad loss."""
-        events = self._log.record.events
-        if not events or events[-1].index < self._log.closed_until:
-            return
         is_last = module is None
+        if not self._log.has_open_call(None if is_last else module):
+            return
+        events = self._log.record.events
         open_events = since(
             events, self._log.closed_until if is_last else max(self._log.closed_until, self._looked_until)
         )

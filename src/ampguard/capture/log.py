@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from ampguard import compat
 from ampguard.capture.ahead import PreparedAhead
@@ -22,14 +23,16 @@ from ampguard.capture.arguments import MAX_COPY, ArgumentCopies
 from ampguard.capture.cutting import cut_before
 from ampguard.capture.forgetting import (
     KEPT_ROOTS,
+    OpenWindow,
     has_live_result,
     is_evaluating,
-    is_window_too_large,
     still_used,
 )
 from ampguard.capture.frames import user_line
 from ampguard.capture.holders import Holders
+from ampguard.capture.lineage import has_graph
 from ampguard.capture.long_evaluation import LongEvaluation
+from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.producers import Producers
 from ampguard.capture.record import (
     PLAIN_TYPES,
@@ -44,7 +47,6 @@ from ampguard.capture.record import (
     RootCall,
     StepRecord,
     TapedCall,
-    refs_in,
     refs_of,
     since,
 )
@@ -59,8 +61,12 @@ MAX_EVENTS = 16384
 SWEEP_EVENTS = 48
 """Events after which those with dead results are dropped, in a loop that does not differentiate."""
 
-_Pending: TypeAlias = tuple[TapedCall | BackwardCall, Sequence[int], Sequence[int]]
-"""What is yet to be named, and the versions of its operands: those by position, those by name."""
+SETTLED_AT = 512
+"""Events that may be pending when the next module is called."""
+
+_Pending: TypeAlias = tuple[TapedCall | BackwardCall | RootCall, Sequence[int], Sequence[int]]
+"""What is yet to be named, and the versions of its operands: those by position, those by name. Calls of modules that come
+after such events are named, and only wait for their turn."""
 
 
 class EventLog:
@@ -70,6 +76,8 @@ class EventLog:
         self._record = StepRecord()
         self._pending: list[_Pending] = []
         """What has been kept since, in short. Most steps are forgotten before anybody asks for more."""
+        self._made: dict[int, TapedCall] = {}
+        """Of these, by the identity of the result, the calls."""
         self.next_index = 0
         self.closed_until = 0
         """Events before it lie before the last backward pass."""
@@ -83,8 +91,11 @@ class EventLog:
         self._sweep_at = SWEEP_EVENTS
         self._rests_until = 0
         """Events from which on it is seen again which of them are still in use: a quarter more than were found to be."""
+        self._forgot = (0, 0)
+        """Up to which event was last forgotten what is not in use, and how many there were then."""
         self.arguments = ArgumentCopies()
         self._holders = Holders()
+        self._window = OpenWindow()
         self.evaluation = LongEvaluation()
         self.written = WrittenWeights()
 
@@ -126,18 +137,41 @@ class EventLog:
     def append(self, event: Event) -> None:
         self.record.events.append(event)
 
+    def append_root(self, root: RootCall) -> None:
+        """Keep a call whose arguments are named; what came before it is not settled for that."""
+        if self._pending:
+            self._pending.append((root, (), ()))
+        else:
+            self._record.events.append(root)
+
+    @property
+    def latest(self) -> int:
+        """The index of the last event; -1 where there is none."""
+        events = self._record.events
+        return self._pending[-1][0].index if self._pending else events[-1].index if events else -1
+
     def take_back(self, event: Event) -> None:
         """Drop an event that has just been added: it turned out to be none of this log's."""
-        events = self._record.events
+        events = self.record.events
         events[:] = [one for one in events if one is not event]
 
     @property
     def has_open_events(self) -> bool:
         """Whether anything was recorded since the last backward pass."""
-        if self._pending:
-            return self._pending[-1][0].index >= self.closed_until
-        events = self._record.events
-        return bool(events) and events[-1].index >= self.closed_until
+        return self.latest >= self.closed_until
+
+    def has_open_call(self, module: Module | None) -> bool:
+        """Whether a module (None: any) was called since the last backward pass; nothing is settled for that."""
+        waiting = [call for call, *_ in self._pending] if self._pending else ()
+        for event in (*waiting, *since(self._record.events, self.closed_until)):
+            if type(event) is RootCall and event.index >= self.closed_until and module in (None, event.module):
+                return True
+        return False
+
+    def computes_with_gradients(self, lately: int) -> bool:
+        """Whether any of the last events has made something that can be differentiated; nothing is settled for that."""
+        pending = [call for call, *_ in self._pending[-lately:]]
+        return any(map(has_graph, [*self._record.events[-lately:], *pending][-lately:]))
 
     def keep_call(
         self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, versions: list[int], line: Line | None
@@ -165,6 +199,7 @@ class EventLog:
             index, func, args, kwargs, line, grad, None, outputs, floating, None, None, 0, (args, kwargs), modes, made
         )
         self._pending.append((call, versions, more))
+        self._made[id(output)] = call
 
     def lost_count(self) -> None:
         """Something was written that nobody has kept."""
@@ -176,9 +211,11 @@ class EventLog:
 
     def settle(self) -> None:
         """Name the operands of what is pending."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._made = self._pending, [], {}
         for call, versions, more in pending:
-            if isinstance(call, BackwardCall):
+            if isinstance(call, RootCall):
+                pass
+            elif isinstance(call, BackwardCall):
                 call.args = (tuple(self._named_then(call.args[0], versions)), None, None)
             elif len(self._record.events) < MAX_EVENTS:
                 self._settle_call(call, versions, more)
@@ -194,7 +231,7 @@ class EventLog:
         for position, ref in enumerate(call.outputs):
             tensor = ref()
             if tensor is not None:
-                self.producers.known[id(tensor)] = (ref, Ref(call.index, position), call.made[position])
+                self.producers.put(tensor, ref, Ref(call.index, position), call.made[position])
         self._note_reuse(call, any((tensor := ref()) is not None and tensor.requires_grad for ref in call.outputs))
 
     def _named_then(self, values: Iterable[Any], versions: Sequence[int]) -> list[Any]:
@@ -229,7 +266,7 @@ class EventLog:
             self.producers.add_views(op, args[0], output)
         elif type(output) is Tensor:
             ref = weakref.ref(output)
-            self.producers.known[id(output)] = (ref, Ref(op.index, 0), version_of(output))
+            self.producers.put(output, ref, Ref(op.index, 0), version_of(output))
             op.outputs.append(ref)
             op.floating.append(output.dtype.is_floating_point)
         else:
@@ -288,7 +325,8 @@ class EventLog:
     def note_prepared(self, root: RootCall) -> None:
         """Was something prepared for this call since the last backward pass of the same iteration?"""
         if self.iteration_start < self.closed_until:
-            prepared = any(r.event >= self.closed_until for r in refs_in((root.args, root.kwargs)))
+            later = [*since(self.record.events, self.closed_until), root]
+            prepared = uses_computed(later, self.closed_until, root.index, self.producers.writers)
             self.goes_on_after_backward |= prepared or self._were_weights_written(root)
 
     def _were_weights_written(self, root: RootCall) -> bool:
@@ -366,8 +404,11 @@ class EventLog:
     def named_argument(self, tensor: Tensor) -> Ref | Held:
         """An argument of a module."""
         version = -1 if tensor.is_inference() else plain_version(tensor)
-        if id(tensor) in self.producers.known or self._pending:
-            known = self.lookup(tensor)
+        call = self._made.get(id(tensor)) if self._pending else None
+        if call is not None and call.outputs[0]() is tensor and call.made[0] == version:
+            return Ref(call.index, 0)
+        if id(tensor) in self.producers.known:
+            known = self.lookup(tensor, version)
             if known is not None:
                 return known
         return self.arguments.hold(tensor, version)
@@ -417,10 +458,13 @@ class EventLog:
         self.iteration_start = self.next_index
         self.evaluation.clear()
         self.written.clear()
-        self._pending.clear()
-        self._holders.clear()
         record = self._record
-        if any(type(event) is TapedCall for event in record.events):
+        if self._pending:
+            record.events += [call for call, *_ in self._pending if type(call) is RootCall]
+            self._pending.clear()
+            self._made.clear()
+        self._holders.clear()
+        if TapedCall in map(type, record.events):
             kept = self.ahead.kept
             record.events = [event for event in record.events if type(event) is not TapedCall or event.index in kept]
 
@@ -438,6 +482,7 @@ class EventLog:
     def clear(self) -> None:
         self._record = StepRecord()
         self._pending.clear()
+        self._made.clear()
         self.producers = Producers()
         self._holders.clear()
 
@@ -451,9 +496,14 @@ class EventLog:
         events = self._record.events
         if self.arguments.waiting:
             self.arguments.look()
-        if self._pending:
+        is_grad_enabled = torch.is_grad_enabled()
+        has_closed = bool(events) and events[0].index < self.closed_until
+        is_looked_through = has_closed and self._forgot[0] == self.closed_until
+        if is_looked_through and is_grad_enabled and self.size < self._forgot[1] + SWEEP_EVENTS:
+            return False  # another module of the same step: little more can be forgotten
+        if self._pending and (not is_grad_enabled or self._must_settle(has_closed)):
             events = self.record.events
-        if not keep_all and not torch.is_grad_enabled():
+        if not keep_all and not is_grad_enabled:
             is_cut = self.evaluation.may_cut(len(events)) and self._cut(events)
             if is_cut or self.evaluation.is_under_way:
                 return False
@@ -464,11 +514,12 @@ class EventLog:
             if len(events) < self._rests_until:
                 return False
             closed_until = self.closed_until
-            if closed_until > self.iteration_start and not is_window_too_large(events):
+            if closed_until > self.iteration_start and not self._window.is_too_large(events):
                 closed_until = self.iteration_start
                 if events[0].index >= closed_until:
                     return False
-            self.record.complete = True
+            self._record.complete = True
+            self._forgot = (self.closed_until, len(events))
             if events[-1].index < closed_until <= self.iteration_start and self._keep_roots(events):
                 return True
             closed = [e for e in events if e.index < closed_until]
@@ -486,6 +537,11 @@ class EventLog:
             self._keep(kept)
             self._sweep_at = max(SWEEP_EVENTS, 2 * len(self.record.events))
         return False
+
+    def _must_settle(self, has_closed: bool) -> bool:
+        """Whether so much is kept that what is pending has to be counted and looked through with the rest."""
+        size = self.size
+        return len(self._pending) > SETTLED_AT or size > MAX_EVENTS // 2 or (not has_closed and size > self._sweep_at)
 
     def _has_open_graph(self) -> bool:
         """Whether anything that was made since the last backward pass, and is still there, wants a gradient."""
@@ -509,7 +565,7 @@ class EventLog:
             return False
         self.evaluation.cut(made, self.lookup, self.slice)
         kept = {event.index for event in events[:closed]}
-        self.producers.known = {key: known for key, known in self.producers.known.items() if known[1].event in kept}
+        self.producers.keep_made_by(kept)
         self._keep(kept)
         self._record.complete = True
         return True
@@ -529,9 +585,10 @@ class EventLog:
         return True
 
     def _keep(self, kept: set[int]) -> None:
-        self.record.events = [e for e in self.record.events if e.index in kept]
+        self._record.events = [e for e in self._record.events if e.index in kept]
         self.producers.forget(kept)
         self._holders.clear()
+        self._window.clear()
         found = len(self._record.events)
         self._rests_until = found + found // 4 if found > SWEEP_EVENTS else 0
 

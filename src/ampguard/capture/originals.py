@@ -7,6 +7,7 @@ script's, and to call it would apply it twice.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from types import FrameType, FunctionType
@@ -26,6 +27,25 @@ def is_pytorchs(func: Any) -> bool:
     if isinstance(func, FunctionType):
         return func.__code__.co_filename.startswith(_TORCH)
     return not hasattr(func, "__code__") and type(func).__module__.partition(".")[0] in ("builtins", "torch")
+
+
+class Replacements:
+    """Asks again and again whether there are any such functions; little is done where all is as it was the last time."""
+
+    def __init__(self) -> None:
+        self._clear: list[list[Any]] = []
+        """What stood in these places when nothing was found to be replaced."""
+
+    def are_there(self) -> bool:
+        found = [list(vars(place).values()) for place in _PLACES]
+        if self._clear and all(map(_are_the_same, self._clear, found)):
+            return False
+        self._clear = [] if any(True for _ in replaced()) else found
+        return not self._clear
+
+
+def _are_the_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def replaced() -> Iterator[str]:

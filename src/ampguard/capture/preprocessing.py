@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.capture.record import Event, GlueOp, held_by, leaves, refs_of
+from ampguard.capture.record import Event, GlueOp, RootCall, held_by, leaves, refs_of
 
 NO_WRITERS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -52,8 +52,11 @@ def uses_computed(
 
 
 def _computes(event: Event) -> bool:
-    """Whether its results may be bad though all that it was given is not: random numbers and constants are not."""
-    return not only_moves(event) and bool(refs_of(event) or held_by(event))
+    """Whether its results may be bad though all that it was given is not: random numbers and constants are not.
+
+    What a module returns is followed in any case.
+    """
+    return not isinstance(event, RootCall) and not only_moves(event) and bool(refs_of(event) or held_by(event))
 
 
 def only_moves(event: Event) -> bool:

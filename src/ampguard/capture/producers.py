@@ -27,14 +27,22 @@ class Producers:
         """By the tensor's identity: the tensor, the event that made it, and its version then."""
         self.writers: dict[int, list[int]] = {}
         """For an event, the later ones that wrote to its result in place, through a view."""
+        self.added: list[int] = []
+        """Of `known`, what is not yet among those known by their memory."""
+        self._by_memory: dict[int, set[int]] = {}
         self._found = 0
         """Tensors of events that were kept, when last counted (the rows of a whole data set are one event's)."""
 
     def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
         """An event made this tensor, to which a weak reference is returned."""
         weak = weakref.ref(tensor)
-        self.known[id(tensor)] = (weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
+        self.put(tensor, weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
         return weak
+
+    def put(self, tensor: Tensor, weak: weakref.ref[Tensor], ref: Ref, version: int) -> None:
+        """The same, where a weak reference and the version are at hand."""
+        self.known[id(tensor)] = (weak, ref, version)
+        self.added.append(id(tensor))
 
     def of(self, tensor: Tensor, version: int) -> Ref | None:
         """The event that gave this very tensor object the value that it has (or had) at a version."""
@@ -46,13 +54,13 @@ class Producers:
         version = version_of(base)
         for position, view in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
             ref = weakref.ref(view)
-            self.known[id(view)] = (ref, Ref(op.index, position), version)
+            self.put(view, ref, Ref(op.index, position), version)
             op.outputs.append(ref)
             op.floating.append(view.is_floating_point())
 
     def rename(self, tensor: Tensor, ref: Ref) -> None:
         """What an event made goes on under another class: a new object, which shares the memory and its version."""
-        self.known[id(tensor)] = (weakref.ref(tensor), ref, version_of(tensor))
+        self.put(tensor, weakref.ref(tensor), ref, version_of(tensor))
 
     def note_write(self, written: Tensor, op: GlueOp) -> None:
         """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
@@ -61,15 +69,37 @@ class Producers:
         for the replay, so what shares its memory is not followed but taken as it is when it is used.
         """
         version, index = version_of(written), op.index
-        memory = compat.storage_key(written) if any(isinstance(a, Ref) for a in op.args[:1]) else 0
-        for identity, (alias, ref, known_version) in list(self.known.items()) if memory else ():
+        memory = compat.storage_key(written) if op.args and isinstance(op.args[0], Ref) else 0
+        for identity in self._lying_in(memory) if memory else ():
+            alias, ref, known_version = self.known[identity]
             tensor = alias()
-            if tensor is None:
-                del self.known[identity]  # a loop that fills a tensor row by row comes by here again and again
-            elif tensor is not written and known_version == version_of(tensor) and compat.storage_key(tensor) == memory:
+            if tensor is not None and tensor is not written and known_version == version_of(tensor):
                 self.known[identity] = (alias, ref, known_version + 1)
                 self.writers.setdefault(ref.event, []).append(index)
-        self.known[id(written)] = (weakref.ref(written), Ref(index, 0), version + 1)
+        self.put(written, weakref.ref(written), Ref(index, 0), version + 1)
+
+    def _lying_in(self, memory: int) -> list[int]:
+        """The known tensors of some memory. The others are not looked at: a loop may write to one weight after the other."""
+        if len(self.added) > len(self.known):
+            self._by_memory.clear()
+            self.added = list(self.known)
+        for identity in self.added:
+            known = self.known.get(identity)
+            tensor = known[0]() if known is not None else None
+            if tensor is not None:
+                self._by_memory.setdefault(compat.storage_key(tensor), set()).add(identity)
+        self.added = []
+        found = []
+        for identity in tuple(self._by_memory.get(memory, ())):
+            known = self.known.get(identity)
+            tensor = known[0]() if known is not None else None
+            if tensor is not None and compat.storage_key(tensor) == memory:
+                found.append(identity)
+            else:  # a loop that fills a tensor row by row comes by here again and again
+                self._by_memory[memory].discard(identity)
+                if tensor is None:
+                    self.known.pop(identity, None)
+        return found
 
     def keep_only(self, roots: Iterable[RootCall]) -> None:
         """Forget all but the results of these calls that are still in use."""
@@ -80,6 +110,7 @@ class Producers:
             for ref in root.outputs
             if (tensor := ref()) is not None and id(tensor) in known
         }
+        self._index_anew()
         self.writers.clear()
 
     def forget(self, kept: set[int]) -> None:
@@ -87,5 +118,16 @@ class Producers:
         if self.writers:
             self.writers = {k: v for k, v in self.writers.items() if k in kept}
         if len(self.known) > 2 * max(len(kept), self._found) + 32:
-            self.known = {k: v for k, v in self.known.items() if v[1].event in kept}
+            self.keep_made_by(kept)
             self._found = len(self.known)
+        elif len(self.added) > 2 * len(self.known) + 32:
+            self._index_anew()
+
+    def keep_made_by(self, kept: set[int]) -> None:
+        """Forget the results of all other events."""
+        self.known = {k: v for k, v in self.known.items() if v[1].event in kept}
+        self._index_anew()
+
+    def _index_anew(self) -> None:
+        self._by_memory.clear()
+        self.added = list(self.known)

@@ -433,9 +433,10 @@ def refs_in(tree: Any) -> list[Ref]:
 
 def refs_of(event: Event) -> list[Ref]:
     """Every reference to an earlier event in what an event was given, swapped parameters included."""
-    if isinstance(event, GlueOp) and _is_flat(event):
-        return [operand for operand in (*event.args, *event.kwargs.values()) if type(operand) is Ref]
     state = event.swapped_state if type(event) is RootCall else None
+    operands = _flat_operands(event) if not state else None
+    if operands is not None:
+        return [operand for operand in operands if type(operand) is Ref]
     return refs_in((event.args, event.kwargs, state) if state else (event.args, event.kwargs))
 
 
@@ -446,14 +447,27 @@ def held_in(tree: Any) -> list[Held]:
 
 def held_by(event: Event) -> list[Held]:
     """Every held tensor in what an event was given."""
-    if isinstance(event, GlueOp) and _is_flat(event):
-        return [operand for operand in (*event.args, *event.kwargs.values()) if type(operand) is Held]
+    operands = _flat_operands(event)
+    if operands is not None:
+        return [operand for operand in operands if type(operand) is Held]
     return held_in((event.args, event.kwargs))
 
 
-def _is_flat(op: GlueOp) -> bool:
-    """Whether none of an operator's operands is a container: the common case, at a fraction of the cost."""
-    return _FLAT_TYPES.issuperset(map(type, op.args)) and _FLAT_TYPES.issuperset(map(type, op.kwargs.values()))
+def _flat_operands(event: Event) -> Sequence[Any] | None:
+    """What an event was given where none of it is a container: the common case, at a fraction of the cost. Else None."""
+    args = event.args
+    if type(event) is BackwardCall:
+        return args[0] if args[1] is None and args[2] is None else None
+    if not _FLAT_TYPES.issuperset(map(type, args)):
+        for value in args:  # a shape is a list of numbers
+            if type(value) not in _FLAT_TYPES and (
+                type(value) is not list or not PLAIN_TYPES.issuperset(map(type, value))
+            ):
+                return None
+    kwargs = event.kwargs
+    if not kwargs:
+        return args
+    return (*args, *kwargs.values()) if _FLAT_TYPES.issuperset(map(type, kwargs.values())) else None
 
 
 _FLAT_TYPES = frozenset({Ref, Held, *PLAIN_TYPES})

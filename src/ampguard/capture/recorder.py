@@ -30,7 +30,6 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
-from ampguard.capture.lineage import has_graph
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
@@ -205,13 +204,13 @@ class FlightRecorder:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
         if self.steps.count < FIRST_STEPS:
             log.note_prepared(root)
-        events = log.record.events
-        events.append(root)
+        has_prefix = log.latest >= log.iteration_start
+        log.append_root(root)
         if self.thread != thread:
             log.take_back(root)  # another thread began to train just now: its replays may not touch this one's modules
             return None
         if self.between_steps:
-            self.schedule.begins(len(events) > 1 and events[-2].index >= log.iteration_start)
+            self.schedule.begins(has_prefix)
             self._first_root = index
             self.between_steps = False
         root.started = time.perf_counter() if modes.grad else time.thread_time()
@@ -312,8 +311,7 @@ class FlightRecorder:
 
     def tape_exhausted(self) -> None:
         """The tape met more operators than it may follow."""
-        record = self.log.record
-        if not self._has_root and any(has_graph(event) for event in record.events[-LATELY:]):
+        if not self._has_root and self.log.computes_with_gradients(LATELY):
             more = self.schedule.more()
             if more:  # this is no preprocessing: the step itself runs outside modules
                 self.tape.left = more
@@ -325,6 +323,7 @@ class FlightRecorder:
         if more:
             self.tape.left = more
             return
+        record = self.log.record
         record.complete = False
         self.schedule.exhausted(any(isinstance(event, RootCall) for event in record.events))
 

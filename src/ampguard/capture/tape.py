@@ -24,7 +24,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.calltape import CallTape
 from ampguard.capture.judge import Judge
 from ampguard.capture.log import EventLog
-from ampguard.capture.originals import replaced
+from ampguard.capture.originals import Replacements
 from ampguard.capture.record import GlueOp, torch_rng_states
 
 LOOK_AGAIN = 64
@@ -97,6 +97,7 @@ class GlueTape(compat.DispatchMode):
         """Whether the script puts dispatch modes of its own on: only one of ours below them sees all that they let through."""
         self._has_replaced = False
         """Whether functions of PyTorch were replaced by others, which a function mode would be handed in their stead."""
+        self._replacements = Replacements()
         self._entries = 0
         self._inference = False
         self._facts: dict[Any, _Facts] = {}
@@ -137,7 +138,7 @@ class GlueTape(compat.DispatchMode):
     def _may_keep_calls(self) -> bool:
         self._entries += 1
         if self._entries & (LOOK_AGAIN - 1) == 1:
-            self._has_replaced = any(True for _ in replaced()) or compat.may_compile()
+            self._has_replaced = self._replacements.are_there() or compat.may_compile()
         is_clear = not (self._has_met_modes or self._has_replaced or self.calls.is_misled)
         return is_clear and self._taped.live is None and compat.FunctionMode.is_available
 

@@ -27,7 +27,7 @@ _GONE: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
 
 def tell_calls(record: StepRecord) -> None:
     """Put the operators that calls are made of in their place."""
-    if not any(type(event) is TapedCall for event in record.events):
+    if TapedCall not in map(type, record.events):
         return
     events: list[Event] = []
     for event in record.events:

@@ -12,28 +12,11 @@ from typing import Any
 
 import torch
 
-from ampguard.compat.modes import HAS_CUDA, cuda_is_in_use
+from ampguard.compat.modes import DYNAMO, HAS_CUDA, cuda_is_in_use
 
 _TORCH = os.path.dirname(torch.__file__)
 _BETWEEN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.join(_TORCH, "fx"))
 _RUNTIME = (os.path.join(_TORCH, "_functorch"), os.path.join(_TORCH, "_dynamo", "backends"))
-
-
-DYNAMO = "torch._dynamo.eval_frame"
-
-
-def dynamo_is_loaded() -> bool:
-    """Whether anything can have been compiled yet."""
-    return DYNAMO in sys.modules
-
-
-def may_compile() -> bool:
-    """Whether `torch.compile` was ever asked for: what it compiles depends on the function modes that are on."""
-    frames = sys.modules.get(DYNAMO)
-    if frames is None:
-        return False
-    backends = getattr(frames, "cached_backends", None)
-    return backends is None or any(callable(backend) for backend in backends.values())
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

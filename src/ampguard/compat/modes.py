@@ -44,6 +44,23 @@ _pop_function: Callable[[], Any] | None = getattr(torch._C, "_pop_torch_function
 
 _top_function: Callable[[int], Any] | None = getattr(torch._C, "_get_function_stack_at", None)
 
+DYNAMO = "torch._dynamo.eval_frame"
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything can have been compiled yet."""
+    return DYNAMO in sys.modules
+
+
+def may_compile() -> bool:
+    """Whether `torch.compile` was ever asked for: what it compiles depends on the function modes that are on."""
+    frames = sys.modules.get(DYNAMO)
+    if frames is None:
+        return False
+    backends = getattr(frames, "cached_backends", None)
+    return backends is None or any(map(callable, backends.values()))
+
+
 HAS_CUDA = torch.backends.cuda.is_built()
 """Whether this PyTorch could use CUDA at all: if not, it need not be asked in every step."""
 
@@ -150,7 +167,7 @@ class DispatchMode(TorchDispatchMode):
 
         What `__enter__` does beside that is there for compiled code to ask, and can be left out before anything is compiled.
         """
-        self._is_plainly_pushed = _push is not None and _pop is not None and "torch._inductor" not in sys.modules
+        self._is_plainly_pushed = _push is not None and _pop is not None and not may_compile()
         if _push is not None and self._is_plainly_pushed:
             _push(self)
         else:
@@ -159,9 +176,17 @@ class DispatchMode(TorchDispatchMode):
     def end(self) -> None:
         """Take this mode off; it must be the innermost."""
         if _pop is not None and self._is_plainly_pushed:
+            self._is_plainly_pushed = False
             _pop(None)
         else:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
+
+    def __exit__(self, *error: Any) -> None:
+        """Whoever clears the stack up asks for this."""
+        if self._is_plainly_pushed:
+            self.end()
+        else:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def renamed(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """`after` is what `before` is, under another class of tensors (`as_subclass`): no operator was run for it."""

@@ -21,6 +21,24 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
     return _own(module, "_parameters")
 
 
+def all_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """What `module.parameters()` yields, in the same order and much quicker: nothing is named on the way."""
+    found: dict[int, torch.nn.Parameter] = {}
+    stack: list[Any] = [module]
+    while stack:
+        part = stack.pop()
+        own = part.__dict__
+        parameters, children = own.get("_parameters"), own.get("_modules")
+        if not isinstance(parameters, dict) or not isinstance(children, dict):  # a ScriptModule's are in C++
+            return list(module.parameters())
+        for parameter in parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+        if children:
+            stack += [child for child in reversed(children.values()) if child is not None]
+    return list(found.values())
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     """The module's own buffers by name: the dictionary itself. Empty for a ScriptModule."""
     return _own(module, "_buffers")

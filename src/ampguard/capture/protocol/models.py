@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import GlueOp, RootCall, StepRecord
+from ampguard.capture.record import BackwardCall, RootCall, StepRecord, since
 from ampguard.capture.recorder import FlightRecorder
 
 MAX_ROOTS = 64
@@ -28,22 +28,26 @@ class Models:
         self.made_half = False
         """Something made a float16 tensor without autocast: a loss computed on `.half()` of what the model gave."""
         self.autocasts: set[str] = set()
+        self._looked_until = 0
+        """Events before it were looked at."""
 
     def look(self) -> None:
         """Note the modules of the present step, and the precision that they were called under."""
         record = self._recorder.log.record
         if self._recorder.thread != get_ident():  # asked after the record: it is replaced where another is followed
             return
-        for event in record.events:
-            if isinstance(event, (RootCall, GlueOp)):
-                self.made_half |= any(t is not None and t.dtype is torch.float16 for t in (r() for r in event.outputs))
-            if not isinstance(event, RootCall):
+        for event in since(record.events, self._looked_until):
+            if not self.made_half and type(event) is not BackwardCall:
+                made = [tensor for ref in event.outputs if (tensor := ref()) is not None]
+                self.made_half = torch.float16 in [tensor.dtype for tensor in made]
+            if type(event) is not RootCall:
                 continue
             known = any(ref() is event.module for ref, _ in self._roots)
             if not known and len(self._roots) < MAX_ROOTS:
                 self._roots.append((weakref.ref(event.module), event.prefix))
             if event.modes.grad:
                 self.autocasts |= {str(dtype) for _, enabled, dtype in event.modes.autocast if enabled}
+        self._looked_until = self._recorder.log.next_index
 
     def record(self) -> StepRecord:
         """The present step."""
