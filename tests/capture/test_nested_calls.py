@@ -153,7 +153,7 @@ def test_a_traced_module_keeps_its_scopes() -> None:
     x = torch.ones(2, 3)
     with ampguard.watch():
         model(x)
-        with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
             traced = torch.jit.trace(model, x)
     assert "prim::CallMethod" in str(traced.graph)
     assert torch.equal(traced(x), model(x))

@@ -247,7 +247,6 @@ def test_script_that_replaces_backward(guard: Guard, monkeypatch: pytest.MonkeyP
 # --- functorch, autograd by hand, other threads -----------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_functorch_transforms(guard: Guard) -> None:
     def body() -> Any:
         model, _ = model_and_optimizer()
@@ -397,7 +396,6 @@ def test_packed_sequence(guard: Guard) -> None:
     assert run.report.status == "incidents"
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_scripted_module(guard: Guard) -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()))
 
@@ -453,7 +451,6 @@ def test_complex_and_double_and_sparse(guard: Guard) -> None:
     assert run.causes == ["division-by-zero"]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_tracing_exporting_copying_and_pickling(guard: Guard) -> None:
     import copy
     import io

@@ -13,7 +13,6 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from watching import Watched, bits, seed_everything
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
 ]
 """Of what PyTorch calls itself for derivatives in forward mode."""

@@ -110,13 +110,23 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    """Those whose gradient this PyTorch makes bad (since 2.15 clamp passes nothing on at its bounds)."""
+    chosen = CASES[request.param]
+    seed_everything()
+    model = Computes(chosen.function)
+    step(model, torch.tensor(chosen.x))()
+    if model.same.weight.isfinite().all():
+        pytest.skip("this version of PyTorch makes a finite gradient here")
+    return chosen
+
+
 def backward_incidents(run: Watched) -> list[Incident]:
     return [incident for incident in run.report.incidents if incident.phase == "backward"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_singular_gradient(name: str, guard: Guard) -> None:
-    case = CASES[name]
+def test_singular_gradient(case: Case, guard: Guard) -> None:
     seed_everything()
     model = Computes(case.function)
 
@@ -153,9 +163,7 @@ def test_softmax_row_without_a_key_that_the_loss_does_not_see(guard: Guard) -> N
     assert [(fix.action, fix.verified) for fix in first.fixes] == [("fix-mask", True), ("mask-value", True)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_some_fix_is_verified(name: str, guard: Guard) -> None:
-    case = CASES[name]
+def test_some_fix_is_verified(case: Case, guard: Guard) -> None:
     fixes = guard(step(Computes(case.function), torch.tensor(case.x))).first.fixes
     assert any(fix.verified for fix in fixes), fixes
     order = [{True: 0, None: 1, False: 2}[fix.verified] for fix in fixes]

@@ -44,7 +44,38 @@ def test_cleaning_is_tried_on_everything_that_holds_nan(guard: Guard) -> None:
     run = guard(lambda: train(bad_view=3))
     assert (run.first.cause, run.first.step, run.first.phase) == ("nonfinite-input", 3, "data")
     assert {fix.action: fix.verified for fix in run.first.fixes} == {"filter-sample": True, "fix-data": True}
-    assert all("more tensors with NaN that the step was given" in fix.how for fix in run.first.fixes)
+
+
+WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "a row": lambda y: y.index_put((torch.tensor(5),), torch.tensor(float("nan"))),
+    "a row of it": lambda y: y[5].fill_(float("nan")) is None or y,
+    "where": lambda y: torch.where(y > 1, float("nan"), y),
+    "masked": lambda y: y.masked_fill(y > 1, float("nan")),
+    "joined": lambda y: torch.cat([y[:7], torch.full((1, 3), float("nan"))]),
+}
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_a_target_that_the_step_made_is_named_and_cleaned(way: str, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(4):
+            inputs, wanted = torch.randn(8, 4), torch.randn(8, 3)
+            if step == 2:
+                wanted = WRITTEN[way](wanted)
+            loss = ((net(inputs) - wanted) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step, first.phase) == ("nonfinite-input", 2, "data")
+    assert (first.evidence["role"], first.evidence["name"]) == ("target", "wanted")
+    assert first.evidence["samples"]
+    assert {fix.action: fix.verified for fix in first.fixes} == {"filter-sample": True, "fix-data": True}
+    assert not any("more tensors" in fix.how for fix in first.fixes)
 
 
 def test_good_rays_are_silent(guard: Guard) -> None:

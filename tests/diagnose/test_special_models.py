@@ -117,7 +117,6 @@ def test_custom_operators_derivative_is_followed_to_its_line(guard: Guard) -> No
     assert any(fix.verified for fix in first.fixes)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch.func.jvp's own, when it is called first
 def test_a_residual_before_the_first_call_of_the_model_is_a_loss(guard: Guard) -> None:
     """`torch.func.jvp` calls the model; what is computed from that is no preprocessing."""
 

@@ -152,7 +152,6 @@ def test_training_a_model_in_evaluation_mode_reaches_its_weights(mode: str) -> N
     assert not same(before, [p.detach() for p in model_of(amp).parameters()])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_an_evaluation_in_float32_of_a_recurrent_and_a_scripted_model() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"rnn": nn.LSTM(8, 8), "head": torch.jit.script(nn.Linear(8, 1))})

@@ -25,6 +25,7 @@ from ampguard.compat.compilers import (
     without_device_graphs,
     without_onednn,
 )
+from ampguard.compat.functions import apply_of, bound_type, is_bound_apply
 from ampguard.compat.modes import (
     HAS_CUDA,
     DispatchMode,
@@ -181,6 +182,7 @@ __all__ = [
     "all_parameters",
     "allow_one_more_compilation",
     "alpha_of",
+    "apply_of",
     "as_compiled",
     "averaged_last_gradients",
     "backend_called",
@@ -188,6 +190,7 @@ __all__ = [
     "base_of",
     "batch_dim",
     "before_fully_shard",
+    "bound_type",
     "buffers_of",
     "call_while_paused",
     "can_borrow_scaler",
@@ -247,6 +250,7 @@ __all__ = [
     "in_functorch",
     "in_transform",
     "is_at_initial_scale",
+    "is_bound_apply",
     "is_built",
     "is_call_of_module",
     "is_compiled",

@@ -85,7 +85,7 @@ def call_while_paused(
 
     A call inside another module then costs nothing. Every other call goes to `otherwise(module, *args, **kwargs)`.
     """
-    call_impl, tracing_state = torch.nn.Module._call_impl, torch._C._get_tracing_state
+    call_impl, is_traced = torch.nn.Module._call_impl, _asks_for_tracing()
     before_backward, behind_backward, behind, before = _hooks_on_all_modules()
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -104,7 +104,7 @@ def call_while_paused(
                     or "_compiled_call_impl" in own
                     or "_call_impl" in own
                     or type(self)._call_impl is not call_impl
-                    or tracing_state()
+                    or is_traced()
                 )
             except KeyError:
                 is_plain = False
@@ -121,12 +121,22 @@ def call_while_paused(
 _calls_of_ours: list[CodeType] = []
 
 _CALL_IMPL_BEGINS = (
-    *("torch", "_C", "_get_tracing_state", "_slow_forward", "forward"),
+    *("torch", "_C", None, "_slow_forward", "forward"),
     *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
     *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks", "_global_forward_pre_hooks"),
     "set",
 )
-"""What `Module._call_impl` asks before it calls `forward` and does nothing else, in this order."""
+"""What `Module._call_impl` asks before it calls `forward` and does nothing else, in this order. None: one of these."""
+
+_TRACING = ("_get_tracing_state", "_is_tracing")
+"""How PyTorch asks whether `torch.jit.trace` is at work: until 2.13, and since 2.15."""
+
+
+def _asks_for_tracing() -> Callable[[], object]:
+    """What `Module._call_impl` asks for it; where that is not known, `_call_impl` is always asked itself."""
+    names = getattr(getattr(torch.nn.Module._call_impl, "__code__", None), "co_names", ())
+    name = next((name for name in _TRACING if name in names), None)
+    return getattr(torch._C, name, lambda: True) if name is not None else lambda: True
 
 
 def _hooks_on_all_modules() -> tuple[Any, Any, Any, Any]:
@@ -136,7 +146,8 @@ def _hooks_on_all_modules() -> tuple[Any, Any, Any, Any]:
     module = sys.modules[torch.nn.Module.__module__]
     names = _CALL_IMPL_BEGINS[-5:-1]
     code = getattr(torch.nn.Module._call_impl, "__code__", None)
-    if code is None or code.co_names[: len(_CALL_IMPL_BEGINS)] != _CALL_IMPL_BEGINS:
+    asked = code.co_names[: len(_CALL_IMPL_BEGINS)] if code is not None else ()
+    if tuple(None if name in _TRACING else name for name in asked) != _CALL_IMPL_BEGINS:
         return True, True, True, True
     first, second, third, fourth = (getattr(module, name, True) for name in names)
     return first, second, third, fourth

@@ -100,7 +100,9 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 def norms_in(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The 2-norm of each tensor, of one device and type, summed up in `dtype`."""
     together = getattr(torch, "_foreach_norm", None)
-    if together is None:
+    if together is not None and all(t.dtype == dtype for t in tensors):
+        return list(together(tensors))
+    if together is None or local_part(tensors[0]) is not tensors[0]:  # 2.15 takes the type for a dimension there
         return [torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]
     return list(together(tensors, 2, dtype))
 

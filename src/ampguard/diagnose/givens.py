@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Event, Held, Ref, RootCall, held_by, leaves, refs_in
+from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall, held_by, leaves, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.named_arguments import named_leaves
@@ -208,9 +208,28 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
                 return NamedTensor(name, "input", made, as_made, bad_samples(as_made), leaf)
     if evidence.given.reader.in_backward:  # nothing that the step was given: it was made where nobody can follow
         return None
+    made_here = _made_for_the_loss(evidence, value)
+    if made_here is not None:
+        return made_here
     name = _attribute_name(evidence, element) or variable_name(element) or "a tensor"
     is_batch = compat.is_dense(value) and _is_per_sample(evidence, value)
     return NamedTensor(name, CONSTANT, element, value, bad_samples(value), is_batch=is_batch)
+
+
+def _made_for_the_loss(evidence: Evidence, value: Tensor) -> NamedTensor | None:
+    """What an operator outside modules read that the script made in the same step: a row for each sample is a target."""
+    assert evidence.given is not None
+    reader = next((e for e in evidence.events() if e.index == evidence.given.reader.event), None)
+    if not isinstance(reader, GlueOp) or not compat.is_dense(value) or not _is_per_sample(evidence, value):
+        return None
+    operands = [leaf for _, leaf in named_leaves(reader) if isinstance(leaf, (Held, Ref))]
+    leaf = operands[evidence.given.operand] if evidence.given.operand < len(operands) else None
+    made = evidence.made(leaf) if isinstance(leaf, Ref) else None
+    if made is None or not isinstance(leaf, Ref):
+        return None
+    role = "input" if _goes_into_model(evidence) else "target"
+    name = variable_name(made) or words.code_at(reader.line) or role
+    return NamedTensor(name, role, made, value, bad_samples(value), leaf)
 
 
 def _attribute_name(evidence: Evidence, element: Tensor) -> str | None:

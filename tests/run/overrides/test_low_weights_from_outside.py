@@ -356,7 +356,6 @@ def test_weights_that_the_script_halved_itself(overridden: Callable[..., Any]) -
     assert net.met == [(torch.float16, torch.float16)]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_cannot_be_done_is_said_and_left_in_float32(overridden: Callable[..., Any]) -> None:
     with overridden("O2") as session:
         net = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 4))

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
+
+from ampguard import compat
 
 _WITHOUT_PYTORCH = sys.stdlib_module_names | {"sympy", "mpmath", "numpy", "scipy", "networkx", "jinja2"}
 """Packages of very many modules, most of them there in any training."""
@@ -24,13 +28,11 @@ def names_of(function: Any) -> list[tuple[ModuleType, str]]:
     return _found(function, lambda values: wanted in map(id, values), lambda value: value is function)
 
 
-def methods_of(function: Any) -> list[tuple[ModuleType, str]]:
-    """Of a class method, bound to any class: `scale_gradient = ScaleGradient.apply`."""
-
-    def is_one(value: Any) -> bool:
-        return type(value) is MethodType and value.__func__ is function
-
-    return _found(function, lambda values: MethodType in map(type, values), is_one)
+def names_of_apply() -> list[tuple[ModuleType, str]]:
+    """Of `torch.autograd.Function.apply`, bound to any class: `scale_gradient = ScaleGradient.apply`."""
+    bound = compat.bound_type()
+    apply = torch.autograd.Function.__dict__.get("apply")
+    return _found(apply, lambda values: bound in map(type, values), compat.is_bound_apply)
 
 
 def _found(

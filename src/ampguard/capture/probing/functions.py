@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ampguard import compat
 from ampguard.capture.functions import checkpointed
 from ampguard.capture.patches import Patches
-from ampguard.capture.probing.aliases import methods_of
+from ampguard.capture.probing.aliases import names_of_apply
 from ampguard.capture.probing.collectives import DIFFERENTIABLE
 from ampguard.capture.recorder import FlightRecorder
 
@@ -41,7 +41,8 @@ class FunctionProbe:
         guarded = recorder.barrier.call
 
         def watch(original: Any) -> Any:
-            inner = original.__func__
+            inner = compat.apply_of(original)
+            assert inner is not None
 
             def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
                 is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
@@ -68,8 +69,8 @@ class FunctionProbe:
 
             return classmethod(functools.wraps(inner)(apply))
 
-        if isinstance(torch.autograd.Function.__dict__.get("apply"), classmethod):
-            known = methods_of(torch.autograd.Function.__dict__["apply"].__func__)
+        if compat.apply_of(torch.autograd.Function.__dict__.get("apply")) is not None:
+            known = names_of_apply()
             self._patches.replace(torch.autograd.Function, "apply", watch)
             for module, name in known:
                 self._patches.replace(module, name, lambda bound: bound.__self__.apply)

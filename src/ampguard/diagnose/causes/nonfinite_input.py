@@ -7,18 +7,21 @@ Instead        clean or filter the sample named here; assert torch.isfinite(batc
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import Ref
+from ampguard.capture.record import GlueOp, Ref
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
 from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
-from ampguard.replay.variants import Variant
+from ampguard.replay.variants import CodePlace, Intervention, Variant
 
 
 @cause("nonfinite-input", phases=("forward", "backward"))
@@ -36,19 +39,21 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         every = "sample" if given.is_batch else "row"
         which = f" (of every {every}, index {column[1]} of dimension {column[0]}: a feature that was made so)"
     others = _others_with_nan(evidence, given)
-    too = f" (and the same for {len(others)} more tensors with NaN that the step was given)" if others else ""
+    counted = sum(value.numel() > 1 for value in others.values())  # a single number was written into what is named
+    too = f" (and the same for {counted} more tensors with NaN that the step was given)" if counted else ""
+    written = _nan_written(evidence)
     bad: dict[int | Ref, Tensor] = {given.key: given.tensor, **others}
     filtering = Proposal(
         "filter-sample",
         given.name,
         f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
-        trial=lambda e: _with(given, {key: _without_bad_samples(value) for key, value in bad.items()}),
+        trial=lambda e: _with(given, {key: _without_bad_samples(value) for key, value in bad.items()}, written),
     )
     cleaning = Proposal(
         "fix-data",
         given.name,
         f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
-        trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}),
+        trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}, written),
     )
     proposals = (filtering, cleaning)
     if not _has_good_sample(given.tensor):  # none would be left
@@ -91,12 +96,35 @@ def _others_with_nan(evidence: Evidence, given: NamedTensor) -> dict[int | Ref, 
     return others
 
 
-def _with(given: NamedTensor, others: dict[int | Ref, Tensor]) -> Variant:
+def _nan_written(evidence: Evidence) -> dict[CodePlace, Intervention]:
+    """The places outside modules where the script wrote NaN as a number (`x[3].fill_(nan)`), and the same with 0."""
+
+    def with_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*map(_zero_for_nan, args), **{key: _zero_for_nan(value) for key, value in kwargs.items()})
+
+    places: dict[CodePlace, Intervention] = {}
+    for event in evidence.events():
+        if isinstance(event, GlueOp) and any(map(_is_nan, (*event.args, *event.kwargs.values()))):
+            line = event.line
+            file, number = (line.code.co_filename, line.number) if line is not None else (None, None)
+            places[str(event.func), file, number] = with_zeros
+    return places
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _zero_for_nan(value: Any) -> Any:
+    return 0.0 if _is_nan(value) else value
+
+
+def _with(given: NamedTensor, others: dict[int | Ref, Tensor], written: dict[CodePlace, Intervention]) -> Variant:
     """The step with these values in the place of what it was given."""
     if given.role != CONSTANT:
-        return Variant(tensors=others)
+        return Variant(tensors=others, at_places=written)
     constants = {key: value for key, value in others.items() if isinstance(key, int)}
-    return Variant(tensors=others, within=lambda: Replaced(constants))
+    return Variant(tensors=others, at_places=written, within=lambda: Replaced(constants))
 
 
 def _which(samples: list[int], is_batch: bool) -> str:
