@@ -10,6 +10,7 @@ from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.slicing import Link
 from ampguard.diagnose.source_code import whole_statement
+from ampguard.incident import Location
 from ampguard.numerics import KIND_NAMES, dtype_name
 from ampguard.replay.trace import TracedOp
 
@@ -84,6 +85,11 @@ def code(evidence: Evidence) -> str:
 def code_at(line: Line | None) -> str | None:
     """The text of a line of code, without its comment (of a part of a statement: the statement); None without a line."""
     return (whole_statement(line) or without_comment(line.location().code)) if line is not None else None
+
+
+def place_of(line: Location) -> str:
+    """ "train.py:88"."""
+    return f"{line.file.rsplit('/', 1)[-1]}:{line.line}"
 
 
 def codes_at(lines: Iterable[Line]) -> str:

@@ -8,6 +8,7 @@ Instead        clean or filter the sample named here; assert torch.isfinite(batc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
+from ampguard.diagnose.outside import Outside, made_outside
 from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import CodePlace, Intervention, Variant
@@ -49,10 +51,13 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
         trial=lambda e: _with(given, {key: _without_bad_samples(value) for key, value in bad.items()}, written),
     )
+    outside = made_outside(given.held, given.tensor)
+    made_at = f" ({words.place_of(outside.made_at)})" if outside is not None and outside.made_at is not None else ""
+    infinite = "".join(f", {name}=0.0" for name in _infinities(bad.values()))
     cleaning = Proposal(
         "fix-data",
         given.name,
-        f"clean the data: torch.nan_to_num({given.short_name}), or repair it where it is made{too}",
+        f"clean the data: torch.nan_to_num({given.short_name}{infinite}), or repair it where it is made{made_at}{too}",
         trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}, written),
     )
     proposals = (filtering, cleaning)
@@ -65,6 +70,8 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         facts_of_input["sent_by"] = sender
     if column is not None:
         facts_of_input["column"] = {"dimension": column[0], "index": column[1]}
+    if outside is not None:
+        facts_of_input["made_outside"] = outside.as_dict()
     sent = f" Another rank sent it ({sender}): look there first." if sender is not None else ""
     is_name = given.is_batch or given.short_name == given.name
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
@@ -73,13 +80,28 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.name(reader)}.{sent}",
+        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}",
         weight=100,
         evidence=facts_of_input,
         proposals=proposals if given.is_batch or given.role == "target" else (cleaning,),
         phase="data",
         op=reader,
     )
+
+
+def _from_outside(outside: Outside | None) -> str:
+    if outside is None:
+        return ""
+    line = outside.made_at
+    made = f", which was last assigned at {words.place_of(line)} (`{line.code}`)" if line is not None else ""
+    return f" It was made outside PyTorch: the numbers are those of the {outside.kind} `{outside.name}`{made}."
+
+
+def _infinities(tensors: Iterable[Tensor]) -> list[str]:
+    """Which arguments `torch.nan_to_num` needs: by default it puts the largest number in the place of an infinity."""
+    all_stats = [stats(tensor) for tensor in tensors]
+    kinds = {"posinf": any(s.pos_inf for s in all_stats), "neginf": any(s.neg_inf for s in all_stats)}
+    return [name for name, is_there in kinds.items() if is_there]
 
 
 def _others_with_nan(evidence: Evidence, given: NamedTensor) -> dict[int | Ref, Tensor]:
