@@ -81,6 +81,12 @@ class Vitals:
         value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
         self._norms.append(value if scale is None else value / scale)
 
+    def begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to make its first step."""
+        step = max(self._step, self._recorder.steps.count)
+        if not self.looks and step and not is_capturing():
+            self.looks = self.weights.begins_late(optimizer, step)
+
     def before_update(self, optimizer: Optimizer, by_scaler: bool) -> None:
         """The optimizer is about to change its parameters; a step that the scaler skips does not come here."""
         if self.looks and not is_capturing():

@@ -31,7 +31,11 @@ SLICE = 4096
 LAYERS_A_LOOK = 6
 KEPT_SLICES = 16
 LOW_PRECISION_STEPS = frozenset({16, 24, 32, 48})
-"""Looked at as well where weights of low precision are trained: do they move at all?"""
+"""Looked at as well where weights of low precision are trained: do they move at all? Counted from the first step of the
+optimizer that has them, where it comes late (a model that is trained further in bfloat16)."""
+
+LATE_OPTIMIZERS = 4
+"""Optimizers that come late and are looked at in their first step. A loop that makes one again and again is not slowed."""
 
 SMALLEST_HALF = 2.0**-24
 """The smallest number above 0 that float16 has. Between 0 and 2**-14 it has the multiples of this and no others."""
@@ -104,6 +108,8 @@ class WeightSampling:
         self._ratios: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._first: dict[int, _First] = {}
+        self._low_since = 0
+        self._late = 0
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._turn = 0
         self._thread = 0
@@ -113,9 +119,20 @@ class WeightSampling:
     def is_due(self, step: int) -> bool:
         """Whether this iteration is looked at: all of its optimizers, or none."""
         if self._asked[0] != step:
-            is_due = self.allowance.is_due(step) or (bool(self._first) and step in LOW_PRECISION_STEPS)
+            is_due = self.allowance.is_due(step) or (
+                bool(self._first) and step - self._low_since in LOW_PRECISION_STEPS
+            )
             self._asked = (step, is_due)
         return self._asked[1]
+
+    def begins_late(self, optimizer: Optimizer, step: int) -> bool:
+        """Whether this step, a new optimizer's first, is looked at because its weights are of low precision."""
+        if self._late >= LATE_OPTIMIZERS or not any(is_low_precision(p.dtype) for p in watchable(optimizer)):
+            return False
+        self._late += 1
+        self._low_since = step
+        self._asked = (step, True)
+        return True
 
     def before_update(
         self,
@@ -246,6 +263,8 @@ class WeightSampling:
         has_gradient = s.gradient != 0
         first = self._first.get(id(s.parameter))
         if first is None or first.parameter() is not s.parameter:
+            if len(self._first) >= KEPT_SLICES:
+                self._first = {key: known for key, known in self._first.items() if known.parameter() is not None}
             if len(self._first) >= KEPT_SLICES:
                 same = has_gradient & (now == s.before)
                 return [has_gradient.sum() * 0, same.sum() * 0, has_gradient.sum(), same.sum()]

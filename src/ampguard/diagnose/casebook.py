@@ -42,6 +42,8 @@ class Casebook:
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
+        self.faint_since: Callable[[], int | None] = lambda: None
+        """The first of the looks in a row in which gradients stood at float16's lower edge."""
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
         self.ends_of_stories: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ from ampguard.diagnose.awaiting import Awaited, Awaiting
 from ampguard.diagnose.budget import LEAST_SECONDS, LEAST_SECONDS_OF_HEALING, Budget
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case, place_of
-from ampguard.diagnose.causes.gradient_underflow import prove_underflow
+from ampguard.diagnose.causes.gradient_underflow import begun_before, prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.handed_on import tell_handed_on
@@ -250,7 +250,7 @@ class Examiner:
         except Exception:  # it cannot be run again: a suspicion is told to nobody
             return
         if incident is not None:
-            self._casebook.add(incident)
+            self._casebook.add(begun_before(incident, self._casebook.faint_since()))
 
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""

@@ -96,6 +96,7 @@ class LearningDynamics:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
         self.history = HistoryWriter(folder, on_problem, rank)
         self._casebook.second_opinion = self.second_opinion
+        self._casebook.faint_since = lambda: suspicion.faint_since(list(self.trajectory.looks))
         self._casebook.ends_of_stories = OF_LARGE_NUMBERS
         self._casebook.opinion_before_fixes = lambda incident: self._barrier.call(self._opinion_before_fixes, incident)
         self._casebook.breach_behind = lambda cause, bad: self._barrier.call(self._breach_behind, cause, bad.step)
@@ -388,6 +389,7 @@ class LearningDynamics:
         if all(ref() is not optimizer for ref in self._optimizers):
             self._optimizers = [ref for ref in self._optimizers if ref() is not None]
             self._optimizers.append(weakref.ref(optimizer))
+            self._vitals.begins(optimizer)
         if id(optimizer) not in self._lines:
             line = script_line(sys._getframe(1))
             if line is not None:

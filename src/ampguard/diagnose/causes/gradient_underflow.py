@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ampguard.capture.record import BadResult
@@ -118,6 +119,19 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident |
             "rung": "replay",
         },
         fixes=fixes,
+    )
+
+
+def begun_before(incident: Incident, since: int | None) -> Incident:
+    """The same where the looks at the gradients before the replayed step had shown the same, since step `since`."""
+    if since is None or since >= incident.step:
+        return incident
+    text = incident.explanation.replace(" in this step,", f" in step {incident.step},", 1)
+    return msgspec.structs.replace(
+        incident,
+        step=since,
+        explanation=f"{text} Gradients stand at float16's lower edge since step {since}.",
+        evidence={**incident.evidence, "replayed_step": incident.step},
     )
 
 

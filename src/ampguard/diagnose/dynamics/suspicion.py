@@ -9,9 +9,9 @@ prove it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ampguard.capture.weights import LayerSample
+from ampguard.capture.weights import LayerSample, WeightSample
 from ampguard.diagnose.dynamics.finding import Situation
 
 ZERO_SHARE = 0.3
@@ -35,6 +35,20 @@ def gradient_underflow(situation: Situation) -> Iterator[str]:
     yield f"gradients at float16's lower edge, and the share that is exactly 0: {', '.join(names)}"
 
 
+def faint_since(looks: Sequence[WeightSample]) -> int | None:
+    """The first of the newest looks in a row in which some gradients stood at float16's lower edge, or all were 0. None: not now.
+
+    One layer of zeros says nothing there: it may be behind one that was initialised to zero.
+    """
+    since = None
+    for look in reversed(looks):
+        are_zero = [layer.zeros == layer.elements for layer in look.layers]
+        if not all(are_zero) and not any(is_faint(layer) for layer in look.layers if layer.zeros < layer.elements):
+            break
+        since = look.step
+    return since
+
+
 def is_suspect(layer: LayerSample, step: int) -> bool:
     """Many zeros, and a good part of what is not zero at the lower edge; or more of it; or nothing but zeros, though not
     at the start.
@@ -46,6 +60,11 @@ def is_suspect(layer: LayerSample, step: int) -> bool:
         return step >= SETTLED
     if step == 0:
         return False
+    return is_faint(layer)
+
+
+def is_faint(layer: LayerSample) -> bool:
+    """Whether a good part of the gradients that are not zero are a few times the smallest number that float16 has."""
     left = layer.elements - layer.zeros
     faint = FAINT_SHARE if layer.zeros >= ZERO_SHARE * layer.elements else MANY_FAINT
     return layer.faint >= faint * max(left, 1)
