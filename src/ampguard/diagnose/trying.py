@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ampguard import compat
+from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
@@ -14,13 +16,17 @@ from ampguard.diagnose.script_casts import own_casts_of
 from ampguard.diagnose.second_place import fixes_behind, fixes_beside
 from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.incident import Fix
+from ampguard.numerics import stats
 from ampguard.replay.differentiated import has_finite_gradients
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant
 
 RUNAWAY = 1e10
-"""A loss beyond it is finite and no use: a tighter bound is tried."""
+"""A loss (or a result in evaluation) beyond it is finite and no use: a tighter bound is tried."""
+
+ON_THE_BRINK = 1e19
+"""A result in evaluation whose square float32 does not hold: what is computed from it has not been run."""
 
 OTHER_PRECISION = frozenset({"force-fp32", "use-bf16", "disable-amp"})
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
@@ -38,8 +44,8 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
 def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     """The proposal, or a tighter one that works where it does not."""
     fix = tried(evidence, proposal, budget)
-    loss = evidence.losses_with.get(proposal.action)
-    is_enough = fix is not None and fix.verified is not False and (loss is None or abs(loss) < RUNAWAY)
+    size = evidence.losses_with.get(proposal.action, evidence.results_with.get(proposal.action))
+    is_enough = fix is not None and fix.verified is not False and (size is None or abs(size) < RUNAWAY)
     if fix is None or is_enough or proposal.otherwise is None:
         return fix
     tighter = tried_in_turn(evidence, proposal.otherwise, budget)
@@ -81,7 +87,19 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
+    elif verified and evidence.bad.mode == "eval" and not proposal.search:
+        evidence.results_with[proposal.action] = peak = largest_result(outcome)
+        if peak >= ON_THE_BRINK:
+            return fix(
+                None, f"{effect}; but it reaches {words.number(peak)}, and what follows may overflow again", how, target
+            )
     return fix(verified, effect, how, target)
+
+
+def largest_result(outcome: Outcome) -> float:
+    """The largest |value| of what was judged: an evaluation goes on with it, and a replay ends there."""
+    values = [t.detach() for _, t in outcome.targets if t.is_floating_point() and t.numel() and compat.is_dense(t)]
+    return max((stats(value).max_abs or 0.0 for value in values), default=0.0)
 
 
 def judged(
