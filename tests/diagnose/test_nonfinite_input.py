@@ -55,17 +55,21 @@ WRITTEN: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("way", WRITTEN)
-def test_a_target_that_the_step_made_is_named_and_cleaned(way: str, guard: Guard) -> None:
+def test_a_target_that_the_step_made_is_named_and_cleaned(way: str, is_late: bool, guard: Guard) -> None:
     def body() -> None:
         torch.manual_seed(0)
         net = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         for step in range(4):
             inputs, wanted = torch.randn(8, 4), torch.randn(8, 3)
-            if step == 2:
+            if step == 2 and not is_late:
                 wanted = WRITTEN[way](wanted)
-            loss = ((net(inputs) - wanted) ** 2).mean()
+            output = net(inputs)
+            if step == 2 and is_late:
+                wanted = WRITTEN[way](wanted)
+            loss = ((output - wanted) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -76,6 +80,28 @@ def test_a_target_that_the_step_made_is_named_and_cleaned(way: str, guard: Guard
     assert first.evidence["samples"]
     assert {fix.action: fix.verified for fix in first.fixes} == {"filter-sample": True, "fix-data": True}
     assert not any("more tensors" in fix.how for fix in first.fixes)
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_weight_of_the_loss_that_is_nan_is_named(is_tensor: bool, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        beta: Any = torch.ones(3) if is_tensor else 1.0
+        for step in range(4):
+            errors = net(torch.randn(8, 4)) - torch.randn(8, 3)
+            if step == 2:
+                beta = beta * float("nan")
+            loss = ((errors**2) * beta).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step, first.phase, first.op) == ("nonfinite-input", 2, "data", "aten.mul.Tensor")
+    assert first.evidence["name"] == ("beta" if is_tensor else "loss = ((errors**2) * beta).mean()")
+    assert first.location.code == "loss = ((errors**2) * beta).mean()"
 
 
 def test_good_rays_are_silent(guard: Guard) -> None:

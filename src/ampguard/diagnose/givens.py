@@ -217,19 +217,21 @@ def describe_input(evidence: Evidence) -> NamedTensor | None:
 
 
 def _made_for_the_loss(evidence: Evidence, value: Tensor) -> NamedTensor | None:
-    """What an operator outside modules read that the script made in the same step: a row for each sample is a target."""
+    """What an operator outside modules read that the script made in the same step: a target, where it has a row for each
+    sample."""
     assert evidence.given is not None
     reader = next((e for e in evidence.events() if e.index == evidence.given.reader.event), None)
-    if not isinstance(reader, GlueOp) or not compat.is_dense(value) or not _is_per_sample(evidence, value):
+    if not isinstance(reader, GlueOp) or not compat.is_dense(value):
         return None
     operands = [leaf for _, leaf in named_leaves(reader) if isinstance(leaf, (Held, Ref))]
     leaf = operands[evidence.given.operand] if evidence.given.operand < len(operands) else None
     made = evidence.made(leaf) if isinstance(leaf, Ref) else None
     if made is None or not isinstance(leaf, Ref):
         return None
-    role = "input" if _goes_into_model(evidence) else "target"
+    is_batch = _is_per_sample(evidence, value)
+    role = ("input" if _goes_into_model(evidence) else "target") if is_batch else CONSTANT
     name = variable_name(made) or words.code_at(reader.line) or role
-    return NamedTensor(name, role, made, value, bad_samples(value), leaf)
+    return NamedTensor(name, role, made, value, bad_samples(value), leaf, is_batch)
 
 
 def _attribute_name(evidence: Evidence, element: Tensor) -> str | None:
@@ -245,7 +247,9 @@ def _attribute_name(evidence: Evidence, element: Tensor) -> str | None:
 def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTensor:
     """What an event was given, by its name in the batch, of the argument, or the line that used it."""
     in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
-    name = in_batch or (name if isinstance(event, RootCall) else words.code_at(event.line) or name)
+    if in_batch is None and not isinstance(event, RootCall):
+        name = variable_name(held.tensor) or words.code_at(event.line) or name
+    name = in_batch or name
     value = held.value.detach()
     may_be_batch = bool(in_batch) or _is_model(event)
     role = "input" if _is_model(event) or _goes_into_model(evidence) else "target"

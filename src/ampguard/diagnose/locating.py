@@ -47,7 +47,7 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     if _was_computed_unseen(outcome, chain):
         chain.intended = False
     models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
-    from_data = at_the_data(chain, models[0].index if models else None)
+    from_data = at_the_data(chain, outcome.trace, models[0].index if models else None)
     if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
         chain = from_data
     return None if is_on_purpose(bad, chain) else evidence_of(bad, chain, outcome, replayer)

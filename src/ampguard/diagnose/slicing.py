@@ -142,17 +142,27 @@ def _of_the_step(chain: Chain) -> Chain:
     return chain
 
 
-def at_the_data(chain: Chain, first_model_call: int | None) -> Chain:
-    """The same chain, ended at the model's input where it begins at a NaN or Inf literal written before the model ran."""
-    if first_model_call is None or chain.head.op.event >= first_model_call:
+def at_the_data(chain: Chain, trace: Trace, first_model_call: int | None) -> Chain:
+    """The same chain, ended at the model's input, or at the target, where it begins at a NaN or Inf literal written there.
+
+    An infinity that is written after the model has run may be a mask of its scores; a NaN is none.
+    """
+    if first_model_call is None:
         return chain
-    begins_with_constant = (
-        any(not math.isfinite(s) for s in chain.head.op.scalars)
+    numbers = (
+        [number for number in chain.head.op.scalars if not math.isfinite(number)]
         if chain.given is None
-        else math.prod(chain.given.tensor.shape) == 1
+        else [math.nan if chain.given.kind == NAN else math.inf][: math.prod(chain.given.tensor.shape) == 1]
     )
-    inside = [link for link in chain.links if link.op.event >= first_model_call and not _is_of_the_replay(link.op)]
-    if not begins_with_constant or not inside:
+    if chain.head.op.event < first_model_call:
+        inside = [link for link in chain.links if link.op.event >= first_model_call and not _is_of_the_replay(link.op)]
+    else:
+        numbers = [number for number in numbers if math.isnan(number)]
+        computed = _computed_from(trace, first_model_call) if numbers else frozenset()
+        inside = (
+            [link for link in chain.links if link.op.index in computed] if chain.head.op.index not in computed else []
+        )
+    if not numbers or not inside:
         return chain
     last = inside[-1]
     for operand, tensor in enumerate(last.op.inputs):
@@ -160,6 +170,16 @@ def at_the_data(chain: Chain, first_model_call: int | None) -> Chain:
             given = Given(tensor, int(tensor.bad.flat[0]), int(tensor.bad.kinds[0]), last.op, operand)
             return Chain(inside, given, intended=False, is_data=True)
     return chain
+
+
+def _computed_from(trace: Trace, first_model_call: int) -> frozenset[int]:
+    """The operators of a model's calls, and those that depend on their results."""
+    found: set[int] = set()
+    for op in trace.ops:
+        is_within = op.root is not None and op.event >= first_model_call
+        if is_within or any(t.made_by is not None and t.made_by[0] in found for t in op.inputs):
+            found.add(op.index)
+    return frozenset(found)
 
 
 def _is_of_the_replay(op: TracedOp) -> bool:

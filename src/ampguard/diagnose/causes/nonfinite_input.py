@@ -25,9 +25,14 @@ from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import CodePlace, Intervention, Variant
 
+ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "lerp"})
+"""What a script does with a number of its own; others are handed NaN by PyTorch itself (`logdet` of what is negative)."""
+
 
 @cause("nonfinite-input", phases=("forward", "backward"))
 def nonfinite_input(evidence: Evidence) -> Finding | None:
+    if evidence.given is None and evidence.op.short_name in ARITHMETIC and any(map(_is_nan, evidence.op.scalars)):
+        return _number(evidence)
     given = describe_input(evidence)
     if given is None:
         return None
@@ -102,6 +107,21 @@ def _infinities(tensors: Iterable[Tensor]) -> list[str]:
     all_stats = [stats(tensor) for tensor in tensors]
     kinds = {"posinf": any(s.pos_inf for s in all_stats), "neginf": any(s.neg_inf for s in all_stats)}
     return [name for name, is_there in kinds.items() if is_there]
+
+
+def _number(evidence: Evidence) -> Finding:
+    """A plain number of the script's own that is NaN (the mean of an empty list, as a weight of the loss)."""
+    code = words.code(evidence)
+    how = f"repair the number that is NaN where it is computed; it is used in: {code}"
+    return Finding(
+        "nonfinite-input",
+        f"{words.operator(evidence)} {words.place(evidence)} was given a number of the script's own that is NaN, and "
+        f"passed it on.",
+        weight=100,
+        evidence={"name": code, "role": "number", "samples": []},
+        proposals=(Proposal("fix-data", words.region(evidence), how),),
+        phase="data",
+    )
 
 
 def _others_with_nan(evidence: Evidence, given: NamedTensor) -> dict[int | Ref, Tensor]:
