@@ -17,6 +17,7 @@ from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.capture.probing.derivatives import DerivativeProbe
 from ampguard.capture.probing.edges import EdgeProbe
 from ampguard.capture.probing.functions import FunctionProbe
+from ampguard.capture.probing.loading import LoadingProbe
 from ampguard.capture.probing.modules import ModuleProbe
 from ampguard.capture.probing.updates import UpdateProbe
 from ampguard.capture.probing.warnings_shown import WarningProbe
@@ -30,6 +31,7 @@ PROBES = (
     ClippingProbe,
     EdgeProbe,
     CollectiveProbe,
+    LoadingProbe,
     WarningProbe,
 )
 

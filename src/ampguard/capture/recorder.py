@@ -30,6 +30,7 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judge import Judge
+from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
@@ -138,6 +139,7 @@ class FlightRecorder:
         self._step_started = time.perf_counter()
         self.functions = AppliedFunctions()
         self.collectives = Collectives(self.log)
+        self.loaded = LoadedWeights()
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
 

@@ -73,6 +73,10 @@ READS = frozenset(
 """By which a script gets a number out of a tensor. In inference mode PyTorch hands on `item()` itself, not what it calls."""
 
 
+GIVES_MEMORY = torch.ops.aten.set_
+"""Puts a storage under a tensor (`copy.deepcopy`, unpickling): its values are given. Run again, it would read those of now."""
+
+
 class GlueTape(compat.DispatchMode):
     """Records operators into the event log while it is on the stack."""
 
@@ -258,7 +262,7 @@ class GlueTape(compat.DispatchMode):
         writes = compat.positions_written(func)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_read = func in READS
-        is_bookkeeping = func.namespace == "profiler"
+        is_bookkeeping = func.namespace == "profiler" or func.overloadpacket is GIVES_MEMORY
         is_plain = not (writes or is_random or is_read or is_bookkeeping)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in compat.schema_of(func).returns)
         facts = self._facts[func] = _Facts(writes, is_view, is_random, is_read, is_bookkeeping, is_plain)

@@ -53,6 +53,9 @@ class BadSince:
             facts["since_step"] = incident.step
             where = f"{Path(written['file']).name}:{written['line']}"
             text = f"The script itself has given it these values in this step, at {where}: {written['code']}"
+        elif (loaded := facts.get("loaded_at")) is not None:
+            where = f"{Path(loaded['file']).name}:{loaded['line']}"
+            text = f"These values were loaded at {where}: {loaded['code']}. Nothing has written to it since."
         elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
             text = (
                 "PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "

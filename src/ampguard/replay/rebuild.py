@@ -21,6 +21,7 @@ from ampguard.capture.record import (
     BadResult,
     Event,
     GlueOp,
+    Line,
     Ref,
     RootCall,
     held_by,
@@ -129,6 +130,10 @@ class Replayer:
     def brought(self) -> list[tuple[Tensor, str]]:
         """What other ranks have sent lately, and the name of the collective; the latest first."""
         return self._recorder.collectives.brought()
+
+    def loaded_at(self, tensor: Tensor) -> Line | None:
+        """Where `load_state_dict` gave a parameter or buffer the values that it holds."""
+        return self._recorder.loaded.line_of(tensor)
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""

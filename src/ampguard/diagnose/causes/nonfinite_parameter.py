@@ -17,6 +17,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import describe_state, repaired_state
+from ampguard.incident import Location
 from ampguard.numerics import stats
 from ampguard.replay.variants import Variant
 
@@ -35,7 +36,9 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     bad = state.tensor.numel() - round(facts.finite_share * state.tensor.numel())
     write = _last_write(evidence, state.held)
     last = write.line.location() if write is not None and write.line is not None else None
-    at = last if write is not None and write.func.__name__.partition(".")[0] in OVERWRITES else None
+    loaded = evidence.replayer.loaded_at(state.held) if evidence.replayer is not None else None
+    load = loaded.location() if loaded is not None else None
+    at = last if load is None and write is not None and write.func.__name__.partition(".")[0] in OVERWRITES else None
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
@@ -53,8 +56,11 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
             "written_at": {"file": at.file, "line": at.line, "code": at.code} if at is not None else None,
             "last_written_at": {"file": last.file, "line": last.line, "code": last.code} if last is not None else None,
+            "loaded_at": {"file": load.file, "line": load.line, "code": load.code} if load is not None else None,
         },
-        proposals=(
+        proposals=_after_load(state.name, load)
+        if load is not None
+        else (
             Proposal(
                 "initialise-parameter",
                 state.name,
@@ -67,6 +73,25 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             Proposal("load-weights", state.name, "load a checkpoint from before the first bad step"),
         ),
         phase="parameters",
+    )
+
+
+def _after_load(name: str, line: Location) -> tuple[Proposal, ...]:
+    """Where `load_state_dict` gave it these values: they are to be repaired there, or behind it."""
+    at = f"`{line.code}` ({words.place_of(line)})"
+    return (
+        Proposal(
+            "initialise-parameter",
+            name,
+            f"reset {name} behind {at}, or give that finite weights",
+            trial=lambda e: Variant(tensors=repaired_state(e)),
+        ),
+        Proposal(
+            "load-weights",
+            name,
+            f"load weights that are finite in {at}: an average of weights is none before its first update, and a checkpoint "
+            f"may have been saved after its run had broken",
+        ),
     )
 
 

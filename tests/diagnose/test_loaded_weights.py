@@ -1,0 +1,100 @@
+"""Weights that `load_state_dict` has given bad values: its line is named, and only where nothing else has written to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+Guard = Callable[..., Any]
+
+
+def made() -> tuple[nn.Sequential, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4)
+
+
+def trained(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, steps: int = 3) -> None:
+    for _ in range(steps):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("steps", [0, 6])
+def test_a_bad_checkpoint(assign: bool, steps: int, guard: Guard) -> None:
+    def body() -> None:
+        model, opt, x = made()
+        trained(model, opt, x, steps)
+        saved = copy.deepcopy(model.state_dict())
+        saved["2.weight"][1, 3] = float("nan")
+        model.load_state_dict(saved, assign=assign)
+        if assign:
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained(model, opt, x)
+
+    incident = guard(body).report.incidents[0]
+    assert (incident.cause, incident.step, incident.evidence["name"]) == ("nonfinite-parameter", steps, "2.weight")
+    at = incident.evidence["loaded_at"]
+    assert at["code"] == "model.load_state_dict(saved, assign=assign)"
+    assert f"test_loaded_weights.py:{at['line']}" in incident.explanation
+    assert [(fix.action, fix.verified) for fix in incident.fixes] == [
+        ("initialise-parameter", True),
+        ("load-weights", None),
+    ]
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+def test_an_average_that_is_none_yet(steps: int, guard: Guard) -> None:
+    """Seen as it was computed, or told where it was loaded."""
+
+    def body() -> None:
+        model, opt, x = made()
+        average, count = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}, 0
+        trained(model, opt, x, steps)
+        own = copy.deepcopy(model.state_dict())
+        model.load_state_dict({name: value / count for name, value in average.items()})
+        model.eval()
+        with torch.no_grad():
+            print(model(x).mean().item())
+        model.load_state_dict(own)
+        trained(model.train(), opt, x)
+
+    incident = guard(body).report.incidents[0]
+    assert incident.mode == "eval"
+    if incident.cause == "nonfinite-parameter":
+        assert incident.evidence["loaded_at"]["code"].startswith("model.load_state_dict(")
+    else:
+        assert incident.cause == "division-by-zero"
+
+
+def test_what_was_loaded_well_and_broken_later(guard: Guard) -> None:
+    def body() -> None:
+        model, opt, x = made()
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        trained(model, opt, x)
+        with torch.no_grad():
+            model[2].weight[0, 0] = float("nan")
+        trained(model, opt, x)
+
+    incident = guard(body).report.incidents[0]
+    assert incident.cause == "nonfinite-parameter"
+    assert incident.evidence["loaded_at"] is None
+
+
+def test_what_a_load_leaves_as_it_was(guard: Guard) -> None:
+    def body() -> None:
+        model, opt, x = made()
+        nn.init.constant_(model[2].weight, float("nan"))
+        model.load_state_dict({"0.weight": torch.ones(6, 4)}, strict=False)
+        trained(model, opt, x)
+
+    incident = guard(body).report.incidents[0]
+    assert (incident.cause, incident.evidence["name"]) == ("nonfinite-parameter", "2.weight")
+    assert incident.evidence["loaded_at"] is None
