@@ -255,3 +255,43 @@ def test_module_of_an_infinity_that_a_norm_turns_into_nan(guard: Guard) -> None:
 
     first = guard(body).first
     assert (first.cause, first.op, first.module) == ("nonfinite-input", "aten.addmm.default", "0")
+
+
+@pytest.mark.parametrize("role", ["input", "target"])
+def test_a_model_of_plain_tensors_has_inputs_and_targets(role: str, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        first, second = torch.randn(4, 8).requires_grad_(), torch.randn(8, 3).requires_grad_()
+        optimizer = torch.optim.SGD([first, second], 1e-3)
+        for step in range(4):
+            x, y = torch.randn(6, 4), torch.randn(6, 3)
+            if step == 2:
+                (x if role == "input" else y)[1] = float("nan")
+            loss = nn.functional.mse_loss(torch.relu(x @ first) @ second, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step) == ("nonfinite-input", 2)
+    assert (first.evidence["role"], first.evidence["samples"]) == (role, [1])
+    assert first.evidence["name"] == {"input": "x", "target": "y"}[role]
+    assert {fix.action: fix.verified for fix in first.fixes} == {"filter-sample": True, "fix-data": True}
+
+
+def test_a_mask_beside_plain_weights_is_no_data(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        query, key = torch.randn(4, 4).requires_grad_(), torch.randn(4, 4).requires_grad_()
+        optimizer = torch.optim.SGD([query, key], 1e-3)
+        for step in range(4):
+            mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1 if step != 2 else 0).bool(), float("-inf"))
+            x = torch.randn(2, 5, 4)
+            scores = torch.softmax((x @ query) @ (x @ key).transpose(1, 2) + mask, -1)
+            loss = (scores @ x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step) == ("masked-softmax", 2)

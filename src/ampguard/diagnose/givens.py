@@ -12,6 +12,7 @@ from ampguard import compat
 from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall, held_by, leaves, refs_in
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.model_calls import has_parameters, model_calls
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.diagnose.rows import is_masks_doing
@@ -251,8 +252,9 @@ def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTens
         name = variable_name(held.tensor) or words.code_at(event.line) or name
     name = in_batch or name
     value = held.value.detach()
-    may_be_batch = bool(in_batch) or _is_model(event)
-    role = "input" if _is_model(event) or _goes_into_model(evidence) else "target"
+    is_models = event.index in _models(evidence)
+    may_be_batch = bool(in_batch) or is_models
+    role = "input" if is_models or _goes_into_model(evidence) else "target"
     if role == "target" and in_batch is None and _is_table(evidence, event, held):
         role = "table"
     return NamedTensor(
@@ -278,7 +280,7 @@ def _is_plain(leaf: object) -> bool:
 
 def _is_per_sample(evidence: Evidence, value: Tensor) -> bool:
     """Whether a tensor has a row for each sample of the batch; so where the batch is not known."""
-    models = [event for event in evidence.events() if _is_model(event)]
+    models = [event for event in evidence.events() if has_parameters(event)]
     inputs = [held.value for event in models for held in held_by(event)]
     made = [evidence.made(ref) for event in models for ref in refs_in((event.args, event.kwargs))]
     sizes = {t.shape[0] for t in (*inputs, *made) if t is not None and t.dim()}
@@ -292,7 +294,7 @@ def _goes_into_model(evidence: Evidence) -> bool:
 
 
 def _models(evidence: Evidence) -> set[int]:
-    return {event.index for event in evidence.events() if _is_model(event)}
+    return {event.index for event in model_calls(evidence.events())}
 
 
 def _carries_data(evidence: Evidence) -> bool:
@@ -316,14 +318,10 @@ def _is_of_the_batch(evidence: Evidence, element: Tensor) -> bool:
     """Whether a tensor, or what was made of it before, went into a module with parameters, or came from the DataLoader."""
     if evidence.replayer is not None and evidence.replayer.name_in_batch(element) is not None:
         return True
-    if any(held.tensor is element and _is_model(event) for event, _, held in evidence.held()):
-        return True
     models = _models(evidence)
+    if any(held.tensor is element and event.index in models for event, _, held in evidence.held()):
+        return True
     return evidence.given is not None and evidence.given.reader.event not in models and _goes_into_model(evidence)
-
-
-def _is_model(event: Event) -> bool:
-    return isinstance(event, RootCall) and any(True for _ in event.module.parameters())
 
 
 def bad_samples(tensor: Tensor) -> list[int]:

@@ -7,11 +7,12 @@ import time
 import torch
 
 from ampguard.capture.raised import is_conversion_refusal
-from ampguard.capture.record import BadResult, Held, RootCall
+from ampguard.capture.record import BadResult, Held
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.compiled_fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
+from ampguard.diagnose.model_calls import model_calls
 from ampguard.diagnose.rows import is_masks_doing
 from ampguard.diagnose.slicing import COPIES, Chain, Link, at_the_data, chain_from
 from ampguard.errors import ReplayError
@@ -46,8 +47,8 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
         raise ReplayError(NOT_MADE)
     if _was_computed_unseen(outcome, chain):
         chain.intended = False
-    models = [e for e in replayer.events if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
-    from_data = at_the_data(chain, outcome.trace, models[0].index if models else None)
+    models = [event.index for event in model_calls(replayer.events)]
+    from_data = at_the_data(chain, outcome.trace, models)
     if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
         chain = from_data
     return None if is_on_purpose(bad, chain) else evidence_of(bad, chain, outcome, replayer)

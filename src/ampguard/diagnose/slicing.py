@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -142,23 +142,24 @@ def _of_the_step(chain: Chain) -> Chain:
     return chain
 
 
-def at_the_data(chain: Chain, trace: Trace, first_model_call: int | None) -> Chain:
+def at_the_data(chain: Chain, trace: Trace, models: Sequence[int]) -> Chain:
     """The same chain, ended at the model's input, or at the target, where it begins at a NaN or Inf literal written there.
 
-    An infinity that is written after the model has run may be a mask of its scores; a NaN is none.
+    An infinity that is written after the model has run may be a mask of its scores; a NaN is none. `models`: the events
+    in which the model runs.
     """
-    if first_model_call is None:
+    if not models:
         return chain
     numbers = (
         [number for number in chain.head.op.scalars if not math.isfinite(number)]
         if chain.given is None
         else [math.nan if chain.given.kind == NAN else math.inf][: math.prod(chain.given.tensor.shape) == 1]
     )
-    if chain.head.op.event < first_model_call:
-        inside = [link for link in chain.links if link.op.event >= first_model_call and not _is_of_the_replay(link.op)]
+    if chain.head.op.event < models[0]:
+        inside = [link for link in chain.links if link.op.event >= models[0] and not _is_of_the_replay(link.op)]
     else:
         numbers = [number for number in numbers if math.isnan(number)]
-        computed = _computed_from(trace, first_model_call) if numbers else frozenset()
+        computed = _computed_by(trace, frozenset(models)) if numbers else frozenset()
         inside = (
             [link for link in chain.links if link.op.index in computed] if chain.head.op.index not in computed else []
         )
@@ -172,12 +173,11 @@ def at_the_data(chain: Chain, trace: Trace, first_model_call: int | None) -> Cha
     return chain
 
 
-def _computed_from(trace: Trace, first_model_call: int) -> frozenset[int]:
+def _computed_by(trace: Trace, models: frozenset[int]) -> frozenset[int]:
     """The operators of a model's calls, and those that depend on their results."""
     found: set[int] = set()
     for op in trace.ops:
-        is_within = op.root is not None and op.event >= first_model_call
-        if is_within or any(t.made_by is not None and t.made_by[0] in found for t in op.inputs):
+        if op.event in models or any(t.made_by is not None and t.made_by[0] in found for t in op.inputs):
             found.add(op.index)
     return frozenset(found)
 
