@@ -68,9 +68,9 @@ class Evidence:
         self.still_bad: list[tuple[Variant, Fix]] = []
         """Changes that were not enough, and the fixes that they are."""
         self.losses_with: dict[str, float] = {}
+        """The loss of the failing step with each fix that was seen to work, by its action."""
         self.results_with: dict[str, float] = {}
         """The largest |value| of what a call in evaluation returns with a fix, by its action."""
-        """The loss of the failing step with each fix that was seen to work, by its action."""
         self.all_in_float32 = Variant(convert=torch.float32)
         """Everything that ran in low precision computed in float32."""
         self.seen_in_float32: Outcome | None = None

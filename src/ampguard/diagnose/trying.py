@@ -87,7 +87,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    elif verified and evidence.bad.mode == "eval" and not proposal.search:
+    elif verified and evidence.bad.mode == "eval" and evidence.bad.kind == "output" and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)
         if peak >= ON_THE_BRINK:
             return fix(
