@@ -279,7 +279,7 @@ def test_weights_that_no_optimizer_trains_were_not_poisoned_by_an_update(guard: 
 
     assert (run.first.step, run.first.cause) == (3, "nonfinite-parameter")
     assert "update" not in run.first.explanation
-    assert "The script itself has given it these values in this step" in run.first.explanation
+    assert "These values were loaded at test_givens.py" in run.first.explanation
     assert "teacher.load_state_dict(" in run.first.explanation
 
 

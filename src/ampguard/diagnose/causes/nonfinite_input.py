@@ -20,6 +20,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
+from ampguard.diagnose.masked_data import masked_before, meeting_of
 from ampguard.diagnose.outside import Outside, made_outside
 from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
@@ -82,15 +83,24 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
     if given.role == CONSTANT:
         what = f"tensor `{given.name}`, which is neither an argument of the model nor a part of its state,"
+    fixes: tuple[Proposal, ...] = proposals if given.is_batch or given.role == "target" else (cleaning,)
+    meeting = meeting_of(evidence)
+    hidden = ""
+    if meeting is not None:
+        fixes = (masked_before(meeting), *fixes)
+        hidden = (
+            f" The loss masks them, but only behind `{meeting.code}`: it does not see them, and its derivative, 0 times a value "
+            f"that is not finite, does."
+        )
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}",
+        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{hidden}",
         weight=100,
         evidence=facts_of_input,
-        proposals=proposals if given.is_batch or given.role == "target" else (cleaning,),
+        proposals=fixes,
         phase="data",
-        op=reader,
+        op=reader if meeting is None else meeting.op,
     )
 
 
