@@ -82,8 +82,8 @@ def test_what_is_kept_of_earlier_steps_does_not_grow(guard: Guard, monkeypatch: 
     sizes: list[int] = []
     ended = EventLog.iteration_ended
 
-    def iteration_ended(log: EventLog) -> None:
-        ended(log)
+    def iteration_ended(log: EventLog, is_all: bool = True) -> None:
+        ended(log, is_all)
         sizes.append(log.size)
 
     monkeypatch.setattr(EventLog, "iteration_ended", iteration_ended)

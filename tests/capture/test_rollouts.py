@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from watching import fingerprint, seed_everything
 
-from ampguard.capture import forgetting, log, pace
+from ampguard.capture import forgetting, forgetting_log, log, pace
 from ampguard.capture.record import Event
 
 Guard = Callable[..., Any]
@@ -73,7 +73,7 @@ def test_what_is_still_in_use_is_asked_seldom_when_it_is_much(guard: Guard, monk
         sizes.append(len(events))
         return still_used(events, *others)
 
-    monkeypatch.setattr(log, "still_used", counted)
+    monkeypatch.setattr(forgetting_log, "still_used", counted)
     run = guard(lambda: train(6, lambda i: 0.9))
     assert run.faults == 0, run.stderr
     per_iteration = sum(sizes) / 6

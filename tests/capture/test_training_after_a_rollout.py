@@ -13,9 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
 import ampguard
-from ampguard.capture import log as event_log
-from ampguard.capture.record import TapedCall
+from ampguard.capture import kept_events
 from ampguard.capture.schedule import LONG_STEP, TapeSchedule
+from ampguard.capture.taped_calls import TapedCall
 
 Guard = Callable[..., Watched]
 MOVES, UPDATES = 24, 4
@@ -58,7 +58,7 @@ def act_and_train(bad: int | None = None, each: Callable[[], object] = lambda: N
 def test_the_training_after_a_rollout_is_recorded(bad: int, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much the rollout has left in the record."""
     plain = act_and_train(bad)
-    monkeypatch.setattr(event_log, "MAX_EVENTS", 300)
+    monkeypatch.setattr(kept_events, "MAX_EVENTS", 300)
     run = guard(lambda: act_and_train(bad))
     assert run.result == plain
     assert run.faults == 0, run.stderr
@@ -70,7 +70,7 @@ def test_the_training_after_a_rollout_is_recorded(bad: int, guard: Guard, monkey
 
 def test_functions_are_learnt_where_they_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record is full when the first losses are made: what has not been recorded says nothing of a function."""
-    monkeypatch.setattr(event_log, "MAX_EVENTS", 300)
+    monkeypatch.setattr(kept_events, "MAX_EVENTS", 300)
     with ampguard.watch(out=tmp_path / "run") as session:
         act_and_train()
         assert F.mse_loss in session._recorder.tape.calls._plain

@@ -169,6 +169,8 @@ def test_a_write_looks_at_what_shares_its_memory_only(tmp_path: Path, monkeypatc
         return tensors
 
     monkeypatch.setattr(Producers, "_lying_in", noted)
+    monkeypatch.setattr(schedule, "LONG_STEP", 0.0)  # operators are taped
+    monkeypatch.setattr(schedule, "MUCH_GLUE", 1e9)
     with ampguard.watch(out=tmp_path / "run"):
         steps = by_hand()
         for _ in range(STEPS):

@@ -54,6 +54,10 @@ class Operators(Protocol):
     @property
     def is_passing(self) -> bool: ...
     @property
+    def may_keep_writes(self) -> bool: ...
+    @property
+    def is_between_steps(self) -> bool: ...
+    @property
     def barrier(self) -> FaultBarrier: ...
     @property
     def log(self) -> EventLog: ...
@@ -68,6 +72,7 @@ class CallTape(compat.FunctionMode):
     def __init__(self, operators: Operators) -> None:
         super().__init__()
         self._operators = operators
+        self._log, self._barrier = operators.log, operators.barrier
         self._known: set[Any] = set()
         """Functions that are what PyTorch was asked for."""
         self._watched: dict[Any, Any] = {}
@@ -76,6 +81,8 @@ class CallTape(compat.FunctionMode):
         """Whether PyTorch has handed us a function that the script had put in the place of its own."""
         self._plain: set[Any] = set()
         """Functions that are kept as one call."""
+        self._writing: set[Any] = set()
+        """The same of those that write to their first operand, and do nothing else."""
         self._silent: set[Any] = set()
         """Functions that ran no operator when they were called: they were asked for a shape, or had nothing to convert."""
         self._lessons: dict[Any, int] = {}
@@ -114,6 +121,8 @@ class CallTape(compat.FunctionMode):
         operators = self._operators
         if func in self._plain and not operators.is_passing and not in_functorch():
             return self.call(func, args, kwargs, sys._getframe(1))
+        if func in self._writing and not operators.is_passing and not in_functorch():
+            return self.write(func, args, kwargs or {}, sys._getframe(1))
         if func not in self._known:
             func = self._meet(func, sys._getframe(1))
         if operators.is_passing:
@@ -175,17 +184,46 @@ class CallTape(compat.FunctionMode):
             return output
         self.keep(func, args, kwargs or {}, output, versions, frame)
         if is_nested or kind is not Tensor:
-            self._operators.barrier.call(self._operators.log.settle)
+            self._barrier.call(self._log.settle)
+        return output
+
+    def write(self, func: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+        """A call of a function that only writes to its first operand, while this mode is not on the stack."""
+        operators = self._operators
+        written = args[0]
+        if not operators.may_keep_writes or not _are_plain_operands((*args, *kwargs.values())):
+            return self._tape(func, (), args, kwargs)
+        versions = [plain_version(value) if isinstance(value, Tensor) else -1 for value in args]
+        before = self._barrier.call(self._log.value_before, written)
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            return self._tape(func, (), args, kwargs)  # raises again, and tells at which operator
+        if output is not written or plain_version(written) != versions[0] + 1:
+            self._writing.discard(func)
+            self._has_written(func)
+            return output
+        barrier = self._barrier
+        if barrier.tripped:
+            return output
+        try:
+            line, notes = user_line(frame), operators.is_between_steps
+            self._log.keep_write(func, args, kwargs, versions, before, line, notes)
+            operators.left -= 1
+            if operators.left == 0:
+                operators.exhausted()
+        except Exception as fault:
+            barrier.trip(fault)
         return output
 
     def keep(self, func: Any, args: Any, kwargs: Any, output: Any, versions: list[int], frame: Any) -> None:
         """Keep a call that has returned; called while this mode is not on the stack."""
         operators = self._operators
-        barrier = operators.barrier
+        barrier = self._barrier
         if barrier.tripped:
             return
         try:
-            operators.log.keep_call(func, args, kwargs, output, versions, user_line(frame))
+            self._log.keep_call(func, args, kwargs, output, versions, user_line(frame))
             operators.left -= 1
             if operators.left == 0:
                 operators.exhausted()
@@ -211,31 +249,38 @@ class CallTape(compat.FunctionMode):
         """A function that only computed so far was told to write (`relu(x, True)`), which only the tape could have followed."""
         self._plain.discard(func)
         self._lessons[func] = -1
-        self._operators.barrier.call(self._operators.log.lost_count)
+        self._barrier.call(self._log.is_incomplete)
 
     def _tape(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A call of which nothing is known yet, or that does more than compute."""
         if not all(issubclass(kind, Tensor) for kind in types) or not self._operators.tape_one():
             return func(*args, **kwargs)
         operators = self._operators
-        began, reads = operators.log.next_index, operators.reads
+        began, reads = self._log.next_index, operators.reads
         try:
             output = func(*args, **kwargs)
         finally:
             operators.untape_one()
         if self._lessons.get(func, 0) >= 0 and not in_functorch():  # under `vmap` tensors are not what they seem
-            operators.barrier.call(self._learn, func, args, kwargs, output, began, operators.reads > reads)
+            self._barrier.call(self._learn, func, args, kwargs, output, began, operators.reads > reads)
         return output
 
     def _learn(self, func: Any, args: Any, kwargs: Any, output: Any, began: int, has_read: bool) -> None:
-        log = self._operators.log
+        log = self._log
         if log.is_full:
             return  # what it did was not recorded
         has_run_nothing = log.next_index == began and not has_read
         if has_run_nothing and (type(func) is MethodWrapperType or _is_nothing_new(output, args)):
             self._silent.add(func)  # also `grad`, whose tensor was there before
             return
+        if isinstance(output, Tensor):
+            log.producers.correct(output, began)
         is_small_enough = is_small(args) and is_small(kwargs)
+        if is_small_enough and _may_write(func) and args and output is args[0] and log.is_one_write(began, output):
+            lessons = self._lessons[func] = self._lessons.get(func, 0) + 1
+            if lessons >= LESSONS:
+                self._writing.add(func)
+            return
         is_plain = is_small_enough and log.is_one_computation(began, output) and not _may_draw(func)
         lessons = self._lessons[func] = self._lessons.get(func, 0) + 1 if is_plain else -1
         if lessons >= LESSONS:
@@ -251,6 +296,26 @@ def is_small(tree: Any) -> bool:
     if isinstance(tree, (tuple, list)):
         return all(is_small(value) for value in tree)
     return not isinstance(tree, torch.Generator)
+
+
+def _are_plain_operands(values: tuple[Any, ...]) -> bool:
+    """Whether a call that writes may be kept: small and ordinary tensors, of which autograd follows none, and numbers."""
+    has_grad = torch.is_grad_enabled()
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT or (has_grad and value.requires_grad):
+                return False
+            if value.layout is not torch.strided or value.is_inference():
+                return False
+        elif type(value) in NESTED or type(value) is torch.Generator:
+            return False
+    return True
+
+
+def _may_write(func: Any) -> bool:
+    """Whether a function is named as those are that write to their first operand: `add_`, `__isub__`."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_nothing_new(output: Any, args: Any) -> bool:

@@ -122,7 +122,7 @@ class GradientWatch:
 
     def used_by_hand(self) -> None:
         """Parameters are updated by hand: judge what the last backward call left or returned."""
-        events = self._log.record.events
+        events = self._log.kept_since(0)
         call = events[-1] if events else None
         if not isinstance(call, BackwardCall):
             return
@@ -146,7 +146,7 @@ class GradientWatch:
         if self._log.is_empty:
             return
         if self._is_unjudged:
-            events = self._log.record.events
+            events = self._log.kept_since(0)
             self._is_unjudged = False
             is_scaled = scaler is not None and scaler.is_enabled()
             if not is_scaled and any(version_of(p) != version for p, version in self._versions):

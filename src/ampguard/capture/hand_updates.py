@@ -92,7 +92,7 @@ class HandUpdates:
 
     def begin(self, step: int) -> None:
         """A backward pass has ended, and the script may update its weights now."""
-        events = self._recorder.log.record.events
+        events = self._recorder.log.kept_since(0)
         call = events[-1] if events else None
         if not isinstance(call, BackwardCall):
             return
@@ -100,7 +100,7 @@ class HandUpdates:
         pairs = [(p, g) for p, g in self._gradients(call, inputs) if _is_followed(p, g)][:MAX_WEIGHTS]
         if not pairs:
             return
-        earlier = _written_in(events, {tuple(p.shape) for p, _ in pairs})
+        earlier = _written_in(self._recorder.log.slice().events, {tuple(p.shape) for p, _ in pairs})
         with torch.no_grad(), compat.unseen():
             self._begun = HandUpdate([(p, p.detach().clone(), g.detach().clone()) for p, g in pairs], call, inputs)
             self._begun.before = [(p, value, compat.storage_key(p)) for p, value, _ in self._begun.weights]
@@ -116,7 +116,7 @@ class HandUpdates:
         update, self._begun = self._begun, None
         if update is None:
             return
-        update.events = _since(self._recorder.log.record.events, update.call.index)
+        update.events = _since(self._recorder.log.slice().events, update.call.index)
         with torch.no_grad(), compat.unseen():
             update.after = [p.detach().clone() for p, *_ in update.weights]
         self.last = update if update.events else None

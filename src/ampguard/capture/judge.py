@@ -185,6 +185,8 @@ class Judge:
         """The script read a number from the device, the way a loss is looked at (`loss.item()`)."""
         if isinstance(value, float) and value - value == 0.0:
             return
+        if isinstance(value, bool) and self._log.is_about_finite_numbers(tensor):
+            return
         ref = self._log.lookup(tensor)
         record = self._log.record
         if isinstance(value, bool):
@@ -319,12 +321,12 @@ class Judge:
 
         In another's, autograd's engine may be writing to `.grad` at this moment, without the interpreter's lock.
         """
-        record = self._log.record
-        if self.thread() != threading.get_ident():  # asked after the record: a new one is begun for another thread
+        events = self._log.kept_since(0)
+        if self.thread() != threading.get_ident():  # asked after the events: new ones are begun for another thread
             return []
-        modules = {id(e.module): e.module for e in [e for e in record.events if type(e) is RootCall]}
+        modules = {id(e.module): e.module for e in [e for e in events if type(e) is RootCall]}
         if not modules and self._steps.counts_backwards:
-            return self._plain_leaves.with_gradients(record.events)
+            return self._plain_leaves.with_gradients(self._log.record.events)
         return [p for module in modules.values() for p in compat.all_parameters(module)]
 
     # --- outputs and buffers ----------------------------------------------------------------------------------------

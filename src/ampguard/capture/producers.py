@@ -49,6 +49,17 @@ class Producers:
         known = self.known.get(id(tensor))
         return None if known is None or known[0]() is not tensor or version != known[2] else known[1]
 
+    def maker_of(self, tensor: Tensor) -> int | None:
+        """The event that has made this very tensor object, at whatever version; None where none has."""
+        known = self.known.get(id(tensor))
+        return known[1].event if known is not None and known[0]() is tensor else None
+
+    def correct(self, tensor: Tensor, began: int) -> None:
+        """What an event from `began` on has made counts its versions by itself (`.data`), and not with its base."""
+        known = self.known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1].event >= began and known[2] != version_of(tensor):
+            self.known[id(tensor)] = (known[0], known[1], version_of(tensor))
+
     def add_views(self, op: GlueOp, base: Tensor, output: Any) -> None:
         """A view shares its base's version counter, but only once PyTorch has returned it to the script."""
         version = version_of(base)
@@ -62,18 +73,24 @@ class Producers:
         """What an event made goes on under another class: a new object, which shares the memory and its version."""
         self.put(tensor, weakref.ref(tensor), ref, version_of(tensor))
 
-    def note_write(self, written: Tensor, op: GlueOp) -> None:
+    def note_write(self, written: Tensor, op: GlueOp, version: int | None = None) -> None:
         """An operator wrote to a tensor: what shares its memory and was made by recorded events has a new value.
+
+        `version`: the tensor's version before, where that is told later.
 
         PyTorch counts the new version after the operator returns, hence the + 1. A tensor that no event made is copied
         for the replay, so what shares its memory is not followed but taken as it is when it is used.
         """
-        version, index = version_of(written), op.index
+        now = version_of(written)
+        version = now if version is None else version
+        index = op.index
         memory = compat.storage_key(written) if op.args and isinstance(op.args[0], Ref) else 0
         for identity in self._lying_in(memory) if memory else ():
             alias, ref, known_version = self.known[identity]
             tensor = alias()
-            if tensor is not None and tensor is not written and known_version == version_of(tensor):
+            if tensor is None or tensor is written:
+                continue
+            if known_version == version_of(tensor) or (known_version == version and version_of(tensor) == now):
                 self.known[identity] = (alias, ref, known_version + 1)
                 self.writers.setdefault(ref.event, []).append(index)
         self.put(written, weakref.ref(written), Ref(index, 0), version + 1)

@@ -227,20 +227,6 @@ class BackwardCall:
         return self.args[2] is not None
 
 
-@dataclass(slots=True)
-class TapedCall(GlueOp):
-    """A function that the script called outside every module, in place of the operators that it is made of (see `told`).
-
-    `func` is what was called, `operands` are its arguments themselves, `modes` are those in which it was called, `index`
-    is that of its last operator.
-    """
-
-    operands: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    modes: Modes = Modes(True, False, ())
-    made: Sequence[int] = ()
-    """The versions of its results when it returned."""
-
-
 Event: TypeAlias = RootCall | GlueOp | BackwardCall
 
 

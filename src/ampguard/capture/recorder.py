@@ -223,7 +223,7 @@ class FlightRecorder:
         root.seconds = (time.perf_counter() if root.modes.grad else time.thread_time()) - root.started
         outputs = [output] if type(output) is Tensor else tensors_in(output)
         for position, tensor in enumerate(outputs):
-            root.outputs.append(self.log.producers.define(tensor, Ref(root.index, position)))
+            root.outputs.append(self.log.define(tensor, Ref(root.index, position)))
             root.floating.append(tensor.dtype.is_floating_point)
             if tensor.requires_grad:
                 root.wants_gradient = True
@@ -238,7 +238,7 @@ class FlightRecorder:
     def _look_at_written(self) -> None:
         """A step begins, and the script has written to weights since the last one."""
         self.schedule.kept_for_weights(self.log.size_of_iteration)
-        bad = self.log.written.take_bad(self.log.record)
+        bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
             self.judge.written_weights_are_bad(bad)
 
@@ -294,8 +294,7 @@ class FlightRecorder:
     def leave_function(self, root: RootCall, output: Any) -> None:
         """Note what the function returned."""
         for position, tensor in enumerate(tensors_in(output)):
-            self.log.producers.define(tensor, Ref(root.index, position))
-            root.outputs.append(weakref.ref(tensor))
+            root.outputs.append(self.log.define(tensor, Ref(root.index, position)))
             root.floating.append(tensor.is_floating_point())
 
     def root_raised(self, root: RootCall, error: BaseException) -> None:
@@ -325,9 +324,8 @@ class FlightRecorder:
         if more:
             self.tape.left = more
             return
-        record = self.log.record
-        record.complete = False
-        self.schedule.exhausted(any(isinstance(event, RootCall) for event in record.events))
+        self.log.is_incomplete()
+        self.schedule.exhausted(RootCall in map(type, self.log.kept_since(0)))
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -497,20 +495,23 @@ class FlightRecorder:
         self._step_started = now
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
-        if self.schedule.wonders(self.steps.count):
+        hangs_together = self.steps.counts_backwards
+        if hangs_together:
+            self.schedule.prefix_was(used=False)  # the tape is on all the time
+        elif self.schedule.wonders(self.steps.count):
             events, writers = self.log.record.events, self.log.producers.writers
             used = uses_computed(events, self.log.iteration_start, self._first_root, writers)
             self.schedule.prefix_was(used or self.log.ahead.is_usual or self.schedule.keeps_for_weights)
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
-        self.tape.keeps_calls = self.schedule.keeps_calls and not self.steps.counts_backwards
+        self.tape.keeps_calls = self.schedule.keeps_calls and not (hangs_together and self.schedule.is_functional)
         self._has_root = False
         if self.gradients.remade.are_used:
             self.log.closed_until = self.log.next_index  # gradients that were used are not to be held on to
         if self.live is not None:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)
-        self.log.iteration_ended()
-        if self.schedule.is_functional and not self.steps.counts_backwards:
+        self.log.iteration_ended(is_all=not hangs_together)
+        if self.schedule.is_functional and not hangs_together:
             self._forget_finished()
 
     def bookkeeping_done(self, is_last: bool) -> None:

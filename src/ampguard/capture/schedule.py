@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampguard.capture.log import MAX_EVENTS
+from ampguard.capture.kept_events import MAX_EVENTS
 
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""

@@ -222,13 +222,21 @@ class GlueTape(compat.DispatchMode):
     def log(self) -> EventLog:
         return self._taped.log
 
+    @property
+    def may_keep_writes(self) -> bool:
+        """Whether nothing that waits to be told may have come from what is written to."""
+        return not self._taped.judge.suspects
+
+    @property
+    def is_between_steps(self) -> bool:
+        return self._taped.between_steps
+
     def tape_one(self) -> bool:
         """Tape the operators of what is called next, though calls are being kept; False where that cannot be."""
         if compat.dispatch_modes_on():
             self._has_met_modes = True
-            self._taped.log.record.complete = False
+            self._taped.log.is_incomplete()
             return False
-        self._taped.barrier.call(self._taped.log.settle)  # the operands of earlier calls are still what they were
         self._taped.barrier.own_modes = 1
         self.begin()
         return True
@@ -329,6 +337,7 @@ class GlueTape(compat.DispatchMode):
         log = self._taped.log
         rng = torch_rng_states() if facts.is_random else None
         if facts.writes:
+            log.settle()  # the operands of earlier calls are still what they were
             if self._taped.judge.suspects:
                 self._taped.judge.settle_before_write(a for i, a in enumerate(args) if i in facts.writes)
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import Event, GlueOp, Held, HeldGenerator, Ref, StepRecord, TapedCall, leaves
+from ampguard.capture.record import Event, GlueOp, Held, HeldGenerator, Ref, StepRecord, leaves
 from ampguard.capture.surroundings import modes_of
+from ampguard.capture.taped_calls import TapedCall, WritingCall
 from ampguard.compat import version_of
 
 MAX_CALL_OPERATORS = 64
@@ -27,11 +28,11 @@ _GONE: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
 
 def tell_calls(record: StepRecord) -> None:
     """Put the operators that calls are made of in their place."""
-    if TapedCall not in map(type, record.events):
+    if TapedCall not in (kinds := set(map(type, record.events))) and WritingCall not in kinds:
         return
     events: list[Event] = []
     for event in record.events:
-        if type(event) is not TapedCall:
+        if not isinstance(event, TapedCall):
             events.append(event)
             continue
         operators = operators_of(event)
@@ -44,8 +45,11 @@ def tell_calls(record: StepRecord) -> None:
 def operators_of(call: TapedCall) -> list[GlueOp] | None:
     """The operators of `call`, the last under the call's own index. None where the call does not repeat itself."""
     args, kwargs = call.operands
+    if type(call) is WritingCall:  # the script's own tensor is not to be written to again
+        args = ((args[0] if call.before is None else call.before).detach().clone(), *args[1:])
     pairs = (*_pairs(args, call.args), *_pairs(kwargs, call.kwargs))
-    listing = _Listing({id(tensor): (weakref.ref(tensor), name) for tensor, name in pairs})
+    names = {id(tensor): (weakref.ref(tensor), name) for tensor, name in pairs}
+    listing = _Listing(names, keeps_writes=type(call) is WritingCall)
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
     try:
@@ -55,8 +59,27 @@ def operators_of(call: TapedCall) -> list[GlueOp] | None:
         return None
     finally:
         torch.set_autocast_cache_enabled(is_cached)
+    if type(call) is WritingCall:
+        return _as_written(call, listing)
     outputs = list(output) if isinstance(output, (tuple, list)) else [output]
     return _as_kept(call, listing, outputs)
+
+
+def _as_written(call: TapedCall, listing: _Listing) -> list[GlueOp] | None:
+    """The one operator of a call that wrote to its first operand. None where that is not what it does."""
+    if len(listing.operators) != 1 or not writes_first(listing.operators[0]):
+        return None
+    (op,) = listing.operators
+    op.index, op.line, op.grad, op.outputs, op.floating = call.index, call.line, call.grad, call.outputs, call.floating
+    return [op]
+
+
+def writes_first(op: GlueOp) -> bool:
+    """Whether an operator has written to its first operand and done nothing else."""
+    if op.rng is not None or op.error is not None or torch.Tag.nondeterministic_seeded in op.func.tags:
+        return False
+    has_generator = any(isinstance(leaf, HeldGenerator) for leaf in leaves((op.args, op.kwargs)))
+    return compat.positions_written(op.func) == {0} and not has_generator
 
 
 def _as_kept(call: TapedCall, listing: _Listing, outputs: list[Any]) -> list[GlueOp] | None:
@@ -97,8 +120,9 @@ class _Made(Ref):
 class _Listing(compat.DispatchMode):
     """Lists operators while a call runs once more."""
 
-    def __init__(self, names: dict[int, tuple[weakref.ref[Tensor], Ref | Held]]) -> None:
+    def __init__(self, names: dict[int, tuple[weakref.ref[Tensor], Ref | Held]], keeps_writes: bool) -> None:
         super().__init__()
+        self._keeps_writes = keeps_writes
         self.operators: list[GlueOp] = []
         self._names = names
         """By identity, and weakly: to hold on to a result would change what PyTorch does next with it."""
@@ -106,7 +130,7 @@ class _Listing(compat.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if func.namespace == "profiler" or (args and output is args[0]):
+        if func.namespace == "profiler" or (args and output is args[0] and not self._keeps_writes):
             return output
         op = GlueOp(len(self.operators), func, self._named(tuple(args)), self._named(kwargs), None, True)
         for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):

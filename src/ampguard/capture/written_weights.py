@@ -29,6 +29,8 @@ class WrittenWeights:
 
     def __init__(self) -> None:
         self._writes: Writes = {}
+        self._bad: dict[int, weakref.ref[Tensor]] = {}
+        """Those that are known to be bad: by identity."""
 
     def note(self, op: GlueOp, record: Callable[[], StepRecord]) -> None:
         """An operator is about to write to its first operand."""
@@ -36,22 +38,33 @@ class WrittenWeights:
         if parameter is not None and id(parameter) not in self._writes:
             self._writes[id(parameter)] = weakref.ref(parameter), op.index
 
+    def note_call(self, written: Tensor, index: int) -> None:
+        """A call has written to a tensor, or to its `.data`."""
+        if isinstance(written, nn.Parameter) and id(written) not in self._writes:
+            self._writes[id(written)] = weakref.ref(written), index
+
     def __len__(self) -> int:
         return len(self._writes)
 
     def clear(self) -> None:
         self._writes.clear()
 
-    def take_bad(self, record: StepRecord) -> Tensor | None:
+    def take_bad(self, record: Callable[[], StepRecord]) -> Tensor | None:
         """A parameter that was finite before and is not any more; None where all that are looked at are finite."""
         writes, self._writes = list(self._writes.values()), {}
         chosen = sorted({round(i * (len(writes) - 1) / (MOST - 1)) for i in range(MOST)}, reverse=True)
+        step: StepRecord | None = None
         for ref, index in (writes[i] for i in chosen):
             parameter = ref()
             if parameter is None or parameter.numel() > LARGEST or not is_immediate(parameter):
                 continue
-            if not is_finite(parameter.detach()) and _was_finite(parameter, record, index):
-                return parameter
+            if is_finite(parameter.detach()):
+                self._bad.pop(id(parameter), None)
+            elif id(parameter) not in self._bad or self._bad[id(parameter)]() is not parameter:
+                self._bad[id(parameter)] = ref
+                step = record() if step is None else step
+                if _was_finite(parameter, step, index):
+                    return parameter
         return None
 
 

@@ -341,6 +341,7 @@ class Replayer:
                 map_tensors(a, lambda t: t.clone()) if i in overwritten and fresh_copy_needed(op.args[i]) else a
                 for i, a in enumerate(args)
             )
+            args = tuple(_not_live(a, mode.stand_ins) if i in overwritten else a for i, a in enumerate(args))
         if op.rng is not None:
             set_streams(op.rng)
         with torch.set_grad_enabled(op.grad and self.keeps_graph), mode:
@@ -356,6 +357,12 @@ class Replayer:
             yield
         finally:
             self._recorder.paused = paused
+
+
+def _not_live(target: Any, given: Mapping[int, tuple[Tensor, Tensor]]) -> Any:
+    """What is about to be written to, or a copy of it where that is the script's own memory: a weight by its `.data`."""
+    known = given.get(compat.storage_key(target)) if isinstance(target, Tensor) else None
+    return target.clone() if known is not None and known[0] is known[1] else target
 
 
 def _never_unpacked(_: Any) -> Any:

@@ -110,7 +110,7 @@ class DroppedGradients:
 
     def _ends_with_backward(self) -> bool:
         """Whether no module was called since the last backward pass."""
-        for event in reversed(self._recorder.log.record.events):
+        for event in reversed(self._recorder.log.kept_since(0)):
             if isinstance(event, BackwardCall):
                 return True
             if isinstance(event, RootCall):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import BackwardCall, RootCall, StepRecord, since
+from ampguard.capture.record import BackwardCall, RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 
 MAX_ROOTS = 64
@@ -33,10 +33,10 @@ class Models:
 
     def look(self) -> None:
         """Note the modules of the present step, and the precision that they were called under."""
-        record = self._recorder.log.record
-        if self._recorder.thread != get_ident():  # asked after the record: it is replaced where another is followed
+        events = self._recorder.log.kept_since(self._looked_until)
+        if self._recorder.thread != get_ident():  # asked after the events: they are others where another is followed
             return
-        for event in since(record.events, self._looked_until):
+        for event in events:
             if not self.made_half and type(event) is not BackwardCall:
                 made = [tensor for ref in event.outputs if (tensor := ref()) is not None]
                 self.made_half = torch.float16 in [tensor.dtype for tensor in made]

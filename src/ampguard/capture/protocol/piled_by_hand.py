@@ -97,7 +97,7 @@ class PiledByHand:
     def _written_at(self, weights: Iterable[Tensor]) -> Line | None:
         """The line that has moved them last, where it was recorded."""
         memory = {compat.storage_key(weight) for weight in weights} - {0}
-        record = self._moves.recorder.log.record
+        record = self._moves.recorder.log.slice()
         for event in reversed(record.events):
             if isinstance(event, GlueOp) and event.args and 0 in compat.positions_written(event.func):
                 target = record.tensor_behind(event.args[0])
