@@ -13,6 +13,7 @@ from ampguard import numerics
 from ampguard.capture.record import BadResult
 from ampguard.diagnose.compiled_fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.diagnose.slicing import Chain, Link, chain_from
 from ampguard.errors import DoesNotRepeatError, ReplayError
 from ampguard.replay.outcome import Outcome
@@ -131,7 +132,7 @@ class GradientEvidence(Evidence):
         bad: list[str] = []
         for tensor, gradient in self.outcome.gradients:
             side = finite if numerics.is_finite(gradient) else bad
-            side.append(names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}"))
+            side.append(names.get(id(tensor)) or tensor_called(tensor))
         return {
             "nonfinite": bad[:NAMES],
             "nonfinite_count": len(bad),

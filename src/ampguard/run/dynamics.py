@@ -23,7 +23,7 @@ from ampguard.capture.hand_updates import HandUpdates
 from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.record import Event, Line, RootCall
+from ampguard.capture.record import Event, GlueOp, Line, RootCall, held_by
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.vitals import StepVitals, Vitals
 from ampguard.capture.weights import WeightSample
@@ -184,12 +184,7 @@ class LearningDynamics:
 
     def _is_in_half(self) -> bool:
         """Whether the step computed in float16: other types do not lose small gradients."""
-        roots = [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
-        return any(
-            root.modes.autocast_dtype == torch.float16
-            or any(p.dtype == torch.float16 for p in root.module.parameters())
-            for root in roots
-        )
+        return any(_is_in_half(event) for event in self._recorder.log.record.events)
 
     def _on_peaks(self, step: int, peaks: Peaks, rate: float) -> None:
         self.trajectory.activations(step, peaks, rate)
@@ -433,3 +428,12 @@ def is_foretold(forecast: Incident, incident: Incident) -> bool:
     if incident.cause not in SUPERSEDED_BY or incident.mode != "train":
         return False
     return incident.cause == "divergence" or incident.module == forecast.module or incident.op == forecast.op
+
+
+def _is_in_half(event: Event) -> bool:
+    if isinstance(event, RootCall):
+        in_half = event.modes.autocast_dtype == torch.float16
+        return in_half or any(p.dtype == torch.float16 for p in event.module.parameters())
+    return isinstance(event, GlueOp) and (
+        event.kwargs.get("dtype") == torch.float16 or any(h.tensor.dtype == torch.float16 for h in held_by(event))
+    )

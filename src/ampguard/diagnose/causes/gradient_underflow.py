@@ -20,6 +20,7 @@ import torch
 
 from ampguard.capture.record import BadResult
 from ampguard.diagnose import words
+from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
 from ampguard.replay.names import parameter_names
@@ -157,7 +158,7 @@ def lost_gradients(as_it_ran: Outcome, in_float32: Outcome, names: dict[int, str
         if other is None or other.shape != gradient.shape:
             continue
         present = other != 0
-        name = names.get(id(parameter), f"a tensor of shape {tuple(parameter.shape)}")
+        name = names.get(id(parameter)) or tensor_called(parameter)
         losses.append(Loss(name, int((present & (gradient == 0)).sum()), int(present.sum())))
     return losses
 

@@ -22,6 +22,7 @@ from ampguard.capture.weights import LayerSample, watchable
 from ampguard.diagnose.dynamics.alone import update_alone
 from ampguard.diagnose.dynamics.by_hand import again_in_float32
 from ampguard.diagnose.dynamics.finding import Situation, cause
+from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
 
@@ -96,7 +97,7 @@ def lost_layers(optimizer: Optimizer, candidates: list[LayerSample], situation: 
         size = float((wide.after - wide.before).abs().median())
         spacing = float(spacing_of(wide.before, parameter.dtype).median())
         if size < spacing:
-            name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+            name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
             share = layer.stuck / layer.active
             found.append(Lost(name, share, float(wide.moved.float().mean()), size, spacing, layer, parameter))
     return sorted(found, key=lambda lost: -lost.share * lost.parameter.numel())
@@ -118,7 +119,7 @@ def lost_by_hand(update: HandUpdate, candidates: list[LayerSample], situation: S
         size = float((wide.after - wide.before).abs().median())
         spacing = float(spacing_of(wide.before, parameter.dtype).median())
         if moves >= MOVES_IN_FLOAT32 and size < spacing:
-            name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+            name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
             share = layer.stuck / layer.active
             found.append(Lost(name, share, moves, size, spacing, layer, parameter, wide.line))
     return sorted(found, key=lambda lost: -lost.share * lost.parameter.numel())

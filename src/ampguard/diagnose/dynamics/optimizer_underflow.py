@@ -23,6 +23,7 @@ from ampguard.capture.frames import is_user_code
 from ampguard.capture.weights import watchable
 from ampguard.diagnose.dynamics.alone import Update, update_alone
 from ampguard.diagnose.dynamics.finding import Situation, cause
+from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_finite, is_low_precision
@@ -106,7 +107,7 @@ def told(found: Poisoned, situation: Situation) -> Incident:
     cure = (
         "The same update in float32 is finite." if wider else f"With an eps of {SAFE_EPS:g} the same update is finite."
     )
-    name = situation.name_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+    name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
     kind = type(optimizer).__name__
     zeros, facts = zeros_of(found)
     step = situation.step if situation.failure is None else max(0, situation.failure.step - 1)

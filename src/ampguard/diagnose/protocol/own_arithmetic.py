@@ -38,7 +38,7 @@ def optimizer_underflow(scene: Scene) -> Telling:
     evidence: dict[str, Any] = {"name": scene.parameters[0], "bad_elements": count, "elements": of}
     watch = scene.breach.optimizer
     optimizer = watch.ref() if isinstance(watch, OptimizerWatch) else None
-    module = owner_of(scene.parameters[0])
+    module = scene.parameters[0].rpartition(".")[0] if scene.hangs_in_module(scene.parameters[0]) else None
     step = OwnStep.of(optimizer, scene.facts["counters"]) if optimizer is not None else None
     ran = step.again() if step is not None else None
     first = ran.first if ran is not None and not ran.is_finite else None
@@ -59,15 +59,6 @@ def optimizer_underflow(scene: Scene) -> Telling:
         phase="optimizer",
         op=first.op,
     )
-
-
-def owner_of(name: str) -> str | None:
-    """The module of a parameter; None where it hangs in none.
-
-    >>> owner_of("body.0.weight"), owner_of("scale"), owner_of("a tensor of shape (2,)")
-    ('body.0', '', None)
-    """
-    return None if name.startswith("a tensor") else name.rpartition(".")[0]
 
 
 def _is_by_zero(first: BadOperator) -> bool:

@@ -37,6 +37,11 @@ def variable_name(subject: object) -> str | None:
     return private
 
 
+def tensor_called(parameter: Tensor, kind: str = "tensor") -> str:
+    """What the script calls a weight that hangs in no module (`weights['w1']`); else its shape says which it is."""
+    return variable_name(parameter) or f"a {kind} of shape {tuple(parameter.shape)}"
+
+
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(MAX_FRAMES):

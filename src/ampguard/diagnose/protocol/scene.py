@@ -20,6 +20,7 @@ from ampguard.diagnose.protocol.owners import (
     common_module,
     parameter_names,
     repeated_in,
+    tensor_called,
     variable_name,
     whole_modules,
 )
@@ -66,7 +67,11 @@ class Scene:
     def _names(self, parameters: list[Tensor]) -> list[str]:
         names = parameter_names(self._models.roots(), parameters) if parameters else {}
         self._all_names = frozenset(names.values())
-        return [names.get(id(p)) or f"a tensor of shape {tuple(p.shape)}" for p in parameters]
+        return [names.get(id(p)) or tensor_called(p) for p in parameters]
+
+    def hangs_in_module(self, name: str) -> bool:
+        """Whether this name of a parameter is that of a module and an attribute, and not what the script calls it."""
+        return name in self._all_names
 
     def cuts(self) -> list[Cut]:
         """Where the way from the loss to the parameters in question is cut."""
@@ -95,8 +100,7 @@ class Scene:
     @property
     def module(self) -> str | None:
         """The module that owns all the parameters in question."""
-        named = [name for name in self.parameters if not name.startswith("a tensor")]
-        return common_module(named)
+        return common_module([name for name in self.parameters if self.hangs_in_module(name)])
 
     def owners(self) -> list[str]:
         """What a person would name: the modules that own nothing but the parameters in question, and single parameters."""
