@@ -26,6 +26,7 @@ from ampguard.capture import (
     barrier,
     buffers,
     judge,
+    loaded,
     log,
     pace,
     producers,
@@ -37,6 +38,7 @@ from ampguard.capture import (
 )
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
+from ampguard.capture.probing import loading
 from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, locating, minimal, trying
 from ampguard.diagnose.finding import RULES
@@ -239,6 +241,26 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
     assert run.result == expected
     assert run.faults == 1
     assert called == [name], "after a fault the guard is off"
+
+
+@pytest.mark.parametrize("name", ["note", "versions"])
+def test_loading_weights(name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> Any:
+        seed_everything()
+        model = nn.Linear(3, 1)
+        model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
+        model(torch.randn(2, 3)).mean().backward()
+        return bits(list(model.parameters()))
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise InjectedError(name)
+
+    expected = body()
+    owner = loading if name == "versions" else loaded.LoadedWeights
+    monkeypatch.setattr(owner, name, fails)
+    run = guard(body)
+    assert run.result == expected
+    assert run.faults == 1, run.stderr
 
 
 # --- replay and diagnose -----------------------------------------------------------------------------------------------
@@ -609,11 +631,11 @@ def test_every_entry_that_probes_call_is_tested() -> None:
 
     files = Path(probing.__path__[0]).glob("*.py")
     text = "".join(file.read_text() for file in files) + inspect.getsource(tape)
-    rooms = r"(?:steps\.|tape\.|judge\.(?:spoilt\.)?|log\.|gradients\.)?"
+    rooms = r"(?:steps\.|tape\.|judge\.(?:spoilt\.)?|log\.|gradients\.|loaded\.)?"
     called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\." + rooms + r"(\w+)"
     entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
-    covered_elsewhere = {"count_output", "raised", "forget_the_cleared", "takes_over"}
+    covered_elsewhere = {"count_output", "raised", "forget_the_cleared", "takes_over", "note"}  # (of loaded weights)
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES
