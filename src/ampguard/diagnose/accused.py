@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import GlueOp, Held, Ref, RootCall
+from ampguard.capture.record import BackwardCall, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose import rewrite, source_code
 from ampguard.diagnose.code_text import without_comment
 from ampguard.diagnose.evidence import Evidence
@@ -155,7 +155,10 @@ def _agree(run: Run, expression: source_code.Expression) -> bool:
 
 
 def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
-    """The runs of the operator (and of those that share its spelling) on its line: for each call of a root module."""
+    """The runs of the operator (and of those that share its spelling) on its line.
+
+    Apart for each call of a root module; outside modules for each micro-batch of a window, up to its backward pass.
+    """
     op = evidence.op
     names = next((f for f in source_code.FAMILIES if op.short_name in f), frozenset({op.short_name}))
     in_place = is_in_place(op)
@@ -167,8 +170,13 @@ def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
 
     if op.root is None:
         index_of = {o.event: o.index for o in evidence.trace.ops if o.root is None}
-        glue = [e for e in evidence.bad.record.events if isinstance(e, GlueOp) and is_such(e.func, e.line)]
-        return [[Run(str(e.func), _count_operands(e), e.index, index_of.get(e.index)) for e in glue]]
+        parts: list[list[Run]] = [[]]
+        for e in evidence.bad.record.events:
+            if isinstance(e, BackwardCall) and not e.is_functional:
+                parts.append([])
+            elif isinstance(e, GlueOp) and is_such(e.func, e.line):
+                parts[-1].append(Run(str(e.func), _count_operands(e), e.index, index_of.get(e.index)))
+        return [part for part in parts if part]
     groups: dict[int, list[Run]] = defaultdict(list)
     for o in evidence.trace.ops:
         if o.root is not None and is_such(o.func, o.line):

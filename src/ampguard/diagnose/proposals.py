@@ -337,7 +337,7 @@ def _runs(
     turn = expressions.index(chosen)
     runs = [group[turn] for group in accused.runs_of_the_line(evidence) if len(group) == len(expressions)]
     indices = [run.index for run in runs if run.index is not None and run.name == evidence.op.name]
-    return lambda e: Variant(interventions=dict.fromkeys([e.op.index, *indices], change))
+    return lambda e: Variant(interventions=dict.fromkeys(map(e.trace.run_key, [e.op.index, *indices]), change))
 
 
 def _with_number(numbers: list[float], change: Intervention) -> Intervention:

@@ -150,8 +150,9 @@ def _from_sources(forms: list[tuple[TracedOp, TracedOp, Compute]]) -> Trial:
 
             return intervention
 
-        places = {source.index: remembering(source.index) for _, source, _ in forms}
-        return Variant(interventions=places | {log.index: stable(s.index, compute) for log, s, compute in forms})
+        key = e.trace.run_key
+        places = {key(source.index): remembering(source.index) for _, source, _ in forms}
+        return Variant(interventions=places | {key(log.index): stable(s.index, compute) for log, s, compute in forms})
 
     return trial
 

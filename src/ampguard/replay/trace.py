@@ -150,6 +150,12 @@ class Trace:
                 return None
         return None
 
+    def run_key(self, index: int) -> tuple[int, str, int]:
+        """By which a variant names one run of an operator: other replays of the step may have more operators."""
+        op = self.ops[index]
+        same = sum(other.event == op.event and other.name == op.name for other in self.ops[:index])
+        return op.event, op.name, same
+
     def aligned(self, op: TracedOp) -> TracedOp | None:
         """The same operator in this trace of a changed replay (which may have more or fewer casts)."""
         return next((other for other in self.ops if other.key == op.key), None)

@@ -71,6 +71,7 @@ class ReplayMode(compat.DispatchMode):
         self.zero_shares: dict[int, float] = {}
         """For operators of a backward pass, where asked for: the share of zeros in the result."""
         self._runs_of: dict[CodePlace, int] = {}
+        self._runs_in_event: dict[tuple[int, str], int] = {}
         self.boundary: CodeType | None = None
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
         self.stack: list[nn.Module] = []
@@ -175,7 +176,7 @@ class ReplayMode(compat.DispatchMode):
         noted = self.note_before(func, args, kwargs)
         intervention = None
         if self._intervenes:
-            intervention = self._intervention(noted.index, func)
+            intervention = self._intervention(func)
             self._transformed.refuse_unchanged(self.event, args, kwargs)
         try:
             if intervention is None:
@@ -281,11 +282,11 @@ class ReplayMode(compat.DispatchMode):
             return user_line(frame, stop=self.boundary) or event.line
         return event.line if event is not None else None
 
-    def _intervention(self, index: int, func: Any) -> Intervention | None:
-        by_number = self.variant.interventions.get(index)
+    def _intervention(self, func: Any) -> Intervention | None:
         name = str(func)
-        if by_number is not None or all(place[0] != name for place in self.variant.at_places):
-            return by_number
+        by_run = self._intervention_at_run(name) if self.variant.interventions else None
+        if by_run is not None or all(place[0] != name for place in self.variant.at_places):
+            return by_run
         frame = sys._getframe(2)
         is_derivative = isinstance(self.event, BackwardCall)  # (of another operator, often by one of the same name)
         line = user_line(frame, stop=self.boundary) if is_derivative else self._line(frame)
@@ -293,6 +294,12 @@ class ReplayMode(compat.DispatchMode):
             return None
         place = (name, line.code.co_filename, line.number) if line is not None else (name, None, None)
         return self.variant.at_places.get(place)
+
+    def _intervention_at_run(self, name: str) -> Intervention | None:
+        event = self.event.index if self.event is not None else -1
+        run = self._runs_in_event.get((event, name), 0)
+        self._runs_in_event[event, name] = run + 1
+        return self.variant.interventions.get((event, name, run))
 
     def _traced(self, writer: TraceWriter, index: int, func: Any, facts: OperatorFacts, frame: FrameType) -> TracedOp:
         """An operator that is about to run, and where it does."""

@@ -20,6 +20,9 @@ Intervention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 CodePlace = tuple[str, str | None, int | None]
 """An operator's name, and the file and line of the code that runs it."""
 
+RunKey = tuple[int, str, int]
+"""An event, an operator's name, and which of its runs within the event: the same in every replay, with a graph or without."""
+
 
 class CompiledCode(Protocol):
     """How compiled callables run in a replay; without one they run eagerly."""
@@ -48,7 +51,7 @@ class Variant:
     convert: torch.dtype | None = None
     force_fp32: frozenset[int] = frozenset()
     fp32_lines: frozenset[tuple[str, int]] = frozenset()
-    interventions: dict[int, Intervention] = field(default_factory=dict)
+    interventions: dict[RunKey, Intervention] = field(default_factory=dict)
     at_places: dict[CodePlace, Intervention] = field(default_factory=dict)
     loss_scale_factor: float = 1.0
     tensors: dict[int | Ref, Tensor] = field(default_factory=dict)
