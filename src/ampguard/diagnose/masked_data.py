@@ -54,9 +54,7 @@ def meeting_of(evidence: Evidence) -> Meeting | None:
     if loss is None or not math.isfinite(loss):
         return None
     for link in reversed(evidence.chain.links):
-        is_read_behind = (
-            link.op.in_backward
-        )  # its derivative is the first that reads it: the function was given it as well
+        is_read_behind = link.op.in_backward  # by a derivative first: its function was given it as well
         op = evidence.trace.ops[link.op.forward] if is_read_behind and link.op.forward is not None else link.op
         if op.in_backward:
             return None

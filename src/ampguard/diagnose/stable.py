@@ -1,7 +1,8 @@
 """Numerically stable forms, recognised by what made the operand and tried in the replay.
 
 log(softmax(x)) is log_softmax(x); log(sigmoid(x)) is logsigmoid(x); log(1 - sigmoid(x)) is logsigmoid(-x);
-log(sum(exp(x))) is logsumexp(x), log(mean(exp(x))) that less log(n); exp(x) / sum(exp(x)) is softmax(x).
+log(sum(exp(x))) is logsumexp(x), log(mean(exp(x))) that less log(n), log(cumsum(exp(x))) is logcumsumexp(x);
+exp(x) / sum(exp(x)) is softmax(x).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
 from ampguard.numerics import is_low_precision
 from ampguard.replay.trace import TracedOp
-from ampguard.replay.variants import Intervention, Variant
+from ampguard.replay.variants import Intervention, RunKey, Variant
 
 EPSILONS = 1e-2
+SUMS = ("sum", "mean", "cumsum")
 Compute: TypeAlias = Callable[[Tensor, tuple[Any, ...]], Tensor]
 """The stable form, from the source's operand and arguments."""
 
@@ -72,14 +74,17 @@ def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute
         inner = lineage.maker(evidence.trace, maker, 0 if len(maker.inputs) == 1 else len(maker.inputs) - 1)
         if inner is not None and inner.short_name == "sigmoid":
             return "F.logsigmoid(-x)", inner, lambda x, args: F.logsigmoid(-x)
-    return _log_of_exponentials(evidence, maker) if maker.short_name in ("sum", "mean") else None
+    return _log_of_exponentials(evidence, maker) if maker.short_name in SUMS else None
 
 
 def _log_of_exponentials(evidence: Evidence, maker: TracedOp) -> tuple[str, TracedOp, Compute] | None:
-    """log(sum(exp(x))), and log(mean(exp(x))): less the logarithm of how many there are."""
+    """log(sum(exp(x))), log(cumsum(exp(x))), and log(mean(exp(x))): less the logarithm of how many there are."""
     inner = lineage.maker(evidence.trace, maker, 0)
     if inner is None or inner.short_name != "exp":
         return None
+    if maker.short_name == "cumsum":
+        along = ((evidence.capture(maker.index) or _Nothing).args[1:2] or (0,))[0]
+        return f"torch.logcumsumexp(x, {along})", inner, lambda x, args: torch.logcumsumexp(x, along)
     shape = maker.inputs[0].shape
     dims = (evidence.capture(maker.index) or _Nothing).args[1:2]
     keep = len(maker.outputs[0].shape) == len(shape)
@@ -94,7 +99,7 @@ def _log_of_exponentials(evidence: Evidence, maker: TracedOp) -> tuple[str, Trac
 def _log_of_the_sum(evidence: Evidence) -> TracedOp | None:
     """The logarithm of a sum (or mean) of the accused exponentials, if they go nowhere else."""
     op: TracedOp | None = evidence.op
-    for names in (("sum", "mean"), ("log",)):
+    for names in (SUMS, ("log",)):
         uses = [u for u in evidence.trace.ops if op is not None and any(t.made_by == (op.index, 0) for t in u.inputs)]
         uses = [u for u in uses if u.short_name not in ("detach", "alias")]
         op = uses[0] if len(uses) == 1 and uses[0].short_name in names else None
@@ -131,30 +136,64 @@ def _from_sources(forms: list[tuple[TracedOp, TracedOp, Compute]]) -> Trial:
     """Replay with the stable form of each source's operand in the place of the logarithm's result."""
 
     def trial(e: Evidence) -> Variant:
-        kept: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
-
-        def remembering(source: int) -> Intervention:
-            def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                kept[source] = (args[0].detach().clone(), args)
-                return func(*args, **kwargs)
-
-            return intervention
-
-        def stable(source: int, compute: Compute) -> Intervention:
-            def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                operand, source_args = kept[source]
-                with torch.no_grad():
-                    result = compute(operand.float() if is_low_precision(operand.dtype) else operand, source_args)
-                out = func(*args, **kwargs)
-                return result.reshape(out.shape).to(out.dtype)
-
-            return intervention
-
         key = e.trace.run_key
-        places = {key(source.index): remembering(source.index) for _, source, _ in forms}
-        return Variant(interventions=places | {key(log.index): stable(s.index, compute) for log, s, compute in forms})
+        sources = {source.index: _Source() for _, source, _ in forms}
+        places: dict[RunKey, Intervention] = {key(index): source for index, source in sources.items()}
+        return Variant(interventions=places | {key(log.index): _Stable(sources[s.index], c) for log, s, c in forms})
 
     return trial
+
+
+class _Source:
+    """Runs the operator that the form begins with as it is, and remembers what it was given.
+
+    In backward what the stable form makes of it goes by it: the way through the operators between is none (0 * Inf).
+    """
+
+    def __init__(self) -> None:
+        self.given: tuple[Tensor, tuple[Any, ...]] | None = None
+        self.arriving: list[tuple[Compute, Tensor]] = []
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.given, self.arriving = (args[0].detach().clone(), args), []
+        return func(*args, **kwargs)
+
+    def derivative(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gradient: Tensor | None) -> Tensor:
+        operand = args[0].detach().requires_grad_()
+        total = torch.zeros_like(operand)
+        if gradient is not None and bool((gradient != 0).any()):  # its result is used beside the form as well
+            (found,) = torch.autograd.grad(func(operand, *args[1:], **kwargs), operand, gradient)
+            total = total + found
+        for compute, arriving in self.arriving:
+            result = compute(_wide(operand), args)
+            (found,) = torch.autograd.grad(result, operand, arriving.reshape(result.shape).to(result.dtype))
+            total = total + found
+        return total
+
+
+class _Stable:
+    """Puts the stable form of what the source was given in the place of the logarithm's result."""
+
+    def __init__(self, source: _Source, compute: Compute) -> None:
+        self._source = source
+        self._compute = compute
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._source.given is not None
+        operand, source_args = self._source.given
+        with torch.no_grad():
+            result = self._compute(_wide(operand), source_args)
+        out = func(*args, **kwargs)
+        return result.reshape(out.shape).to(out.dtype)
+
+    def derivative(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gradient: Tensor | None) -> Tensor:
+        if gradient is not None:
+            self._source.arriving.append((self._compute, gradient))
+        return torch.zeros_like(args[0])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if is_low_precision(tensor.dtype) else tensor
 
 
 class _Nothing:

@@ -120,8 +120,17 @@ def _edge(tensor: Tensor) -> tuple[Any, int]:
 
 
 def _differentiated(changed: _Changed, grad_outputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """The gradients of the operands of an operator as it was changed."""
+    """The gradients of the operands of an operator as it was changed.
+
+    A change that reaches over several operators knows its own derivative: `derivative(args, kwargs, gradient)` gives that
+    of the first argument.
+    """
     further = torch.is_grad_enabled()  # where this derivative is to be differentiated in its turn
+    own = getattr(changed.run, "derivative", None)
+    if own is not None and not further:
+        with torch.enable_grad():
+            gradient = own(changed.func, changed.args, changed.kwargs, grad_outputs[0])
+        return [gradient if t is changed.args[0] else None for t in changed.operands]
     with torch.enable_grad():
         # Cut off from each other: one operand may have been made of another.
         leaves = {id(t): t.view_as(t) if further else t.detach().requires_grad_() for t in changed.operands}
