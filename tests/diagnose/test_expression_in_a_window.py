@@ -36,3 +36,23 @@ def test_the_accused_one_is_told_from_the_others(guard: Guard) -> None:
     assert hows["stable-form"] == "F.logsigmoid(-x) in place of: torch.log(1 - fake)"
     assert hows["clamp"] == "return -(torch.log(real) + torch.log((1 - fake).clamp(min=1e-6))).mean()"
     assert not [fix for fix in first.fixes if not fix.verified]
+
+
+def test_all_are_changed_where_the_others_fail_as_well(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(3):
+            x = torch.randn(6, 4) * (0 if step == 2 else 1)
+            a, b = net(x).abs(), x.abs()
+            loss = nn.functional.l1_loss(a.log(), b.log())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step, first.op) == ("domain-error", 2, "aten.log.default")
+    fix = first.fixes[0]
+    assert (fix.action, fix.verified) == ("clamp", True)
+    assert fix.how == "loss = nn.functional.l1_loss(a.clamp(min=1e-6).log(), b.clamp(min=1e-6).log())"

@@ -210,7 +210,7 @@ class OperandFix:
         """Printed as a line of code where the text tells which expression failed, else in words."""
         found = self.changed_line(evidence)
         if found is not None:
-            every = _every_power_changed(evidence, self)
+            every = _every_one_changed(evidence, self)
             region = words.region(evidence)
             more = Proposal(self.action, region, every[0], trial=every[1]) if every is not None else None
             return Proposal(self.action, region, found[0], trial=found[1], otherwise=more)
@@ -289,14 +289,13 @@ def or_larger(proposal: Proposal, with_epsilon: Callable[[float], Proposal | Non
     return dataclasses.replace(proposal, otherwise=with_epsilon(1e-2))
 
 
-def _every_power_changed(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:
-    """Where a power was told from others of the line by its exponent: all of them, should the others fail as well."""
+def _every_one_changed(evidence: Evidence, fix: OperandFix) -> tuple[str, Trial] | None:
+    """Where an expression was told from others of the line (by its turn, a power by its exponent): all of them, should the
+    others fail as well."""
     line, argument = accused.line_of(evidence), _argument_of(evidence, fix.position)
     if line is None or argument is None:
         return None
     expressions = line.expressions(evidence.op.short_name, accused.is_in_place(evidence.op))
-    if not any(accused.has_another_number(e, evidence.op) for e in expressions):
-        return None
     return _all_changed(evidence, line, expressions, fix, argument)
 
 
