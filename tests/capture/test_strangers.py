@@ -329,8 +329,8 @@ def test_modules_called_by_other_threads(guard: Guard) -> None:
 def test_call_during_which_another_thread_begins_to_train(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay swaps clones into the modules that it runs again: they must not be those that another thread is calling."""
     theirs = nn.Linear(4, 1)
-    recorders: list[FlightRecorder] = []
-    mine: list[RootCall] = []
+    followed: list[int] = []
+    recorded: list[Any] = []
     takes_turn = threading.Event()
 
     def train() -> None:
@@ -338,29 +338,120 @@ def test_call_during_which_another_thread_begins_to_train(guard: Guard, monkeypa
         model(torch.randn(3, 4)).pow(2).mean().backward()
         optimizer.step()
 
+    def in_another_thread() -> None:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
     def before_call(context: CallContext, module: nn.Module, frame: Any) -> Any:
         if module is theirs and not takes_turn.is_set():
             takes_turn.set()
-            thread = threading.Thread(target=train)
-            thread.start()
-            thread.join()
+            in_another_thread()
         return known(context, module, frame)
 
-    def enter_root(recorder: FlightRecorder, module: nn.Module, *rest: Any) -> RootCall | None:
-        recorders.append(recorder)
-        root = entered(recorder, module, *rest)
-        if module is theirs:
-            mine.extend(e for e in recorder.log.record.events if isinstance(e, RootCall) and e.module is theirs)
-        return root
+    def after_backward(recorder: FlightRecorder) -> None:
+        followed.append(recorder.thread)
+        recorded.extend(e.module for e in recorder.log.record.events if isinstance(e, RootCall))
+        ended(recorder)
 
-    known, entered = CallContext.before_call, FlightRecorder.enter_root
+    def body() -> Any:
+        theirs(torch.randn(3, 4)).sum().item()
+        assert takes_turn.is_set()
+        assert not followed  # the other thread's pass was passed over
+        in_another_thread()
+
+    known, ended = CallContext.before_call, FlightRecorder.after_backward
     monkeypatch.setattr(CallContext, "before_call", before_call)
-    monkeypatch.setattr(FlightRecorder, "enter_root", enter_root)
-    run = guard(lambda: theirs(torch.randn(3, 4)).sum().item())
+    monkeypatch.setattr(FlightRecorder, "after_backward", after_backward)
+    run = guard(body)
     assert run.faults == 0, run.stderr
-    assert takes_turn.is_set()
-    assert recorders
-    assert not mine
+    assert followed
+    assert threading.get_ident() not in followed
+    assert theirs not in recorded
+
+
+def test_backward_pass_during_which_another_thread_begins_one(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches operators in one thread must not be taken off in another."""
+    begun: list[FlightRecorder] = []
+    threads_followed: list[int] = []
+
+    def step(seed: int) -> list[Any]:
+        model, optimizer = model_and_optimizer()
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(4):
+            loss = model(torch.randn(3, 4, generator=generator)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return bits([p.detach() for p in model.parameters()])
+
+    def before_backward(recorder: FlightRecorder, *args: Any) -> Any:
+        call = known(recorder, *args)
+        if not begun:
+            begun.append(recorder)
+            thread = threading.Thread(target=step, args=(1,))
+            thread.start()
+            thread.join()
+            threads_followed.append(recorder.thread)
+        return call
+
+    def body() -> Any:
+        return step(0)
+
+    bare = body()
+    known = FlightRecorder.before_backward
+    monkeypatch.setattr(FlightRecorder, "before_backward", before_backward)
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert begun
+    assert threads_followed == [threading.get_ident()]
+    assert run.result == bare
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_threads_that_train_in_turns(guard: Guard, failing: int) -> None:
+    """One of them is followed while all goes well; the one whose loss turns bad is explained when it does so again."""
+    in_turn = [threading.Event() for _ in range(3)]
+
+    def train(results: dict[int, Any], number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        model = nn.Linear(4, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(1, 4, generator=generator))
+            model.bias.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(12):
+            for part in ("forward", "backward", "step"):
+                in_turn[number].wait()
+                in_turn[number].clear()
+                if part == "forward":
+                    out = model(torch.randn(3, 4, generator=generator))
+                    loss = out.pow(2).mean()
+                    if number == failing and step in (6, 7, 8):
+                        loss = loss + torch.log(-out.abs().mean())
+                elif part == "backward":
+                    optimizer.zero_grad()
+                    loss.backward()
+                elif loss.isfinite():
+                    optimizer.step()
+                in_turn[(number + 1) % 3].set()
+        results[number] = bits([p.detach() for p in model.parameters()])
+
+    def body() -> Any:
+        results: dict[int, Any] = {}
+        threads = [threading.Thread(target=train, args=(results, n)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        in_turn[0].set()
+        for thread in threads:
+            thread.join()
+        in_turn[0].clear()
+        return results
+
+    run = same_with_and_without(guard, body)
+    assert (run.first.cause, run.first.op) == ("domain-error", "aten.log.default")
+    assert run.first.location is not None
+    assert run.first.location.code == "loss = loss + torch.log(-out.abs().mean())"
 
 
 def test_forward_of_a_module_in_backward(guard: Guard) -> None:

@@ -604,18 +604,26 @@ def test_fault_where_bad_gradients_are_cleared(guard: Callable[..., Watched], mo
     assert guard(body).faults == 1
 
 
+@pytest.mark.parametrize("entry", ["takes_over", "follows"])
 def test_fault_where_another_thread_may_be_followed(
-    guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
     def body() -> list[float]:
-        model, answers = nn.Linear(3, 1).requires_grad_(False), []
+        model, answers = nn.Linear(3, 1).requires_grad_(entry == "follows"), []
         model(torch.ones(2, 3))
-        server = threading.Thread(target=lambda: answers.append(float(model(torch.ones(2, 3)).sum())))
+
+        def serve() -> None:
+            answer = model(torch.ones(2, 3)).sum()
+            if answer.requires_grad:
+                answer.backward()
+            answers.append(answer.item())
+
+        server = threading.Thread(target=serve)
         server.start()
         server.join()
         return answers
 
-    monkeypatch.setattr(recorder.FlightRecorder, "takes_over", raises)
+    monkeypatch.setattr(recorder.FlightRecorder, entry, raises)
     run = guard(body)
     assert run.faults == 1
     assert len(run.result) == 1
@@ -635,7 +643,9 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\." + rooms + r"(\w+)"
     entries = set(re.findall(called, text))
     tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
-    covered_elsewhere = {"count_output", "raised", "forget_the_cleared", "takes_over", "note"}  # (of loaded weights)
+    of_threads = {"takes_over", "follows"}
+    of_loading = {"note"}
+    covered_elsewhere = {"count_output", "raised", "forget_the_cleared"} | of_loading | of_threads
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES

@@ -182,6 +182,14 @@ def recorded_step(
         if is_nested or not recorder.active:
             return compiled(*args, **kwargs)
         guarded(hide)
+        if not recorder.takes_turn():
+            return compiled(*args, **kwargs)
+        try:
+            return followed(args, kwargs)
+        finally:
+            recorder.turn.release()
+
+    def followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = guarded(begin, args, kwargs)
         root = guarded(recorder.enter_root, step, args, kwargs) if step is not None else None
         opened = _OpenStep(recorder, root) if root is not None else None

@@ -138,11 +138,6 @@ class KeptEvents:
         pending = self._pending.entries
         return pending[-1][0].index if pending else events[-1].index if events else -1
 
-    def take_back(self, event: Event) -> None:
-        """Drop an event that has just been added: it turned out to be none of this log's."""
-        events = self.record.events
-        events[:] = [one for one in events if one is not event]
-
     @property
     def has_open_events(self) -> bool:
         """Whether anything was recorded since the last backward pass."""

@@ -55,6 +55,7 @@ from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
+from ampguard.capture.turns import OtherThreads, is_alive
 from ampguard.capture.usual import CallContext
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch, version_of
 
@@ -92,6 +93,9 @@ class FlightRecorder:
         self.active = False
         self.paused = False
         """True inside a root call, a backward, a batch fetch or an investigation: nested calls are nobody's business."""
+        self.turn = threading.RLock()
+        """Held by the thread in whose root call or backward pass we are. Nobody waits for it: others are passed over."""
+        self.others = OtherThreads()
         self.counting = False
         """True once every investigation has been made: failures are counted, and nothing is recorded any more."""
         self.log = EventLog()
@@ -208,9 +212,6 @@ class FlightRecorder:
             log.note_prepared(root)
         has_prefix = log.latest >= log.iteration_start
         log.append_root(root)
-        if self.thread != thread:
-            log.take_back(root)  # another thread began to train just now: its replays may not touch this one's modules
-            return None
         if self.between_steps:
             self.schedule.begins(has_prefix)
             self._first_root = index
@@ -286,9 +287,6 @@ class FlightRecorder:
             is_function=True,
         )
         self.log.append(root)
-        if self.thread != threading.get_ident():
-            self.log.take_back(root)
-            return None
         return root
 
     def leave_function(self, root: RootCall, output: Any) -> None:
@@ -345,9 +343,7 @@ class FlightRecorder:
         self._has_begun = self._has_trained = True
         if self.tape.is_on_stack:
             self.tape.leave()
-        thread = threading.get_ident()
-        if thread != self.thread:
-            self._follow(thread)
+        self.others.followed()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
         self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaler
@@ -396,8 +392,28 @@ class FlightRecorder:
                 call.outputs.append(lambda: None)  # type: ignore[arg-type]  # a weak reference to nothing
                 call.floating.append(False)
 
-    def _follow(self, thread: int) -> None:
-        """Training is where backward is called: what another thread did before was something else."""
+    def follows(self, losses: Any) -> bool:
+        """Whether a backward pass is followed that begins in another thread: training is where backward is called."""
+        return self.others.takes_over(self.thread, losses) and self._follow(threading.get_ident())
+
+    def takes_turn(self) -> bool:
+        """Whether this thread is followed and no other one is in the middle of something that is; it holds `turn` then."""
+        if not self.turn.acquire(blocking=False):
+            return False
+        if self.thread != threading.get_ident():
+            self.turn.release()
+            return False
+        return True
+
+    def passes_over(self) -> bool:
+        """Whether an optimizer that is about to step, or has, is that of a thread that trains beside the followed one."""
+        return self.others.are_training and threading.get_ident() != self.thread and not compat.in_backward()
+
+    def _follow(self, thread: int) -> bool:
+        """Begin anew with another thread. False where the one that was followed is in the middle of something."""
+        if not self.turn.acquire(blocking=False):
+            return False
+        self.others.begin(self.thread)
         self.thread = thread
         self.tape.left = 0  # what its thread goes on to compute is not this one's
         if self.tape.is_on_stack:
@@ -406,15 +422,16 @@ class FlightRecorder:
             self.barrier.before_hiding = self._leave_old_tapes
         self.tape = GlueTape(self, thread)
         self.log.clear()
+        self.turn.release()
+        return True
 
     def takes_over(self) -> bool:
         """Whether this thread, which is about to call a module, is followed from now on: nobody is to be followed any
         more (a server answers in a thread of its own), or this is the main thread and no other one trains."""
-        is_in_use = self._has_begun and any(thread.ident == self.thread for thread in threading.enumerate())
+        is_in_use = self._has_begun and is_alive(self.thread)
         if is_in_use and (self._has_trained or threading.current_thread() is not threading.main_thread()):
             return False
-        self._follow(threading.get_ident())
-        return True
+        return self._follow(threading.get_ident())
 
     def _leave_old_tapes(self) -> None:
         """Take a tape off that this thread has had on its stack since another one began to train."""

@@ -148,11 +148,11 @@ class GlueTape(compat.DispatchMode):
 
     def leave(self) -> None:
         """Stop taping; take the mode off the stack if nothing of the script's is on top of it."""
-        if not self.is_on_stack:
+        if not self.is_on_stack or threading.get_ident() != self._thread:
             return
         self.left = 0
         if self.is_of_calls:
-            if threading.get_ident() == self._thread and self.calls.take_off():
+            if self.calls.take_off():
                 self.is_on_stack = self.is_of_calls = False
                 self._taped.barrier.calls = None
             return
@@ -160,7 +160,7 @@ class GlueTape(compat.DispatchMode):
             return  # the end of an inference-mode region puts back the dispatch state of its beginning, ours with it
         if self._is_kept_off(sys._getframe(1), until_it_returns=True):
             return
-        if threading.get_ident() == self._thread and compat.is_top_dispatch_mode(self):
+        if compat.is_top_dispatch_mode(self):
             self.end()
             self.is_on_stack = False
             self._taped.barrier.own_modes = 0

@@ -130,7 +130,10 @@ class Watching:
         self._is_over = True
         _take_off()
         if mode is not None:
-            mode.end()
+            try:
+                mode.end()
+            except Exception as fault:  # not through the barrier's call, which would hide the mode that is to go
+                self._watcher.barrier.trip(fault)
             if self._call is not None:
                 self._watcher.barrier.call(mode.leave_module)
 

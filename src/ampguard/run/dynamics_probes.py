@@ -57,7 +57,7 @@ class DynamicsProbes:
 
     @property
     def _is_on(self) -> bool:
-        return self._recorder.active and not self._barrier.tripped
+        return self._recorder.active and not self._barrier.tripped and not self._recorder.passes_over()
 
     def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -73,7 +73,7 @@ class DynamicsProbes:
 
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._recorder.active or self._barrier.tripped:
+            if not self._is_on:
                 return original(scaler, optimizer, *args, **kwargs)
             scaling.append(True)
             try:
@@ -100,7 +100,7 @@ class DynamicsProbes:
         return get_total_norm
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._recorder.active or self._barrier.tripped:
+        if not self._is_on:
             return
         is_known = self._last is not None and self._last() is optimizer
         if self._vitals.looks or not is_known:
@@ -114,7 +114,7 @@ class DynamicsProbes:
         self._vitals.before_update(optimizer, bool(self._scaling))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._recorder.active or self._barrier.tripped:
+        if not self._is_on:
             return
         flag: Tensor | None = None
         if self._scaling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class DerivativeProbe:
 
     def _watch_backward(self) -> None:
         recorder = self._recorder
-        guarded = recorder.barrier.call
+        guarded, turn = recorder.barrier.call, recorder.turn
 
         def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -37,6 +38,14 @@ class DerivativeProbe:
                         with contextlib.suppress(Exception):
                             recorder.tape.leave()
                     return original(tensors, *args, **kwargs)
+                if (get_ident() == recorder.thread or guarded(recorder.follows, tensors)) and recorder.takes_turn():
+                    try:
+                        return followed(tensors, *args, **kwargs)
+                    finally:
+                        turn.release()
+                return original(tensors, *args, **kwargs)
+
+            def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 gradients = args[0] if args else kwargs.get("grad_tensors")
                 call = guarded(recorder.before_backward, tensors, gradients)
                 only = args[4] if len(args) > 4 else kwargs.get("inputs")
@@ -66,6 +75,14 @@ class DerivativeProbe:
                 what = args[0] if args else kwargs.get("outputs")
                 if compat.in_functorch() or compat.is_of_transform(what):
                     return original(*args, **kwargs)  # of torch.func's: its operators are taped as they come
+                if (get_ident() == recorder.thread or guarded(recorder.follows, what)) and recorder.takes_turn():
+                    try:
+                        return followed(*args, **kwargs)
+                    finally:
+                        turn.release()
+                return original(*args, **kwargs)
+
+            def followed(*args: Any, **kwargs: Any) -> Any:
                 given = dict(
                     zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
                 )

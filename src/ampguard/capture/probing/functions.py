@@ -38,7 +38,7 @@ class FunctionProbe:
 
     def _watch_custom_functions(self) -> None:
         recorder = self._recorder
-        guarded = recorder.barrier.call
+        guarded, turn = recorder.barrier.call, recorder.turn
 
         def watch(original: Any) -> Any:
             inner = compat.apply_of(original)
@@ -50,6 +50,14 @@ class FunctionProbe:
                     return checkpointed(recorder.log, guarded, inner, cls, *args, **kwargs)
                 if not is_ours or is_pytorchs_own(cls) or compat.is_tracing():
                     return inner(cls, *args, **kwargs)
+                if recorder.takes_turn():
+                    try:
+                        return followed(cls, *args, **kwargs)
+                    finally:
+                        turn.release()
+                return inner(cls, *args, **kwargs)
+
+            def followed(cls: type, *args: Any, **kwargs: Any) -> Any:
                 call = guarded(recorder.enter_function, cls, args, kwargs)
                 if call is None:
                     return inner(cls, *args, **kwargs)

@@ -30,7 +30,7 @@ class ModuleProbe:
 
     def _watch_modules(self) -> None:
         recorder = self._recorder
-        guarded, pace, drivers = recorder.barrier.call, recorder.pace, recorder.drivers
+        guarded, pace, drivers, turn = recorder.barrier.call, recorder.pace, recorder.drivers, recorder.turn
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -39,10 +39,16 @@ class ModuleProbe:
                     return original(module, *args, **kwargs)
                 if drivers.has_any and module in drivers.known:
                     return original(module, *args, **kwargs)
-                if get_ident() != recorder.thread and not guarded(recorder.takes_over):
+                if (get_ident() != recorder.thread and not guarded(recorder.takes_over)) or not recorder.takes_turn():
                     return original(module, *args, **kwargs)
-                if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
-                    return resting_call(module, args, kwargs)
+                try:
+                    if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
+                        return resting_call(module, args, kwargs)
+                    return followed_call(module, args, kwargs)
+                finally:
+                    turn.release()
+
+            def followed_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 root = guarded(recorder.enter_root, module, args, kwargs)
                 if root is None and in_functorch():
                     return original(module, *args, **kwargs)  # what a transform of torch.func runs is taped as it comes

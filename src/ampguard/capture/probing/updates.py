@@ -40,7 +40,7 @@ class UpdateProbe:
 
             @functools.wraps(original)
             def scale(self: Any, outputs: Any) -> Any:
-                if not recorder.active:
+                if not recorder.active or recorder.passes_over():
                     return original(self, outputs)
 
                 def note(scaled: Any) -> None:
@@ -57,7 +57,7 @@ class UpdateProbe:
         def watch_step(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                if not recorder.active:
+                if not recorder.active or recorder.passes_over():
                     return original(scaler, optimizer, *args, **kwargs)
                 before = recorder.attempts
                 if scaler.is_enabled():
@@ -98,7 +98,7 @@ class UpdateProbe:
         scaling = self._scaling
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not recorder.active:
+            if not recorder.active or recorder.passes_over():
                 return
             closure = kwargs.get("closure") if len(args) < 2 else args[1]
             scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
@@ -108,7 +108,7 @@ class UpdateProbe:
                 guarded(self._held_off, scaler, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if recorder.active:
+            if recorder.active and not recorder.passes_over():
                 guarded(recorder.after_update, optimizer)
                 if recorder.judge.spoilt:  # a scaler let this step through: they were cleared by hand
                     guarded(recorder.judge.spoilt.forget_the_cleared)
