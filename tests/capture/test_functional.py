@@ -205,3 +205,95 @@ def test_gradients_inside_a_larger_loss_are_no_steps(guard: Guard) -> None:
 
     run = guard(script)
     assert (run.faults, run.causes, run.report.steps) == (0, [], 4)
+
+
+def test_inner_gradient_of_a_larger_loss(guard: Guard) -> None:
+    """Where an inner loss is bad, so is the outer one that it is part of, which can be run again whole."""
+
+    def inner(weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return ((x @ weight - y) ** 2).mean()
+
+    def task(weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        adapted = weight - 0.1 * grad(inner)(weight, x, y)
+        return inner(adapted, x, y)
+
+    def script() -> object:
+        seed_everything()
+        weight = torch.randn(4, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        for step in range(STEPS):
+            x, y = torch.randn(3, 5, 4), torch.randn(3, 5)
+            if step == BAD:
+                y[1] = 1e25
+            loss = vmap(task, in_dims=(None, 0, 0))(weight, x, y).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step == BAD:
+                weight.grad.zero_()
+            optimizer.step()
+        return bits({"weight": weight})
+
+    plain = script()
+    run = guard(script)
+    assert (run.faults, run.report.steps, run.result) == (0, STEPS, plain)
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step) == ("overflow", BAD)
+    assert incident.evidence["rung"] == "replay"
+    assert incident.location is not None
+    assert incident.location.code == "return ((x @ weight - y) ** 2).mean()"
+    with read_history(run.session.path) as history:
+        assert all(row.loss is None or row.loss < 100 for row in history.steps() if row.step != BAD)
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_gradients_that_are_handed_to_an_optimizer(is_batched: bool, guard: Guard) -> None:
+    """Its parameters require gradients, so the loss has a graph, though nothing differentiates it."""
+
+    def script() -> object:
+        seed_everything()
+        base = nn.Linear(4, 3)
+        weights = (
+            stack_module_state([nn.Linear(4, 3) for _ in range(2)])[0] if is_batched else dict(base.named_parameters())
+        )
+        differentiated = grad_and_value(loss_of)
+        ensemble = vmap(differentiated, in_dims=(0, None, None, None)) if is_batched else differentiated
+        optimizer = torch.optim.Adam(list(weights.values()), lr=0.01)
+        for step in range(STEPS):
+            y = torch.full((5,), -100) if step == BAD else torch.randint(0, 3, (5,))
+            gradients, _ = ensemble(weights, base, torch.randn(5, 4), y)
+            optimizer.zero_grad()
+            for name, weight in weights.items():
+                weight.grad = gradients[name].nan_to_num()
+            optimizer.step()
+        return bits(weights)
+
+    plain = script()
+    run = guard(script)
+    assert (run.faults, run.report.steps, run.result) == (0, STEPS, plain)
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step) == ("empty-reduction", BAD)
+
+
+def test_steps_that_call_a_module_and_steps_that_do_not(guard: Guard) -> None:
+    """Where the gradients are cleared behind the loss, the tape is on from one step to the next all the same."""
+
+    def script() -> None:
+        seed_everything()
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(16):
+            x = torch.randn(5, 4).abs()
+            if step < 6:
+                loss = model(x).pow(2).mean()
+            else:
+                rate = (x @ model.weight.T + model.bias).pow(2)
+                loss = (rate + (0.0 if step != 13 else -rate)).log().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step != 13:
+                optimizer.step()
+
+    run = guard(script)
+    assert run.faults == 0
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.evidence["rung"]) == ("domain-error", 13, "replay")

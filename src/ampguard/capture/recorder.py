@@ -142,6 +142,8 @@ class FlightRecorder:
         self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
         self.functions = AppliedFunctions()
+        self.undecided: list[Callable[[], None]] = []
+        """What is to be noted of gradients that a transform of torch.func gave, if they are used and not differentiated."""
         self.collectives = Collectives(self.log)
         self.loaded = LoadedWeights()
         self._in_update: torch.optim.Optimizer | None = None
@@ -343,6 +345,7 @@ class FlightRecorder:
         self._has_begun = self._has_trained = True
         if self.tape.is_on_stack:
             self.tape.leave()
+        self.undecided.clear()
         self.others.followed()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
@@ -470,6 +473,8 @@ class FlightRecorder:
     def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        if self.undecided:
+            self._decided()
         if self.judge.suspects:
             self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
         if self.steps.count < FIRST_STEPS and not self.counting:
@@ -482,6 +487,13 @@ class FlightRecorder:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
         elif not self.counting:
             self.gradients.about_to_be_used(optimizer)
+
+    def _decided(self) -> None:
+        """An optimizer steps, and nothing was differentiated since: it uses what torch.func's transforms gave."""
+        undecided, self.undecided = self.undecided, []
+        for note in undecided:
+            note()
+        self.tape.leave()
 
     def after_update(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""

@@ -112,6 +112,8 @@ class TapeSchedule:
             self._has_much_glue = True
         self.keeps_calls = self._has_much_glue or usual < LONG_STEP
         self.is_functional = not has_root
+        if self.is_functional and taped <= 1:  # its backward pass: it has cleared its gradients behind its loss
+            self._clears_between_steps = False
         enough = RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
         is_empty = not self._wants_prefix or self._empty_prefixes >= enough
         looks_again = self._wants_prefix and steps % LOOK_AGAIN == 0

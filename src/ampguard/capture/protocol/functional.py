@@ -5,6 +5,9 @@ outermost call is a step where no optimizer is known, its loss goes into the his
 same function is run once more, with the same random numbers, and differentiated by `torch.autograd.grad`, where every
 operator can be followed. Under `vmap` that is done for the first member whose number is not finite; where it is finite
 alone (it draws random numbers, its function refers to other batched tensors), only the loss is judged.
+
+Where there is an optimizer and the loss has a graph, it may be part of a larger loss (MAML's inner step): what was seen
+waits until that is differentiated, and is nothing then, or until an optimizer steps, which uses the gradients themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +30,16 @@ UNDER_VMAP = (
     "this run differentiates by torch.func under vmap, and what is not finite there does not come again when one member is "
     "run alone: it is told without its operator"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """A gradient or loss that is not finite. `call`: what can be run again, `is_of_many` for one member of a `vmap`."""
+
+    call: tuple[Any, ...] | None
+    loss: Tensor
+    random: Tensor
+    is_of_many: bool
 
 
 class FunctionalTraining:
@@ -62,49 +76,54 @@ class FunctionalTraining:
     def _after(self, call: tuple[Any, ...], result: Any, random: Tensor) -> None:
         """A gradient was taken."""
         gradients, value = result
-        loss = compat.without_transforms(value[0] if call[2] else value).detach()
-        if torch.is_grad_enabled() and loss.requires_grad:
-            return  # part of a larger loss
-        self.calls += 1
+        recorder = self._recorder
+        loss = compat.without_transforms(value[0] if call[2] else value)
+        may_be_part = torch.is_grad_enabled() and loss.requires_grad and not recorder.steps.counts_backwards
+        loss = loss.detach()
         with compat.unseen():
             leaves = [compat.without_transforms(g) for g in compat.tree_leaves(gradients) if isinstance(g, Tensor)]
-            if loss.is_cpu and compat.has_values(loss):
-                self._recorder.judge.losses.append(float(loss.double().mean()))
+            size = float(loss.double().mean()) if loss.is_cpu and compat.has_values(loss) else None
             is_bad = any(g.is_cpu and not is_finite(g.detach()) for g in (loss, *leaves))
-        if compat.in_functorch():
-            if is_bad and not (self._has_failed and self._are_spoilt(call)):
-                self._has_failed = True
-                self._under_vmap(call, result, loss, random)
-                return
-        elif is_bad and not self._recorder.counting and not (self._has_failed and self._are_spoilt(call)):
-            self._has_failed = True
-            self._again(call, random)
-            return
-        if self._recorder.steps.counts_backwards:
-            self._recorder.after_backward()
+        is_new = is_bad and not (self._has_failed and self._are_spoilt(call))
+        bad = None
+        if is_new and compat.in_functorch():
+            bad = _Bad(_one_member(call, result) if not recorder.counting else None, loss, random, is_of_many=True)
+        elif is_new and not recorder.counting:
+            bad = _Bad(call, loss, random, is_of_many=False)
+        if may_be_part:
+            recorder.undecided.append(functools.partial(self._used, size, bad))
+        else:
+            self._used(size, bad)
 
-    def _under_vmap(self, call: tuple[Any, ...], result: Any, loss: Tensor, random: Tensor) -> None:
-        """Run the first member that is not finite alone, as plain code."""
-        func, argnums, has_aux, args, kwargs = call
-        gradients, value = result
-        results = [value[0] if has_aux else value, *compat.tree_leaves(gradients)]
-        index = next((i for t in results if isinstance(t, Tensor) and (i := _bad_member(t)) is not None), None)
-        if index is not None and not self._recorder.counting:
-            args, kwargs = compat.tree_map(lambda v: _member(v, index), (args, kwargs))
-            with compat.outside_vmap() as is_outside:
-                if is_outside and self._comes_again((func, argnums, has_aux, args, kwargs), random):
+    def _used(self, size: float | None, bad: _Bad | None) -> None:
+        """A gradient is used as it is. `size`: the loss."""
+        self.calls += 1
+        recorder = self._recorder
+        if size is not None:
+            recorder.judge.losses.append(size)
+        if bad is not None:
+            self._has_failed = True
+            if not bad.is_of_many and bad.call is not None:
+                self._again(bad.call, bad.random)
+                return
+            with compat.outside_vmap():
+                if bad.call is not None and self._comes_again(bad.call, bad.random):
                     return
+                self._tell_without_operator(bad.loss)
+        if recorder.steps.counts_backwards:
+            recorder.after_backward()
+
+    def _tell_without_operator(self, loss: Tensor) -> None:
         if not self._has_said:
             self._has_said = True
             print(f"ampguard: {UNDER_VMAP}", file=sys.stderr)
         if not math.isfinite(float(loss.double().sum())):
-            with compat.outside_vmap():
-                self._recorder.judge.judge_losses([loss])
-        if self._recorder.steps.counts_backwards:
-            self._recorder.after_backward()
+            self._recorder.judge.judge_losses([loss])
 
     def _comes_again(self, call: tuple[Any, ...], random: Tensor) -> bool:
         """Whether one member alone is not finite. Its function may need what only lives under `vmap`, and raise."""
+        if compat.in_functorch():
+            return False  # this PyTorch cannot leave it
         try:
             return self._again(call, random)
         except Exception:  # the script's own code, run as it was not written for: no fault
@@ -142,6 +161,18 @@ class FunctionalTraining:
             torch.set_rng_state(after)
         with compat.unseen():
             return any(not is_finite(t.detach()) for t in (loss, *gradients) if t is not None)
+
+
+def _one_member(call: tuple[Any, ...], result: Any) -> tuple[Any, ...] | None:
+    """The call for the first member alone whose loss or gradient is not finite; None where there is none."""
+    func, argnums, has_aux, args, kwargs = call
+    gradients, value = result
+    results = [value[0] if has_aux else value, *compat.tree_leaves(gradients)]
+    index = next((i for t in results if isinstance(t, Tensor) and (i := _bad_member(t)) is not None), None)
+    if index is None:
+        return None
+    args, kwargs = compat.tree_map(lambda v: _member(v, index), (args, kwargs))
+    return func, argnums, has_aux, args, kwargs
 
 
 def _is_on_cpu(value: Any) -> bool:
