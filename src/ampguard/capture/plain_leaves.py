@@ -34,9 +34,27 @@ class PlainLeaves:
         fresh = [leaf for ref, *_ in self._known if (leaf := ref()) is not None and _is_new(leaf, old)]
         self._looks += 1
         if len(fresh) < len(self._known) or not self._looks & (self._looks - 1):
-            fresh = [leaf for leaf in _leaves_in(events) if _is_new(leaf, old)]
+            fresh = [leaf for leaf in leaves_in(events) if _is_new(leaf, old)]
         self._known = [(weakref.ref(p), weakref.ref(p.grad), version_of(p.grad)) for p in fresh if p.grad is not None]
         return fresh
+
+
+class LastingLeaves:
+    """Those that want a gradient in one step after the other: weights, and not an input that is made anew in each."""
+
+    def __init__(self) -> None:
+        self._last: list[weakref.ref[Tensor]] = []
+        self._before: list[weakref.ref[Tensor]] = []
+
+    def see(self, leaves: list[Tensor]) -> None:
+        """Those of another step."""
+        if leaves:
+            self._before, self._last = self._last, [weakref.ref(leaf) for leaf in leaves]
+
+    def lasting(self) -> list[Tensor]:
+        """Those seen in both of the last two steps that were seen."""
+        before = {id(leaf) for ref in self._before if (leaf := ref()) is not None}
+        return [leaf for ref in self._last if (leaf := ref()) is not None and id(leaf) in before]
 
 
 def _is_new(leaf: Tensor, old: dict[int, _Seen]) -> bool:
@@ -47,7 +65,8 @@ def _is_new(leaf: Tensor, old: dict[int, _Seen]) -> bool:
     return gradient is None or gradient() is not leaf.grad or version_of(leaf.grad) != version
 
 
-def _leaves_in(events: list[Event]) -> list[Tensor]:
+def leaves_in(events: list[Event]) -> list[Tensor]:
+    """The tensors that want a gradient among the operands and results of the events."""
     held = [held.tensor for event in events for held in held_by(event)]
     held += [tensor for event in events for ref in event.outputs if (tensor := ref()) is not None]
     return list({id(tensor): tensor for tensor in held if tensor.is_leaf and tensor.requires_grad}.values())

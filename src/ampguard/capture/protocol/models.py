@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.plain_leaves import leaves_in
 from ampguard.capture.record import BackwardCall, RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 
@@ -66,6 +67,14 @@ class Models:
             found |= {**dict(inner.named_parameters()), **dict(inner.named_buffers()), **found}
         return found
 
+    def plain_leaves(self) -> list[Tensor]:
+        """The tensors of the present step that want a gradient and hang in no module."""
+        events = self._recorder.log.record.events
+        if self._recorder.thread != get_ident():
+            return []
+        known = {id(p) for p in self.parameters()}
+        return [leaf for leaf in leaves_in(events) if id(leaf) not in known]
+
     def parameters(self) -> Iterator[nn.Parameter]:
         for module, _ in self.roots():
             yield from module.parameters()
@@ -75,6 +84,12 @@ def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
     """Parameters of called modules that receive gradients and that no optimizer holds."""
     ids = {id(p) for p in held}
     return [p for p in models.parameters() if p.requires_grad and p.is_leaf and p.grad is not None and id(p) not in ids]
+
+
+def unowned_plain(leaves: list[Tensor], held: Iterable[Tensor], lost: Iterable[Tensor]) -> list[Tensor]:
+    """The same of tensors outside modules, of the shape of one that is lost: an input may want a gradient, too."""
+    ids, shapes = {id(p) for p in held}, {p.shape for p in lost}
+    return [leaf for leaf in leaves if leaf.grad is not None and id(leaf) not in ids and leaf.shape in shapes]
 
 
 def wrapped_around(models: Models, held: list[Tensor], holds: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard.capture.frames import locals_of
+from ampguard.capture.plain_leaves import LastingLeaves
 from ampguard.capture.protocol.gradients import OptimizerWatch, is_empty
 from ampguard.capture.protocol.models import (
     Models,
@@ -23,6 +24,7 @@ from ampguard.capture.protocol.models import (
     orphans,
     share_memory,
     unowned,
+    unowned_plain,
     wrapped_around,
 )
 from ampguard.capture.protocol.moves import Moves
@@ -60,6 +62,7 @@ class Scans:
         self._collections = 0
         self._versions = WeakIdKeyDictionary()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
+        self._leaves = LastingLeaves()
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
 
@@ -67,6 +70,8 @@ class Scans:
         """Has a parameter that had no gradient at the step got one now? Then the script drops it in between."""
         for watch in self.asked:
             candidates = watch.candidates or []
+            if _is_scanned(watch.steps + 1) and orphans(self._models, candidates):
+                self._leaves.see(self._models.plain_leaves())
             if len(candidates) < len(watch.trained()):
                 self._had_gradients(watch, [p for p in candidates if p.grad is not None])
 
@@ -75,7 +80,7 @@ class Scans:
         if self.asked:
             self.asked = [other for other in self.asked if other is not watch]
         steps = watch.steps
-        if steps <= EARLY_STEPS or steps & (steps - 1) == 0 or steps % RESCAN_STEPS == 0 or watch.lost_one:
+        if _is_scanned(steps) or watch.lost_one:
             self._scan(watch)
         elif watch.candidates:
             self._ask_some(watch, steps)
@@ -218,11 +223,15 @@ class Scans:
         """Whether the optimizer holds other tensors than those that receive the gradients."""
         held = [p for other in self._moves.watches.optimizers for p in other.parameters()]
         others = unowned(self._models, held)
-        if not others:
-            return None
         lost = orphans(self._models, without)  # what it has left over from earlier steps is no gradient either
+        plain = unowned_plain(self._leaves.lasting(), held, [p for p in lost if p.requires_grad])
+        if plain and not all(held_by_optimizers_only(p, held) for p in lost):
+            plain = []  # the script has names for them: perhaps they are used at times
+        if not others and not plain:
+            return None
         if not lost and self._collect():
             lost = orphans(self._models, without)
+        others += plain
         if not lost:
             return self._wrapped(watch, is_refused)
         flat = hold_flat(lost, others)
@@ -236,6 +245,7 @@ class Scans:
             "lost": [tuple(p.shape) for p in lost],
             "flat_buffers": flat,
             "had_gradients": any(p.grad is not None for p in without),
+            "plain": len(plain) == len(others),
             "same_memory": not flat and share_memory(lost, others),
             "of": len(watch.parameters()),
             "since": min(watch.without_since.get(id(p), self._moves.attempt) for p in lost),
@@ -325,6 +335,11 @@ def _holds(value: Any, parameter: Tensor, held: set[int]) -> bool:
     if not isinstance(value, (list, tuple)) or not any(item is parameter for item in value):
         return False
     return not all(id(item) in held for item in value)
+
+
+def _is_scanned(steps: int) -> bool:
+    """Whether every parameter of an optimizer is looked at after its step of this number."""
+    return steps <= EARLY_STEPS or steps & (steps - 1) == 0 or steps % RESCAN_STEPS == 0
 
 
 def is_time_to_look(steps: int) -> bool:

@@ -29,6 +29,8 @@ def _how_it_came(scene: Scene) -> str:
             "They have the same memory: the weights were wrapped in new parameters (weight_norm, prune, nn.Parameter(p.data)) "
             "after the optimizer was built."
         )
+    if scene.facts.get("plain"):
+        return "These weights were made anew, copied or moved after the optimizer was built."
     return (
         "A layer was replaced, its weights assigned anew, or the model copied or moved, after the optimizer was built."
     )
@@ -67,13 +69,16 @@ def stale_parameters(scene: Scene) -> Telling:
         fix = order(scene, how, "rebuild-optimizer")
     else:
         any_more = " any more" if scene.facts.get("had_gradients") else ""
+        plain = bool(scene.facts.get("plain"))
+        belongs = "" if plain else f"{'belongs' if len(lost) == 1 else 'belong'} to no module that is called and "
         why = (
-            f"{what} {'belongs' if len(lost) == 1 else 'belong'} to no module that is called and "
-            f"{'gets' if len(lost) == 1 else 'get'} no gradient{any_more}, while {listed(scene.parameters)} "
+            f"{what} {belongs}{'gets' if len(lost) == 1 else 'get'} no gradient{any_more}, while {listed(scene.parameters)} "
             f"{'gets one and belongs' if len(scene.parameters) == 1 else 'get one and belong'} to no optimizer. "
             f"{_how_it_came(scene)}"
         )
         how = f"build {name} after the model is complete and on its device{built}, from its parameters() then"
+        if plain:
+            how = f"build {name} after its tensors have got their last values and place{built}, from those"
         fix = order(
             scene, f"{framework}; or {how}" if (framework := build_instead(scene)) else how, "rebuild-optimizer"
         )
