@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 import ampguard
 from ampguard.capture import schedule
 from ampguard.capture.calltape import CallTape
-from ampguard.capture.record import GlueOp, Held, Ref, StepRecord, refs_in
+from ampguard.capture.operands import refs_in
+from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
 from ampguard.capture.taped_calls import TapedCall
 
 STEPS = 12

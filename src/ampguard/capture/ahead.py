@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampguard.capture.forgetting import has_live_result
+from ampguard.capture.operands import held_by, refs_of
 from ampguard.capture.preprocessing import only_moves
 from ampguard.capture.producers import Producers
-from ampguard.capture.record import Event, GlueOp, RootCall, held_by, refs_of, tensors_in
+from ampguard.capture.record import Event, GlueOp, RootCall
+from ampguard.capture.trees import tensors_in
 from ampguard.compat import version_of
 
 MAX_AHEAD = 4

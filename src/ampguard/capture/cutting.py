@@ -10,7 +10,8 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall, refs_of
+from ampguard.capture.operands import refs_of
+from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall
 from ampguard.compat import storage_key, version_of
 
 

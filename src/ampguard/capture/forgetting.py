@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 
-from ampguard.capture.record import Event, GlueOp, RootCall, held_by, held_in, refs_of, since
+from ampguard.capture.operands import held_by, held_in, refs_of
+from ampguard.capture.record import Event, GlueOp, RootCall, since
 
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""

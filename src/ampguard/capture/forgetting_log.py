@@ -15,8 +15,9 @@ from ampguard.capture.forgetting import (
     still_used,
 )
 from ampguard.capture.kept_events import SWEEP_EVENTS, KeptEvents
+from ampguard.capture.operands import refs_of
 from ampguard.capture.producers import Producers
-from ampguard.capture.record import BackwardCall, Event, RootCall, StepRecord, refs_of, since
+from ampguard.capture.record import BackwardCall, Event, RootCall, StepRecord, since
 from ampguard.capture.taped_calls import TapedCall, WritingCall
 from ampguard.capture.told import tell_calls
 

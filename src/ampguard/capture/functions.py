@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import GlueOp, RootCall, tensors_in
+from ampguard.capture.record import GlueOp, RootCall
+from ampguard.capture.trees import tensors_in
 
 
 class Applied(nn.Module):

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampguard.capture.record import PLAIN_TYPES, Held, HeldGenerator, Ref
+from ampguard.capture.record import Held, HeldGenerator, Ref
+from ampguard.capture.trees import PLAIN_TYPES
 
 MAX_ENTRIES = 64
 """Attributes and items of a batch and of what lies in it; an object with more is something else."""

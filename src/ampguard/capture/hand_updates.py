@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.arguments import MAX_COPY
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, held_in
+from ampguard.capture.operands import held_in
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.weights import WeightSampling
 from ampguard.numerics import is_low_precision

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Event, Held, held_by
+from ampguard.capture.operands import held_by
+from ampguard.capture.record import Event, Held
 
 
 class Holders:

@@ -24,10 +24,11 @@ from ampguard.capture.own_scale import OwnScale, factor_of
 from ampguard.capture.pace import Pace
 from ampguard.capture.plain_leaves import PlainLeaves
 from ampguard.capture.raised import is_conversion_refusal, refused_values
-from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since, tensors_in
+from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since
 from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.told import tell_calls
+from ampguard.capture.trees import tensors_in
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 

@@ -22,22 +22,12 @@ from ampguard.capture.forgetting import OpenWindow
 from ampguard.capture.holders import Holders
 from ampguard.capture.lineage import has_graph
 from ampguard.capture.long_evaluation import LongEvaluation
+from ampguard.capture.operands import refs_of
 from ampguard.capture.pending import PendingEvents
 from ampguard.capture.producers import Producers
-from ampguard.capture.record import (
-    PLAIN_TYPES,
-    BackwardCall,
-    Event,
-    GlueOp,
-    Held,
-    HeldGenerator,
-    Ref,
-    RootCall,
-    StepRecord,
-    refs_of,
-    since,
-)
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, HeldGenerator, Ref, RootCall, StepRecord, since
 from ampguard.capture.taped_calls import TapedCall, WritingCall
+from ampguard.capture.trees import PLAIN_TYPES
 from ampguard.capture.written_weights import WrittenWeights
 from ampguard.compat import plain_version, version_of
 

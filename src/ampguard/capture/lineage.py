@@ -6,18 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ampguard.capture.record import (
-    BackwardCall,
-    BadResult,
-    Event,
-    GlueOp,
-    Ref,
-    RootCall,
-    StepRecord,
-    held_by,
-    refs_in,
-    refs_of,
-)
+from ampguard.capture.operands import held_by, refs_in, refs_of
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite
 
 

@@ -20,10 +20,11 @@ from ampguard.capture.flags import is_immediate
 from ampguard.capture.forgetting_log import ForgettingLog
 from ampguard.capture.frames import user_line
 from ampguard.capture.preprocessing import uses_computed
-from ampguard.capture.record import PLAIN_TYPES, BackwardCall, GlueOp, Held, Line, Ref, RngStates, RootCall, since
+from ampguard.capture.record import BackwardCall, GlueOp, Held, Line, Ref, RngStates, RootCall, since
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.taped_calls import TapedCall, WritingCall
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, writes_first
+from ampguard.capture.trees import PLAIN_TYPES
 from ampguard.compat import plain_version, storage_key, version_of
 from ampguard.numerics import is_finite
 

@@ -6,7 +6,8 @@ import weakref
 
 from torch import Tensor
 
-from ampguard.capture.record import Event, held_by
+from ampguard.capture.operands import held_by
+from ampguard.capture.record import Event
 from ampguard.compat import version_of
 
 _Seen = tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.capture.record import Event, GlueOp, RootCall, held_by, leaves, refs_of
+from ampguard.capture.operands import held_by, leaves, refs_of
+from ampguard.capture.record import Event, GlueOp, RootCall
 
 NO_WRITERS: Mapping[int, Sequence[int]] = MappingProxyType({})
 

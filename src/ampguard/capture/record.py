@@ -6,11 +6,10 @@ ran outside every module (`GlueOp`). Tensors that an earlier event made are name
 
 from __future__ import annotations
 
-import dataclasses
 import linecache
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import CodeType
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 
 from ampguard.compat import version_of
 from ampguard.incident import Location
-
-PLAIN_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -301,159 +298,9 @@ class BadResult:
         return self.kind in ("gradient", "underflow")
 
 
-def map_tensors(tree: Any, visit: Callable[[Tensor], Any]) -> Any:
-    """A copy of `tree` (lists, tuples, dicts, dataclasses, nested) with every tensor replaced by `visit(tensor)`.
-
-    Containers are copied, so that a script that changes its batch afterwards does not change the record. Objects of
-    other types are kept as they are.
-    """
-    if type(tree) in PLAIN_TYPES:
-        return tree
-    if isinstance(tree, Tensor):
-        return visit(tree)
-    if isinstance(tree, dict):
-        copies = {key: map_tensors(value, visit) for key, value in tree.items()}
-        return copies if type(tree) is dict else _rebuilt(tree, copies)
-    if isinstance(tree, tuple):
-        items = [map_tensors(value, visit) for value in tree]
-        if type(tree) is tuple:
-            return tuple(items)
-        return tree._make(items) if hasattr(tree, "_make") else _try_rebuild(type(tree), items, tree)
-    if isinstance(tree, list):
-        items = [map_tensors(value, visit) for value in tree]
-        return items if type(tree) is list else _try_rebuild(type(tree), items, tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        import copy
-
-        clone = copy.copy(tree)
-        for f in dataclasses.fields(tree):
-            if hasattr(tree, f.name):
-                object.__setattr__(clone, f.name, map_tensors(getattr(tree, f.name), visit))
-        return clone
-    return tree
-
-
-def _rebuilt(tree: dict[Any, Any], copies: dict[Any, Any]) -> Any:
-    import copy
-
-    try:
-        clone = copy.copy(tree)
-        for key, value in copies.items():
-            dict.__setitem__(clone, key, value)
-            if isinstance(key, str) and key in getattr(clone, "__dict__", ()):
-                clone.__dict__[key] = value
-    except Exception:
-        return copies
-    return clone
-
-
-def _try_rebuild(kind: type, items: list[Any], original: Any) -> Any:
-    try:
-        return kind(items)
-    except Exception:
-        return original
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor in a result, in a fixed order: containers, dataclasses, and the attributes of plain objects."""
-    return [tensor for _, tensor in named_tensors_in(tree)]
-
-
-def named_tensors_in(tree: Any) -> list[tuple[str, Tensor]]:
-    """Every tensor in a result and what it is called there (`['loss_box']`, `[0]`, `.logits`)."""
-    found: list[tuple[str, Tensor]] = []
-    _collect(tree, "", found, depth=0)
-    return found
-
-
-def _collect(tree: Any, name: str, found: list[tuple[str, Tensor]], depth: int) -> None:
-    if isinstance(tree, Tensor):
-        found.append((name, tree))
-    elif tree is None or isinstance(tree, (str, int, float, bool, nn.Module)) or depth > 6:
-        return
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            _collect(value, f"{name}[{key!r}]", found, depth + 1)
-    elif isinstance(tree, (list, tuple)):
-        for position, value in enumerate(tree):
-            _collect(value, f"{name}[{position}]", found, depth + 1)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for f in dataclasses.fields(tree):
-            _collect(getattr(tree, f.name, None), f"{name}.{f.name}", found, depth + 1)
-    elif depth <= 1 and hasattr(tree, "__dict__") and not callable(tree):
-        for key, value in vars(tree).items():
-            _collect(value, f"{name}.{key}", found, depth + 1)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Everything in a tree of arguments that is no container."""
-    found: list[Any] = []
-    stack = [tree]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (Ref, Held)):
-            found.append(item)
-        elif hasattr(item, "__dataclass_fields__") and not isinstance(item, type):
-            stack.extend(getattr(item, name, None) for name in item.__dataclass_fields__)
-        else:
-            found.append(item)
-    return found
-
-
 def since(events: Sequence[Event], index: int) -> list[Event]:
     """The events from `index` on. They are few at the end of many, mostly."""
     first = len(events)
     while first and events[first - 1].index >= index:
         first -= 1
     return list(events[first:])
-
-
-def refs_in(tree: Any) -> list[Ref]:
-    """Every reference to an earlier event in a tree of arguments."""
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Ref)]
-
-
-def refs_of(event: Event) -> list[Ref]:
-    """Every reference to an earlier event in what an event was given, swapped parameters included."""
-    state = event.swapped_state if type(event) is RootCall else None
-    operands = _flat_operands(event) if not state else None
-    if operands is not None:
-        return [operand for operand in operands if type(operand) is Ref]
-    return refs_in((event.args, event.kwargs, state) if state else (event.args, event.kwargs))
-
-
-def held_in(tree: Any) -> list[Held]:
-    """Every held tensor in a tree of arguments."""
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Held)]
-
-
-def held_by(event: Event) -> list[Held]:
-    """Every held tensor in what an event was given."""
-    operands = _flat_operands(event)
-    if operands is not None:
-        return [operand for operand in operands if type(operand) is Held]
-    return held_in((event.args, event.kwargs))
-
-
-def _flat_operands(event: Event) -> Sequence[Any] | None:
-    """What an event was given where none of it is a container: the common case, at a fraction of the cost. Else None."""
-    args = event.args
-    if type(event) is BackwardCall:
-        return args[0] if args[1] is None and args[2] is None else None
-    if not _FLAT_TYPES.issuperset(map(type, args)):
-        for value in args:  # a shape is a list of numbers
-            if type(value) not in _FLAT_TYPES and (
-                type(value) is not list or not PLAIN_TYPES.issuperset(map(type, value))
-            ):
-                return None
-    kwargs = event.kwargs
-    if not kwargs:
-        return args
-    return (*args, *kwargs.values()) if _FLAT_TYPES.issuperset(map(type, kwargs.values())) else None
-
-
-_FLAT_TYPES = frozenset({Ref, Held, *PLAIN_TYPES})

@@ -37,24 +37,13 @@ from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.ranks.collectives import Collectives
-from ampguard.capture.record import (
-    BackwardCall,
-    BadResult,
-    Event,
-    GlueOp,
-    Held,
-    Line,
-    Ref,
-    RootCall,
-    map_tensors,
-    tensors_in,
-    torch_rng_states,
-)
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, torch_rng_states
 from ampguard.capture.remade import gradients_of
 from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
+from ampguard.capture.trees import map_tensors, tensors_in
 from ampguard.capture.turns import OtherThreads, is_alive
 from ampguard.capture.usual import CallContext
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch, version_of

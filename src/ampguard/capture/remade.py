@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, held_by, refs_of
+from ampguard.capture.operands import held_by, refs_of
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FOLLOWED = 4

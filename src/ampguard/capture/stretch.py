@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.copies import Snapshot, distance
+from ampguard.capture.operands import held_by, held_in, refs_of
 from ampguard.capture.raised import is_refused
-from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord, held_by, held_in, refs_of
+from ampguard.capture.record import BackwardCall, Event, Ref, RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 

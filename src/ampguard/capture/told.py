@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import Event, GlueOp, Held, HeldGenerator, Ref, StepRecord, leaves
+from ampguard.capture.operands import leaves
+from ampguard.capture.record import Event, GlueOp, Held, HeldGenerator, Ref, StepRecord
 from ampguard.capture.surroundings import modes_of
 from ampguard.capture.taped_calls import TapedCall, WritingCall
 from ampguard.compat import version_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord, held_by, refs_of
+from ampguard.capture.operands import held_by, refs_of
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, StepRecord
 
 NO_GRAD = "ran under `torch.no_grad()` (or `inference_mode`)"
 DETACH = "cut the graph (`.detach()`, `.data`)"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ampguard import compat, numerics
-from ampguard.capture.record import BadResult, Event, GlueOp, Held, Line, Ref, held_in, refs_in
+from ampguard.capture.operands import held_in, refs_in
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, Line, Ref
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.contributions import contributing
 from ampguard.diagnose.named_arguments import named_leaves

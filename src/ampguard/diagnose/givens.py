@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall, held_by, leaves, refs_in
+from ampguard.capture.operands import held_by, leaves, refs_in
+from ampguard.capture.record import Event, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.model_calls import has_parameters, model_calls

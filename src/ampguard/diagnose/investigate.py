@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ampguard.capture.compiled_functions import CompiledFunction
-from ampguard.capture.record import BadResult, GlueOp, RootCall, held_in, refs_in, refs_of
+from ampguard.capture.operands import held_in, refs_in, refs_of
+from ampguard.capture.record import BadResult, GlueOp, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.budget import UNLIMITED, Budget
 from ampguard.diagnose.compiled_fault import CompiledFault

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
-from ampguard.capture.record import Held, Ref, RootCall, leaves
+from ampguard.capture.operands import leaves
+from ampguard.capture.record import Held, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampguard.capture.record import Event, RootCall, held_by
+from ampguard.capture.operands import held_by
+from ampguard.capture.record import Event, RootCall
 
 
 def model_calls(events: Sequence[Event]) -> list[Event]:

@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Callable, Collection, Iterator
 
 from ampguard.capture.lineage import is_float
-from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, StepRecord, refs_of
+from ampguard.capture.operands import refs_of
+from ampguard.capture.record import BadResult, Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite
 
 CLEANING = frozenset(

@@ -13,7 +13,8 @@ import msgspec
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall, leaves
+from ampguard.capture.operands import leaves
+from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_finite, stats
 

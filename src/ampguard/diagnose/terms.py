@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ampguard.capture.functions import Applied
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, RootCall, refs_in
+from ampguard.capture.operands import refs_in
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.replay.variants import Variant

@@ -10,7 +10,8 @@ import dataclasses
 
 from torch import Tensor
 
-from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall, held_by
+from ampguard.capture.operands import held_by
+from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall
 from ampguard.numerics import is_finite
 from ampguard.replay import preconditions
 from ampguard.replay.rebuild import Replayer

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.operands import held_by
 from ampguard.capture.ranks.collectives import Call, Collectives, Received
-from ampguard.capture.record import Event, GlueOp, held_by
+from ampguard.capture.record import Event, GlueOp
 from ampguard.errors import ReplayError
 from ampguard.incident import WAS_SENT
 from ampguard.numerics import is_finite

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ampguard import compat
-from ampguard.capture.record import Event, GlueOp, RootCall, held_in, leaves
+from ampguard.capture.operands import held_in, leaves
+from ampguard.capture.record import Event, GlueOp, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.arguments import is_replayable

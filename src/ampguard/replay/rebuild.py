@@ -15,22 +15,12 @@ from torch import Tensor, nn
 
 from ampguard import compat, numerics
 from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.operands import held_by, held_in, refs_in
 from ampguard.capture.raised import is_same_error, refused_values
-from ampguard.capture.record import (
-    BackwardCall,
-    BadResult,
-    Event,
-    GlueOp,
-    Line,
-    Ref,
-    RootCall,
-    held_by,
-    held_in,
-    map_tensors,
-    refs_in,
-)
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.surroundings import modes_of
+from ampguard.capture.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
 from ampguard.replay.arguments import Values, fresh_copy_needed, low_to

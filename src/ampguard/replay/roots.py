@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.record import Ref, RootCall, map_tensors, named_tensors_in
+from ampguard.capture.record import Ref, RootCall
 from ampguard.capture.surroundings import modes_of
+from ampguard.capture.trees import map_tensors, named_tensors_in
 from ampguard.replay.arguments import Values, low_to
 from ampguard.replay.casts import WeightCasts
 from ampguard.replay.sandbox import ModuleSandbox, set_streams

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from ampguard import compat, numerics
 from ampguard.capture.copies import distance, parameters_of
+from ampguard.capture.operands import held_by, leaves
 from ampguard.capture.raised import is_refused, refused_values
-from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall, held_by, leaves
+from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.stretch import KeptStep, Stretch, Update
 from ampguard.capture.weights import norm_of

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ampguard import compat, numerics
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.frames import user_line
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, map_tensors
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
+from ampguard.capture.trees import map_tensors
 from ampguard.replay.changed_nodes import ChangedNodes
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
 from ampguard.replay.trace import Trace, TracedOp, identical, layout_of

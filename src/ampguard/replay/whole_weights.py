@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.memory import available_bytes
-from ampguard.capture.record import map_tensors
+from ampguard.capture.trees import map_tensors
 
 COPIES = 3
 """How often the whole weights have to fit into the memory that is left: the copy, and what a replay makes of it."""

@@ -22,8 +22,9 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.hand_updates import HandUpdates
 from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.later import NumbersLater
+from ampguard.capture.operands import held_by
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.record import Event, GlueOp, Line, RootCall, held_by
+from ampguard.capture.record import Event, GlueOp, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.vitals import StepVitals, Vitals
 from ampguard.capture.weights import WeightSample

@@ -15,8 +15,8 @@ from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.patches import Patches
 from ampguard.capture.ranks.collectives import POSTED, RESULTS, SENDS, Call
-from ampguard.capture.record import tensors_in
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.trees import tensors_in
 
 DIFFERENTIABLE = "torch.distributed.nn.functional"
 """PyTorch's module of collectives with a derivative: it calls them for the script."""

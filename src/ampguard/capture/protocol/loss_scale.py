@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.record import tensors_in
+from ampguard.capture.trees import tensors_in
 
 MAX_NODES = 96
 MAX_REMEMBERED = 64

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from ampguard import compat
-from ampguard.capture.record import GlueOp, RootCall, held_in
+from ampguard.capture.operands import held_in
+from ampguard.capture.record import GlueOp, RootCall
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence

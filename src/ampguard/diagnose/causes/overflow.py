@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ampguard.capture.record import map_tensors
+from ampguard.capture.trees import map_tensors
 from ampguard.diagnose import stable, words
 from ampguard.diagnose.causes.division_by_zero import divisor_of, divisor_position, guards
 from ampguard.diagnose.causes.domain_error import outside_domain
