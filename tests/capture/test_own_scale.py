@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
 
-from ampguard.capture.own_scale import factor_of
+from ampguard.capture.judging.own_scale import factor_of
 from ampguard.report.history import StepRow, read_history
 
 Guard = Callable[..., Watched]

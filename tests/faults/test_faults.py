@@ -25,7 +25,6 @@ import ampguard
 from ampguard.capture import (
     barrier,
     buffers,
-    judge,
     loaded,
     log,
     pace,
@@ -38,8 +37,9 @@ from ampguard.capture import (
 )
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.gradients import GradientWatch
+from ampguard.capture.judging import judge, outputs
+from ampguard.capture.judging.spoilt import SpoiltGradients
 from ampguard.capture.probing import loading
-from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, locating, minimal, trying
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
@@ -156,7 +156,7 @@ def test_capture(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(judge.Judge, "count_output"), (Recorder, "before_backward"), (Recorder, "enter_root")]
+    ("owner", "name"), [(outputs.OutputJudge, "count"), (Recorder, "before_backward"), (Recorder, "enter_root")]
 )
 def test_capture_once_the_investigations_are_used_up(
     owner: Any, name: str, guard: Callable[..., Watched], plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -126,7 +126,7 @@ class _OpenStep:
             return
         poisoned = recorder.context.after_call(self._first)
         if poisoned:
-            recorder.judge.suspect_buffers(self._first, poisoned)
+            recorder.judge.outputs.suspect_buffers(self._first, poisoned)
 
 
 def recorded_as_called(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.hooks import TensorHooks
-from ampguard.capture.judge import Judge
+from ampguard.capture.judging.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
@@ -31,7 +31,8 @@ class GradientWatch:
         self.hooks = TensorHooks(log)
         self.remade = RemadeGradients(log)
         self._log = log
-        self._judge = judge
+        self._judge = judge.gradients
+        self._judge_of_losses = judge
         self._is_unjudged = False
         """Whether there are gradients that nobody has looked at."""
         self._has_raised = False
@@ -48,7 +49,7 @@ class GradientWatch:
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
         self._known_finite = []
-        self._judge.spoil_gradients()
+        self._judge.spoil()
         if self.hooks.are_known:
             self.hooks.differentiated()
         self._is_unjudged = not self._has_raised
@@ -66,7 +67,7 @@ class GradientWatch:
             parameters = [p for p in self._judge.parameters_of_modules() if p.requires_grad]
             scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
             since = max(self._cleared.values(), default=0)
-            self._judge.gradients_made_backward_raise(parameters, scale, error, since)
+            self._judge.made_backward_raise(parameters, scale, error, since)
 
     def are_looked_at_by_scaler(self, optimizer: torch.optim.Optimizer, is_unscaled: bool) -> None:
         """A scaler is about to step: it looks by itself, or has looked when it unscaled them."""
@@ -80,7 +81,7 @@ class GradientWatch:
         gradients = gradients_of(optimizer)
         targets = self.remade.bad_ones(gradients)
         if targets:
-            self._judge.remade_gradients_are_bad(parameters_of(optimizer), targets)
+            self._judge.remade_are_bad(parameters_of(optimizer), targets)
         return bool(targets)
 
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,12 +90,12 @@ class GradientWatch:
         if self._log.is_empty:
             return
         if self._are_finite(gradients_of(optimizer)):
-            self._judge.gradients_are_good()
+            self._judge.are_good()
         elif not (self.remade.are_used and self._judge_remade(optimizer)):
             since = self._cleared_since(optimizer)
             is_scaled = self.scaler is not None and self.scaler.is_enabled()
             scale = float(self.scaler.get_scale()) if is_scaled else None
-            self._judge.gradients_are_bad(
+            self._judge.are_bad(
                 parameters_of(optimizer), scale, is_held_off=False, since=since, is_past_scaler=is_scaled
             )
         if self.suspects_underflow:
@@ -116,9 +117,9 @@ class GradientWatch:
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
-        self._judge.read_flags(wait=True)
+        self._judge_of_losses.read_flags(wait=True)
         since = self._cleared_since(optimizer)
-        self._judge.gradients_are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
+        self._judge.are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
 
     def used_by_hand(self) -> None:
         """Parameters are updated by hand: judge what the last backward call left or returned."""
@@ -129,13 +130,13 @@ class GradientWatch:
         if call.is_functional:
             returned = [(Ref(call.index, i), t) for i, r in enumerate(call.outputs) if (t := r()) is not None]
             if not all_finite_on_cpu(t for _, t in returned):
-                self._judge.gradients_are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
+                self._judge.are_bad((), None, is_held_off=False, targets=tuple(ref for ref, _ in returned))
             return
         parameters = self._judge.parameters_of_modules()
         if all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
-            self._judge.gradients_are_good()
+            self._judge.are_good()
         else:  # what earlier calls have left there was finite: it was looked at
-            self._judge.gradients_are_bad(parameters, None, is_held_off=False, since=call.index)
+            self._judge.are_bad(parameters, None, is_held_off=False, since=call.index)
 
     def cleared(self, of: int | None, scaler: Any) -> None:
         """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) are cleared.
@@ -155,7 +156,7 @@ class GradientWatch:
                 parameters = [p for p in self._judge.parameters_of_modules() if p.grad is not None]
                 if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
                     scale = float(scaler.get_scale()) if is_scaled else None
-                    self._judge.gradients_are_bad(parameters, scale, is_held_off=True)
+                    self._judge.are_bad(parameters, scale, is_held_off=True)
         self._cleared[of] = self._log.next_index
 
     def _judge_now(self) -> None:
@@ -164,13 +165,13 @@ class GradientWatch:
         parameters = self._judge.parameters_of_modules()
         if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             since = max(self._cleared.values(), default=0)
-            self._judge.gradients_are_bad(parameters, None, is_held_off=False, since=since)
+            self._judge.are_bad(parameters, None, is_held_off=False, since=since)
 
     def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """Somebody suspects that these gradients have lost a part to zero: have the step run again."""
         self.suspects_underflow = False
         if any(isinstance(event, BackwardCall) for event in self._log.record.events):
-            self._judge.gradients_may_be_lost(parameters_of(optimizer), loss_scale)
+            self._judge.may_be_lost(parameters_of(optimizer), loss_scale)
 
     def _cleared_since(self, optimizer: torch.optim.Optimizer) -> int:
         return max(self._cleared.get(id(optimizer), 0), self._cleared.get(None, 0))

@@ -125,7 +125,7 @@ class HandUpdates:
 
     def _gradients(self, call: BackwardCall, inputs: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         if call.args[2] is None:
-            return [(p, p.grad) for p in self._recorder.judge.parameters_of_modules() if p.grad is not None]
+            return [(p, p.grad) for p in self._recorder.judge.gradients.parameters_of_modules() if p.grad is not None]
         made = [ref() for ref in call.outputs]
         return [(p, g) for p, g in zip(inputs, made, strict=False) if p is not None and g is not None]
 

@@ -29,7 +29,7 @@ from ampguard.capture.frames import is_user_code, locals_of, user_line
 from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
-from ampguard.capture.judge import Judge
+from ampguard.capture.judging.judge import Judge
 from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
@@ -91,7 +91,7 @@ class FlightRecorder:
         self.steps = StepCounter()
         self.judge = Judge(self.log, self.steps, self._report)
         self.thread: int = threading.get_ident()
-        self.judge.thread = lambda: self.thread
+        self.judge.gradients.thread = lambda: self.thread
         self.gradients = GradientWatch(self.log, self.judge)
         self.tape = GlueTape(self, self.thread)
         self.schedule = TapeSchedule()
@@ -221,9 +221,9 @@ class FlightRecorder:
                 root.wants_gradient = True
         poisoned = self.context.after_call(root)
         if poisoned:
-            self.judge.suspect_buffers(root, poisoned)
+            self.judge.outputs.suspect_buffers(root, poisoned)
         if not root.modes.grad:
-            self.judge.look_at_outputs(root, outputs)
+            self.judge.outputs.look_at(root, outputs)
             self.pace.leave(self.log.next_index, root.seconds)
         self.tape.enter(self.schedule.limit)
 
@@ -232,7 +232,7 @@ class FlightRecorder:
         self.schedule.kept_for_weights(self.log.size_of_iteration)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
-            self.judge.written_weights_are_bad(bad)
+            self.judge.gradients.written_weights_are_bad(bad)
 
     def _forget_finished(self) -> None:
         if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
@@ -246,7 +246,7 @@ class FlightRecorder:
 
     def look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It has returned: keep it after all if anything is wrong with it."""
-        if self.thread != threading.get_ident() or not self.judge.wants_to_know(module, output, self.pace):
+        if self.thread != threading.get_ident() or not self.judge.outputs.wants_to_know(module, output, self.pace):
             return
         root = self.enter_root(module, args, kwargs)
         if root is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.calltape import CallTape
-from ampguard.capture.judge import Judge
+from ampguard.capture.judging.judge import Judge
 from ampguard.capture.log import EventLog
 from ampguard.capture.originals import Replacements
 from ampguard.capture.record import GlueOp, torch_rng_states

@@ -328,7 +328,7 @@ class Examiner:
         self._looks -= 1
         roots = [event for event in bad.record.events if isinstance(event, RootCall)]
         if bad.kind == "output" and roots:
-            self._recorder.judge.mark_innocent(roots[-1].module)
+            self._recorder.judge.outputs.mark_innocent(roots[-1].module)
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""

@@ -156,7 +156,7 @@ class Session:
         _guarding = None
         try:
             if not isinstance(error, StopRun):
-                self._recorder.judge.is_ended_by_numbers = is_about_numbers(error)
+                self._recorder.judge.gradients.is_ended_by_numbers = is_about_numbers(error)
                 self._calls.forward_begins()
                 self._barrier.call(self._recorder.flush, error)
                 self._barrier.call(self._examiner.close)

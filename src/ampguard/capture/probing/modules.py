@@ -70,7 +70,7 @@ class ModuleProbe:
                 if root is not None:
                     guarded(recorder.leave_root, root, output)
                 elif recorder.counting and not torch.is_grad_enabled():
-                    guarded(recorder.judge.count_output, output)
+                    guarded(recorder.judge.outputs.count, output)
                 return output
 
             def resting_call(module: nn.Module, args: Any, kwargs: Any) -> Any:

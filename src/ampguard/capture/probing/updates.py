@@ -110,8 +110,8 @@ class UpdateProbe:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active and not recorder.passes_over():
                 guarded(recorder.after_update, optimizer)
-                if recorder.judge.spoilt:  # a scaler let this step through: they were cleared by hand
-                    guarded(recorder.judge.spoilt.forget_the_cleared)
+                if recorder.judge.gradients.spoilt:  # a scaler let this step through: they were cleared by hand
+                    guarded(recorder.judge.gradients.spoilt.forget_the_cleared)
                 if not scaling:
                     guarded(recorder.bookkeeping_done, False)
 
@@ -141,8 +141,8 @@ class UpdateProbe:
             result = clear(self, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return result
-            if recorder.judge.spoilt and recorder.active and not recorder.paused:
-                recorder.barrier.call(recorder.judge.spoilt.forget_the_cleared)
+            if recorder.judge.gradients.spoilt and recorder.active and not recorder.paused:
+                recorder.barrier.call(recorder.judge.gradients.spoilt.forget_the_cleared)
             return result
 
         return zero_grad

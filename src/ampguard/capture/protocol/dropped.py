@@ -78,7 +78,7 @@ class DroppedGradients:
             return
         scaler = recorder.scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-        recorder.judge.gradients_are_bad(held, scale, is_held_off=True)
+        recorder.judge.gradients.are_bad(held, scale, is_held_off=True)
         if not self._has_stepped:
             return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
         for watch in self._moves.mine():

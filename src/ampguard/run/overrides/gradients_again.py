@@ -91,7 +91,7 @@ class GradientsAgain:
         value = compat.loss_scale(scale)
         factor = float(value) if value is not None else None
         parameters = [p for p in before.leaves if p.grad is not None]
-        self._remaking.recorder.judge.gradients_are_bad(parameters, factor, is_held_off=True, since=call.index)
+        self._remaking.recorder.judge.gradients.are_bad(parameters, factor, is_held_off=True, since=call.index)
 
     def _made_again(self, before: Before, scale: object | None) -> list[Tensor | None] | None:
         """What the backward pass leaves in the leaves when the step is made again, if that is finite."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.judge import Judge
+from ampguard.capture.judging.judge import Judge
 from ampguard.capture.patches import Patches
 
 READING = ("item", "__float__", "__bool__")

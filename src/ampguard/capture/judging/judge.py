@@ -1,4 +1,4 @@
-"""The judge of a step: is its loss finite, are its outputs in evaluation, did a call poison a buffer?
+"""The judge of a step: is its loss finite, and what becomes of what else was bad?
 
 A loss is judged before it is differentiated, when everything that made it is still as it was. What was bad and may
 yet turn out to be nobody's business (a teacher's output, a loss that is thrown away) is a suspect first.
@@ -7,7 +7,6 @@ yet turn out to be nobody's business (a teacher's output, a loss that is thrown 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -16,19 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture import lineage, undifferentiated
-from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
-from ampguard.capture.flat import members_for_buffers
+from ampguard.capture import lineage
+from ampguard.capture.flags import FiniteFlag, is_capturing
+from ampguard.capture.judging import undifferentiated
+from ampguard.capture.judging.gradients import GradientJudge
+from ampguard.capture.judging.outputs import OutputJudge
+from ampguard.capture.judging.own_scale import OwnScale, factor_of
 from ampguard.capture.log import EventLog
-from ampguard.capture.own_scale import OwnScale, factor_of
-from ampguard.capture.pace import Pace
-from ampguard.capture.plain_leaves import PlainLeaves
 from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since
-from ampguard.capture.spoilt import SpoiltGradients
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.told import tell_calls
-from ampguard.capture.trees import tensors_in
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
@@ -45,8 +42,6 @@ class Judge:
         """Optimizers' steps that had been attempted when a loss was last finite."""
         self.bad_since: int | None = None
         """The step of the first bad loss since the last good one; of the same step where a micro-batch alone was bad."""
-        self.thread: Callable[[], int] = threading.get_ident
-        """Whose step the log holds."""
         self.losses: list[float | Tensor] = []
         """Of the running iteration, without a scale of the script's own."""
         self.skipped: list[list[float | Tensor]] = []
@@ -56,6 +51,10 @@ class Judge:
         """The script's own scale that the last loss carried."""
         self._differentiated_at = 0
         """Optimizer steps that had been attempted when the last loss was differentiated."""
+        self.bad_loss_step: int | None = None
+        """The step in which a loss was last bad."""
+        self.outputs = OutputJudge(log, steps, self._suspect, report)
+        self.gradients = GradientJudge(log, steps, self, report)
         self._log = log
         self._steps = steps
         self._report = report
@@ -65,17 +64,8 @@ class Judge:
         """Losses found finite since the last backward's record was dropped."""
         self._judged_losses: list[weakref.ref[Tensor]] = []
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
-        self._unread_outputs: list[tuple[FiniteFlag, BadResult]] = []
-        self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._plain_leaves = PlainLeaves()
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
-        self._bad_loss_step: int | None = None
-        self._bad_gradients_from = -1
-        """The first event after bad gradients were last told."""
-        self.is_ended_by_numbers = False
-        """The script has raised an error that speaks of numbers which are not finite."""
-        self.spoilt = SpoiltGradients()
         self._told_error: int | None = None
         """`id` of the error that the last operator or module raised because of its numbers."""
 
@@ -84,11 +74,11 @@ class Judge:
     @property
     def has_open_questions(self) -> bool:
         """Whether something bad, or not read yet, waits for what comes next."""
-        return bool(self.suspects or self._unread_outputs)
+        return bool(self.suspects or self.outputs.unread)
 
     def is_healthy(self, losses: Sequence[Tensor]) -> bool:
         """The common case, quickly: one finite number on the CPU and nothing else to settle."""
-        if len(losses) != 1 or self.suspects or self._unread_outputs:
+        if len(losses) != 1 or self.suspects or self.outputs.unread:
             return False
         loss = losses[0]
         if not loss.is_cpu or loss.numel() != 1 or (type(loss) is not Tensor and not compat.has_values(loss)):
@@ -116,7 +106,7 @@ class Judge:
             if made_by is not None:
                 self._judged.add(made_by.event)
             targets.append(made_by or Held(loss, version_of(loss)))
-        self._read_outputs(wait=False)
+        self.outputs.read(wait=False)
         self._drop_teachers()
         flag = FiniteFlag(losses)
         scale = self.last_scale if self.last_scale != 1.0 else None
@@ -159,7 +149,7 @@ class Judge:
         if flag.is_set():
             self.last_good_step, self.attempts_when_good = bad.step, self._steps.attempts
         else:
-            self._bad_loss_step = bad.step
+            self.bad_loss_step = bad.step
             if self.bad_since is None or self.bad_since < (self.last_good_step or 0):
                 self.bad_since = bad.step
             tell_calls(bad.record)
@@ -208,14 +198,14 @@ class Judge:
         if self._was_judged(lineage.ancestors(record, ref)) or self._is_old_news(ref):
             return  # a loss that backward was called on, or a sum to which a bad one was added
         mode: Mode = "train" if lineage.was_wanting(record, ref) else "eval"
-        may_be_figure = mode == "train" and isinstance(value, float) and self._bad_loss_step != self._steps.count
+        may_be_figure = mode == "train" and isinstance(value, float) and self.bad_loss_step != self._steps.count
         if may_be_figure and lineage.is_figure_beside(record, ref):
             return  # the loss was finite, and has been differentiated
         self.suspects.append(self._bad("loss", mode, (ref,)))
 
     def _is_old_news(self, ref: Ref) -> bool:
         """Whether a number is bad only because another one was, after a bad loss was told."""
-        return self._bad_loss_step is not None and lineage.rests_on_a_figure(self._log.record, ref)
+        return self.bad_loss_step is not None and lineage.rests_on_a_figure(self._log.record, ref)
 
     def _was_judged(self, events: set[int]) -> bool:
         for known in self._healthy:
@@ -230,159 +220,6 @@ class Judge:
         self._judged.clear()
         self._healthy.clear()
 
-    # --- gradients --------------------------------------------------------------------------------------------------
-
-    def gradients_are_bad(
-        self,
-        parameters: Iterable[Tensor],
-        loss_scale: float | None,
-        is_held_off: bool,
-        targets: tuple[Ref, ...] = (),
-        since: int = 0,
-        is_past_scaler: bool = False,
-    ) -> None:
-        """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
-        parameters = self._with_gradient(parameters)
-        if self._bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
-            return
-        if loss_scale is None and self.last_scale != 1.0:
-            loss_scale = self.last_scale
-        self.suspects = [bad for bad in self.suspects if bad.kind == "buffer"]
-        self._bad_gradients_from = self._log.next_index
-        self._report(
-            BadResult(
-                "gradient",
-                "train",
-                self._steps.count,
-                self._log.slice(),
-                targets,
-                parameters=tuple(parameters),
-                loss_scale=loss_scale,
-                is_held_off=is_held_off,
-                since=since,
-                is_past_scaler=is_past_scaler,
-                has_ended_run=self.is_ended_by_numbers,
-            )
-        )
-        self.spoilt.note(parameters)
-
-    def remade_gradients_are_bad(self, parameters: Iterable[Tensor], targets: tuple[Ref, ...]) -> None:
-        """Gradients were finite until the script computed others from them."""
-        parameters = self._with_gradient(parameters)
-        if self._bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
-            return
-        self._bad_gradients_from = self._log.next_index
-        self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
-        self.spoilt.note(parameters)
-
-    def written_weights_are_bad(self, parameter: Tensor) -> None:
-        """The script itself has written to weights that were finite until then: what made it bad is told.
-
-        Bad values that it was given and only handed on (a checkpoint's) are told where the weights are used.
-        """
-        made_by = self._log.lookup(parameter)
-        if made_by is None or self.suspects:
-            return
-        given = lineage.given_to(self._log.record, made_by)
-        if all(isinstance(t, nn.Parameter) or not is_immediate(t) or is_finite(t) for t in given):
-            self._report(
-                BadResult("loss", "train", self._steps.count, self._log.slice(), (made_by,), is_of_weights=True)
-            )
-
-    def gradients_made_backward_raise(
-        self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
-    ) -> None:
-        """Anomaly detection found a NaN and ended the backward pass: there are no gradients, but a step to replay."""
-        if self._bad_loss_step != self._steps.count:
-            record, step, wanted = self._log.slice(), self._steps.count, tuple(parameters)
-            self._report(BadResult("gradient", "train", step, record, (), error, (), wanted, loss_scale, since=since))
-
-    def gradients_may_be_lost(self, parameters: Iterable[Tensor], loss_scale: float | None) -> None:
-        """Gradients are finite, and may have lost a part to zero."""
-        record, step, found = self._log.slice(), self._steps.count, tuple(self._with_gradient(parameters))
-        self._report(BadResult("underflow", "train", step, record, (), parameters=found, loss_scale=loss_scale))
-
-    def _with_gradient(self, updated: Iterable[Tensor]) -> list[Tensor]:
-        """Those of an optimizer's tensors that hold a gradient; of a flat buffer, the parameters that lie in it."""
-        return members_for_buffers([p for p in updated if p.grad is not None], self.parameters_of_modules())
-
-    def gradients_are_good(self) -> None:
-        """Gradients were looked at and are finite: whatever was left there has been cleared."""
-        self.spoilt.clear()
-
-    def spoil_gradients(self) -> None:
-        """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
-        if self._bad_loss_step == self._steps.count:
-            self.spoilt.note([p for p in self.parameters_of_modules() if p.is_leaf and p.grad is not None])
-
-    def parameters_of_modules(self) -> list[Tensor]:
-        """Of the modules that were called in this step; weights that hang in none, where there is no optimizer either.
-
-        None in a thread whose step the log does not hold.
-
-        In another's, autograd's engine may be writing to `.grad` at this moment, without the interpreter's lock.
-        """
-        events = self._log.kept_since(0)
-        if self.thread() != threading.get_ident():  # asked after the events: new ones are begun for another thread
-            return []
-        modules = {id(e.module): e.module for e in [e for e in events if type(e) is RootCall]}
-        if not modules and self._steps.counts_backwards:
-            return self._plain_leaves.with_gradients(self._log.record.events)
-        return [p for module in modules.values() for p in compat.all_parameters(module)]
-
-    # --- outputs and buffers ----------------------------------------------------------------------------------------
-
-    def look_at_outputs(self, root: RootCall, outputs: list[Tensor]) -> None:
-        """A module returned in evaluation."""
-        if root.module in self._innocent:
-            return
-        floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
-        flag = FiniteFlag([t for _, t in floats])
-        if (flag.is_known and flag.is_set()) or _keeps_a_tally(root):
-            return
-        refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
-        bad = self._bad("output", "eval", refs)
-        if not flag.is_known:
-            self._unread_outputs.append((flag, bad))
-        elif root.modes.inference:  # its results cannot be a teacher's in a training step
-            self._report(bad)
-        else:
-            self.suspects.append(bad)
-
-    def wants_to_know(self, module: nn.Module, output: Any, pace: Pace) -> bool:
-        """Whether a call in evaluation that was not kept has to be."""
-        floats = [t for t in tensors_in(output) if t.is_floating_point()]
-        pace.may_rest = all(is_immediate(t) for t in floats)
-        if not pace.may_rest:
-            pace.is_resting = False
-            return False
-        return module not in self._innocent and not all(is_finite(t) for t in floats)
-
-    def suspect_buffers(self, root: RootCall, poisoned: list[tuple[str, Tensor]]) -> None:
-        """A call turned buffers non-finite."""
-        held = tuple(Held(tensor, version_of(tensor)) for _, tensor in poisoned)
-        names = tuple(name for name, _ in poisoned)
-        self.suspects.append(self._bad("buffer", "train" if root.modes.grad else "eval", held, names))
-
-    def _read_outputs(self, wait: bool) -> None:
-        """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""
-        while self._unread_outputs:
-            flag, bad = self._unread_outputs[0]
-            if not (wait or len(self._unread_outputs) > 2 or flag.is_known):
-                return
-            del self._unread_outputs[0]
-            if not flag.is_set():
-                self.suspects.append(bad)
-
-    def count_output(self, output: Any) -> None:
-        """A module returned, in evaluation, after the last investigation."""
-        if any(t.is_floating_point() and not is_finite(t) for t in tensors_in(output)):
-            self._report(BadResult("output", "eval", self._steps.count, StepRecord(), ()))
-
-    def mark_innocent(self, module: nn.Module) -> None:
-        """This module's evaluation outputs hold infinities on purpose: do not ask again."""
-        self._innocent.add(module)
-
     def refused(self, index: int, error: BaseException) -> None:
         """An event raised. Of a constant that does not fit a half, or of a module's bad numbers: that is a diagnosis."""
         is_module = isinstance(self._log.record.event(index), RootCall)
@@ -394,10 +231,13 @@ class Judge:
 
     # --- suspects ---------------------------------------------------------------------------------------------------
 
+    def _suspect(self, bad: BadResult) -> None:
+        self.suspects.append(bad)
+
     def settle(self, module: nn.Module) -> None:
         """A new root call begins: what was bad before it and was never differentiated stays bad."""
-        if self._unread_outputs:
-            self._read_outputs(wait=False)
+        if self.outputs.unread:
+            self.outputs.read(wait=False)
         self._suspect_discarded_losses(module)
         if not self.suspects:
             return
@@ -416,7 +256,7 @@ class Judge:
             if bad.kind == "output" and all(isinstance(t, Ref) and t.event in behind for t in bad.targets):
                 continue  # a teacher's: the loss that was made from it is told
             if bad.mode == "train":
-                self._bad_loss_step = bad.step
+                self.bad_loss_step = bad.step
             self._report(bad)
 
     def settle_before_write(self, written: Iterable[Tensor]) -> None:
@@ -435,7 +275,7 @@ class Judge:
         if isinstance(error, Exception) and not self.suspects and id(error) != self._told_error:
             self._suspect_locals(error)
         self.read_flags(wait=True)
-        self._read_outputs(wait=True)
+        self.outputs.read(wait=True)
         self._suspect_discarded_losses(None)
         self.settle_all()
 
@@ -444,7 +284,7 @@ class Judge:
         found = undifferentiated.results_at_hand(error, self._log)
         found = [r for r in found if r.event >= self._log.iteration_start and not self._was_judged({r.event})]
         found = [r for r in found if not self._is_old_news(r)]
-        if self._bad_gradients_from > self._log.iteration_start:  # the norm of bad gradients: these were told
+        if self.gradients.told_until > self._log.iteration_start:  # the norm of bad gradients: these were told
             found = [r for r in found if not self._is_behind_backward(r)]
         if found:
             first = min(found, key=lambda ref: (ref.event, ref.output))
@@ -505,18 +345,8 @@ class Judge:
 
     def _bad(
         self,
-        kind: Literal["loss", "output", "buffer"],
+        kind: Literal["loss", "output"],
         mode: Mode,
         targets: tuple[Ref | Held, ...],
-        names: tuple[str, ...] = (),
     ) -> BadResult:
-        return BadResult(kind, mode, self._steps.count, self._log.slice(), targets, names=names)
-
-
-def _keeps_a_tally(root: RootCall) -> bool:
-    """Whether a call in evaluation was that of a metric: a module without weights that counts in its buffers.
-
-    What it returns is a figure on the way (0/0 for a class that has not come yet); the numbers that are read are judged.
-    """
-    counts = any(saved.copy is not None for saved in root.buffers)  # (unchanged ones keep none)
-    return counts and not any(True for _ in root.module.parameters())
+        return BadResult(kind, mode, self._steps.count, self._log.slice(), targets)

@@ -1,0 +1,149 @@
+"""The judge of gradients: which bad ones are news, and of whose parameters.
+
+Not those that a bad loss brought about, nor those that an earlier step has left there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture import lineage
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.flat import members_for_buffers
+from ampguard.capture.judging.plain_leaves import PlainLeaves
+from ampguard.capture.judging.spoilt import SpoiltGradients
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import BadResult, Ref, RootCall
+from ampguard.capture.steps import StepCounter
+from ampguard.numerics import is_finite
+
+
+class JudgedLosses(Protocol):
+    """What is known of the step's losses."""
+
+    suspects: list[BadResult]
+    bad_loss_step: int | None
+    last_scale: float
+
+
+class GradientJudge:
+    """Tells of bad gradients, and of weights that the script has made bad itself."""
+
+    def __init__(
+        self, log: EventLog, steps: StepCounter, losses: JudgedLosses, report: Callable[[BadResult], None]
+    ) -> None:
+        self.spoilt = SpoiltGradients()
+        self.thread: Callable[[], int] = threading.get_ident
+        """Whose step the log holds."""
+        self.told_until = -1
+        """The first event after bad gradients were last told."""
+        self.is_ended_by_numbers = False
+        """The script has raised an error that speaks of numbers which are not finite."""
+        self._log = log
+        self._steps = steps
+        self._losses = losses
+        self._report = report
+        self._plain_leaves = PlainLeaves()
+
+    def are_bad(
+        self,
+        parameters: Iterable[Tensor],
+        loss_scale: float | None,
+        is_held_off: bool,
+        targets: tuple[Ref, ...] = (),
+        since: int = 0,
+        is_past_scaler: bool = False,
+    ) -> None:
+        """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
+        parameters = self._with_gradient(parameters)
+        if self._losses.bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
+            return
+        if loss_scale is None and self._losses.last_scale != 1.0:
+            loss_scale = self._losses.last_scale
+        self._losses.suspects = [bad for bad in self._losses.suspects if bad.kind == "buffer"]
+        self.told_until = self._log.next_index
+        self._report(
+            BadResult(
+                "gradient",
+                "train",
+                self._steps.count,
+                self._log.slice(),
+                targets,
+                parameters=tuple(parameters),
+                loss_scale=loss_scale,
+                is_held_off=is_held_off,
+                since=since,
+                is_past_scaler=is_past_scaler,
+                has_ended_run=self.is_ended_by_numbers,
+            )
+        )
+        self.spoilt.note(parameters)
+
+    def remade_are_bad(self, parameters: Iterable[Tensor], targets: tuple[Ref, ...]) -> None:
+        """Gradients were finite until the script computed others from them."""
+        parameters = self._with_gradient(parameters)
+        if self._losses.bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
+            return
+        self.told_until = self._log.next_index
+        self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
+        self.spoilt.note(parameters)
+
+    def written_weights_are_bad(self, parameter: Tensor) -> None:
+        """The script itself has written to weights that were finite until then: what made it bad is told.
+
+        Bad values that it was given and only handed on (a checkpoint's) are told where the weights are used.
+        """
+        made_by = self._log.lookup(parameter)
+        if made_by is None or self._losses.suspects:
+            return
+        given = lineage.given_to(self._log.record, made_by)
+        if all(isinstance(t, nn.Parameter) or not is_immediate(t) or is_finite(t) for t in given):
+            self._report(
+                BadResult("loss", "train", self._steps.count, self._log.slice(), (made_by,), is_of_weights=True)
+            )
+
+    def made_backward_raise(
+        self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
+    ) -> None:
+        """Anomaly detection found a NaN and ended the backward pass: there are no gradients, but a step to replay."""
+        if self._losses.bad_loss_step != self._steps.count:
+            record, step, wanted = self._log.slice(), self._steps.count, tuple(parameters)
+            self._report(BadResult("gradient", "train", step, record, (), error, (), wanted, loss_scale, since=since))
+
+    def may_be_lost(self, parameters: Iterable[Tensor], loss_scale: float | None) -> None:
+        """Gradients are finite, and may have lost a part to zero."""
+        record, step, found = self._log.slice(), self._steps.count, tuple(self._with_gradient(parameters))
+        self._report(BadResult("underflow", "train", step, record, (), parameters=found, loss_scale=loss_scale))
+
+    def _with_gradient(self, updated: Iterable[Tensor]) -> list[Tensor]:
+        """Those of an optimizer's tensors that hold a gradient; of a flat buffer, the parameters that lie in it."""
+        return members_for_buffers([p for p in updated if p.grad is not None], self.parameters_of_modules())
+
+    def are_good(self) -> None:
+        """Gradients were looked at and are finite: whatever was left there has been cleared."""
+        self.spoilt.clear()
+
+    def spoil(self) -> None:
+        """A bad loss was differentiated: the gradients that it leaves stay bad until they are cleared."""
+        if self._losses.bad_loss_step == self._steps.count:
+            self.spoilt.note([p for p in self.parameters_of_modules() if p.is_leaf and p.grad is not None])
+
+    def parameters_of_modules(self) -> list[Tensor]:
+        """Of the modules that were called in this step; weights that hang in none, where there is no optimizer either.
+
+        None in a thread whose step the log does not hold.
+
+        In another's, autograd's engine may be writing to `.grad` at this moment, without the interpreter's lock.
+        """
+        events = self._log.kept_since(0)
+        if self.thread() != threading.get_ident():  # asked after the events: new ones are begun for another thread
+            return []
+        modules = {id(e.module): e.module for e in [e for e in events if type(e) is RootCall]}
+        if not modules and self._steps.counts_backwards:
+            return self._plain_leaves.with_gradients(self._log.record.events)
+        return [p for module in modules.values() for p in compat.all_parameters(module)]

@@ -1,0 +1,98 @@
+"""The judge of what calls leave behind: outputs in evaluation, and buffers that a call has poisoned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from ampguard.capture.flags import FiniteFlag, is_immediate
+from ampguard.capture.log import EventLog
+from ampguard.capture.pace import Pace
+from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord
+from ampguard.capture.steps import StepCounter
+from ampguard.capture.trees import tensors_in
+from ampguard.compat import version_of
+from ampguard.numerics import is_finite
+
+
+class OutputJudge:
+    """Suspects outputs in evaluation: a teacher's in the middle of a training step is nobody's business."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        steps: StepCounter,
+        suspect: Callable[[BadResult], None],
+        report: Callable[[BadResult], None],
+    ) -> None:
+        self.unread: list[tuple[FiniteFlag, BadResult]] = []
+        """Outputs on a device that has not answered yet."""
+        self._log = log
+        self._steps = steps
+        self._suspect = suspect
+        self._report = report
+        self._innocent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def look_at(self, root: RootCall, outputs: list[Tensor]) -> None:
+        """A module returned in evaluation."""
+        if root.module in self._innocent:
+            return
+        floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
+        flag = FiniteFlag([t for _, t in floats])
+        if (flag.is_known and flag.is_set()) or _keeps_a_tally(root):
+            return
+        refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
+        bad = BadResult("output", "eval", self._steps.count, self._log.slice(), refs)
+        if not flag.is_known:
+            self.unread.append((flag, bad))
+        elif root.modes.inference:  # its results cannot be a teacher's in a training step
+            self._report(bad)
+        else:
+            self._suspect(bad)
+
+    def wants_to_know(self, module: nn.Module, output: Any, pace: Pace) -> bool:
+        """Whether a call in evaluation that was not kept has to be."""
+        floats = [t for t in tensors_in(output) if t.is_floating_point()]
+        pace.may_rest = all(is_immediate(t) for t in floats)
+        if not pace.may_rest:
+            pace.is_resting = False
+            return False
+        return module not in self._innocent and not all(is_finite(t) for t in floats)
+
+    def suspect_buffers(self, root: RootCall, poisoned: list[tuple[str, Tensor]]) -> None:
+        """A call turned buffers non-finite."""
+        held = tuple(Held(tensor, version_of(tensor)) for _, tensor in poisoned)
+        names = tuple(name for name, _ in poisoned)
+        mode: Literal["train", "eval"] = "train" if root.modes.grad else "eval"
+        self._suspect(BadResult("buffer", mode, self._steps.count, self._log.slice(), held, names=names))
+
+    def read(self, wait: bool) -> None:
+        """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""
+        while self.unread:
+            flag, bad = self.unread[0]
+            if not (wait or len(self.unread) > 2 or flag.is_known):
+                return
+            del self.unread[0]
+            if not flag.is_set():
+                self._suspect(bad)
+
+    def count(self, output: Any) -> None:
+        """A module returned, in evaluation, after the last investigation."""
+        if any(t.is_floating_point() and not is_finite(t) for t in tensors_in(output)):
+            self._report(BadResult("output", "eval", self._steps.count, StepRecord(), ()))
+
+    def mark_innocent(self, module: nn.Module) -> None:
+        """This module's evaluation outputs hold infinities on purpose: do not ask again."""
+        self._innocent.add(module)
+
+
+def _keeps_a_tally(root: RootCall) -> bool:
+    """Whether a call in evaluation was that of a metric: a module without weights that counts in its buffers.
+
+    What it returns is a figure on the way (0/0 for a class that has not come yet); the numbers that are read are judged.
+    """
+    counts = any(saved.copy is not None for saved in root.buffers)  # (unchanged ones keep none)
+    return counts and not any(True for _ in root.module.parameters())
