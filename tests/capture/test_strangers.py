@@ -350,7 +350,7 @@ def test_call_during_which_another_thread_begins_to_train(guard: Guard, monkeypa
         return known(context, module, frame)
 
     def after_backward(recorder: FlightRecorder) -> None:
-        followed.append(recorder.thread)
+        followed.append(recorder.turns.thread)
         recorded.extend(e.module for e in recorder.log.record.events if isinstance(e, RootCall))
         ended(recorder)
 
@@ -392,7 +392,7 @@ def test_backward_pass_during_which_another_thread_begins_one(guard: Guard, monk
             thread = threading.Thread(target=step, args=(1,))
             thread.start()
             thread.join()
-            threads_followed.append(recorder.thread)
+            threads_followed.append(recorder.turns.thread)
         return call
 
     def body() -> Any:

@@ -35,11 +35,16 @@ from ampguard.capture import (
     surroundings,
     tape,
 )
+from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging import judge, outputs
 from ampguard.capture.judging.spoilt import SpoiltGradients
 from ampguard.capture.probing import loading
+from ampguard.capture.resting import RestingCalls
+from ampguard.capture.taped_preprocessing import TapedPreprocessing
+from ampguard.capture.turns import Turns
 from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, locating, minimal, trying
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
@@ -88,8 +93,8 @@ Recorder = recorder.FlightRecorder
 CALLED_BY_PROBES = [
     (Recorder, "enter_root"),
     (Recorder, "leave_root"),
-    (Recorder, "bookkeeping_done"),
-    (Recorder, "optimizer_made"),
+    (TapedPreprocessing, "bookkeeping_done"),
+    (TapedPreprocessing, "optimizer_made"),
     (Recorder, "note_scaled"),
     (Recorder, "before_backward"),
     (Recorder, "after_backward"),
@@ -187,13 +192,24 @@ def test_nothing_of_the_guard_is_on_the_stack_after_a_fault(
 
 
 RARER = [
-    "returned_gradients", "enter_function", "leave_function", "note_batch", "root_raised", "glue_raised", "resume_tape",
-    "tape_exhausted", "pass_over", "look_at", "look_at_error",
-]  # fmt: skip
+    (BackwardCalls, "returned"),
+    (AppliedFunctions, "enter"),
+    (AppliedFunctions, "leave"),
+    (TapedPreprocessing, "note_batch"),
+    (Recorder, "root_raised"),
+    (Recorder, "glue_raised"),
+    (Recorder, "resume_tape"),
+    (Recorder, "tape_exhausted"),
+    (RestingCalls, "enter"),
+    (RestingCalls, "look_at"),
+    (RestingCalls, "look_at_error"),
+]
 
 
-@pytest.mark.parametrize("name", RARER)
-def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), RARER, ids=lambda value: getattr(value, "__name__", value))
+def test_capture_on_rarer_ways(
+    owner: Any, name: str, guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refuses(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyError("the script's own")
@@ -221,7 +237,7 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
             optimizer.step()
         return bits(list(model.parameters()))
 
-    if name in ("pass_over", "look_at", "look_at_error"):
+    if owner is RestingCalls:
         monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
         monkeypatch.setattr(pace, "SHARE", 0.0)
 
@@ -235,7 +251,7 @@ def test_capture_on_rarer_ways(name: str, guard: Callable[..., Watched], monkeyp
         called.append(name)
         raise InjectedError(name)
 
-    monkeypatch.setattr(Recorder, name, fails)
+    monkeypatch.setattr(owner, name, fails)
     run = guard(body)
     assert called
     assert run.result == expected
@@ -623,7 +639,7 @@ def test_fault_where_another_thread_may_be_followed(
         server.join()
         return answers
 
-    monkeypatch.setattr(recorder.FlightRecorder, entry, raises)
+    monkeypatch.setattr(Turns, entry, raises)
     run = guard(body)
     assert run.faults == 1
     assert len(run.result) == 1
@@ -639,13 +655,13 @@ def test_every_entry_that_probes_call_is_tested() -> None:
 
     files = Path(probing.__path__[0]).glob("*.py")
     text = "".join(file.read_text() for file in files) + inspect.getsource(tape)
-    rooms = r"(?:steps\.|tape\.|judge\.(?:spoilt\.)?|log\.|gradients\.|loaded\.)?"
-    called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?(?:recorder|taped|log)\." + rooms + r"(\w+)"
+    who = r"(?:recorder|taped|log|turns|resting)"
+    called = r"(?:guarded|barrier\.call)\(\s*(?:self\._)?" + who + r"\.(?:\w+\.)*(\w+)"
     entries = set(re.findall(called, text))
-    tested = {name for _, name in CALLED_BY_PROBES} | set(RARER)
+    tested = {name for _, name in (*CALLED_BY_PROBES, *RARER)}
     of_threads = {"takes_over", "follows"}
     of_loading = {"note"}
-    covered_elsewhere = {"count_output", "raised", "forget_the_cleared"} | of_loading | of_threads
+    covered_elsewhere = {"count", "raised", "forget_the_cleared"} | of_loading | of_threads
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES

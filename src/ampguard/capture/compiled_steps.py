@@ -98,7 +98,7 @@ class _OpenStep:
         else:
             module = self._root.module
             assert isinstance(module, CompiledStep)
-            index, made = log.claim_index(), self._recorder.attempts
+            index, made = log.claim_index(), self._recorder.steps.attempts
             root = dataclasses.replace(
                 self._root, index=index, module=module.following(), outputs=[], floating=[], updates_before=made
             )
@@ -182,12 +182,12 @@ def recorded_step(
         if is_nested or not recorder.active:
             return compiled(*args, **kwargs)
         guarded(hide)
-        if not recorder.takes_turn():
+        if not recorder.turns.take():
             return compiled(*args, **kwargs)
         try:
             return followed(args, kwargs)
         finally:
-            recorder.turn.release()
+            recorder.turns.lock.release()
 
     def followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = guarded(begin, args, kwargs)

@@ -6,14 +6,21 @@ Taped operator by operator they would lose their own backward; so each is record
 from __future__ import annotations
 
 import dataclasses
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from ampguard import compat
+from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import GlueOp, RootCall
-from ampguard.capture.trees import tensors_in
+from ampguard.capture.record import GlueOp, Ref, RootCall, torch_rng_states
+from ampguard.capture.steps import StepCounter
+from ampguard.capture.surroundings import current_modes
+from ampguard.capture.trees import map_tensors, tensors_in
+from ampguard.capture.turns import Turns
 
 
 class Applied(nn.Module):
@@ -28,12 +35,43 @@ class Applied(nn.Module):
 
 
 class AppliedFunctions:
-    """One module for each function in use."""
+    """Keeps their calls: one module for each function in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: EventLog, steps: StepCounter, turns: Turns) -> None:
+        self._log = log
+        self._steps = steps
+        self._turns = turns
         self._known: dict[type, Applied] = {}
 
-    def module_of(self, function: type) -> Applied:
+    def enter(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
+        """Keep what a call needs to be run again. None where it is not to be recorded."""
+        if self._turns.thread != threading.get_ident() or compat.in_backward() or compat.in_functorch():
+            return None
+        log = self._log
+        root = RootCall(
+            index=log.claim_index(),
+            module=self._module_of(function),
+            args=map_tensors(args, log.named_argument),
+            kwargs=map_tensors(kwargs, log.named_argument) if kwargs else {},
+            modes=current_modes(),
+            rng=torch_rng_states(),
+            training=True,
+            buffers=[],
+            line=user_line(sys._getframe(2)),
+            prefix="",
+            updates_before=self._steps.attempts,
+            is_function=True,
+        )
+        log.append(root)
+        return root
+
+    def leave(self, root: RootCall, output: Any) -> None:
+        """Note what the function returned."""
+        for position, tensor in enumerate(tensors_in(output)):
+            root.outputs.append(self._log.define(tensor, Ref(root.index, position)))
+            root.floating.append(tensor.is_floating_point())
+
+    def _module_of(self, function: type) -> Applied:
         known = self._known.get(function)
         if known is None:
             known = self._known[function] = Applied(function)

@@ -61,8 +61,8 @@ class Probes:
             handle.remove()
         self._updates.handles.clear()
         with contextlib.suppress(Exception):  # not through the barrier: after a fault nothing comes through it
-            for tape in (self._recorder.tape, *self._recorder.left_behind):
-                tape.leave()
+            self._recorder.tape.leave()
+            self._recorder.left_behind.leave()
         with contextlib.suppress(Exception):
             compat.forget_functions()
 

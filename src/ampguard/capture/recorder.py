@@ -15,17 +15,17 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.drivers import Drivers
 from ampguard.capture.flags import is_capturing
-from ampguard.capture.frames import is_user_code, locals_of, user_line
+from ampguard.capture.frames import user_line
 from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
@@ -34,28 +34,24 @@ from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
-from ampguard.capture.protocol.script_lines import is_script_code
-from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.ranks.collectives import Collectives
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, torch_rng_states
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall
 from ampguard.capture.remade import gradients_of
 from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
 from ampguard.capture.tape import GlueTape
+from ampguard.capture.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.trees import map_tensors, tensors_in
-from ampguard.capture.turns import OtherThreads, is_alive
+from ampguard.capture.turns import TapesLeftBehind, Turns
 from ampguard.capture.usual import CallContext
-from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch, version_of
+from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch
 
 LATELY = 8
 """Events in which it is seen whether the script is computing with what is trained."""
 
 FIRST_STEPS = 2
 """Steps in which it is seen what follows a backward pass."""
-
-KEPT_STEPS = 64
-"""Optimizer steps remembered: which optimizer made them."""
 
 
 class Listener(Protocol):
@@ -82,19 +78,19 @@ class FlightRecorder:
         self.active = False
         self.paused = False
         """True inside a root call, a backward, a batch fetch or an investigation: nested calls are nobody's business."""
-        self.turn = threading.RLock()
-        """Held by the thread in whose root call or backward pass we are. Nobody waits for it: others are passed over."""
-        self.others = OtherThreads()
+        self.turns = Turns(self._begin_anew)
         self.counting = False
         """True once every investigation has been made: failures are counted, and nothing is recorded any more."""
         self.log = EventLog()
         self.steps = StepCounter()
         self.judge = Judge(self.log, self.steps, self._report)
-        self.thread: int = threading.get_ident()
-        self.judge.gradients.thread = lambda: self.thread
+        self.judge.gradients.thread = lambda: self.turns.thread
         self.gradients = GradientWatch(self.log, self.judge)
-        self.tape = GlueTape(self, self.thread)
+        self.backward_calls = BackwardCalls(self.log, self.steps)
+        self.tape = GlueTape(self, self.turns.thread)
+        self.left_behind = TapesLeftBehind(barrier)
         self.schedule = TapeSchedule()
+        self.preprocessing = TapedPreprocessing(self)
         self.context = CallContext()
         self.pace = Pace()
         self.drivers = Drivers()
@@ -102,7 +98,6 @@ class FlightRecorder:
         """Told of an error in the frame in which a module raised it."""
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.last_batch: Any = None
         self.live: LiveTracer | None = None
         self.step_seconds = 0.0
         self.between_steps = False
@@ -112,25 +107,16 @@ class FlightRecorder:
         """The scaler that scaled last."""
         self.is_unscaled = False
         """Whether it has divided gradients since."""
-        self.attempts = 0
-        """Optimizer steps attempted so far."""
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self.uses_autocast = False
         """Whether any of these regions was switched on (`enabled=args.amp`)."""
         self._has_root = False
-        self.left_behind: list[GlueTape] = []
-        """Tapes that are on the stack of a thread that is not followed any more."""
-        self._has_begun = False
-        """Whether a module was called, or anything differentiated, since the guard began."""
-        self._has_trained = False
-        """Whether anything was differentiated."""
         self._first_root = 0
         self.has_compiled_before = False
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
-        self._stepped: list[tuple[int, weakref.ref[torch.optim.Optimizer]]] = []
         self._step_started = time.perf_counter()
-        self.functions = AppliedFunctions()
+        self.functions = AppliedFunctions(self.log, self.steps, self.turns)
         self.undecided: list[Callable[[], None]] = []
         """What is to be noted of gradients that a transform of torch.func gave, if they are used and not differentiated."""
         self.collectives = Collectives(self.log)
@@ -146,7 +132,7 @@ class FlightRecorder:
             self.listener.on_forward()
             return None
         thread = threading.get_ident()
-        if graph_task() != -1 or in_functorch() or self.thread != thread:
+        if graph_task() != -1 or in_functorch() or self.turns.thread != thread:
             return None
         if HAS_CUDA and is_capturing():
             return None
@@ -158,7 +144,7 @@ class FlightRecorder:
             self.tape.leave()
         if dispatch_modes_on():
             return None  # the script watches this call with a dispatch mode of its own
-        self._has_root = self._has_begun = True
+        self._has_root = self.turns.has_begun = True
         log = self.log
         if self.between_steps and len(log.written):
             self._look_at_written()
@@ -193,7 +179,7 @@ class FlightRecorder:
             buffers,
             user_line(frame),
             prefix,
-            self.attempts,
+            self.steps.attempts,
             attributes,
             region=region,
         )
@@ -238,54 +224,6 @@ class FlightRecorder:
         if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
             self.judge.forget_judged()
 
-    def pass_over(self, module: nn.Module) -> None:
-        """A call without gradients that is only looked at begins."""
-        self.tape.leave()
-        if self.judge.has_open_questions:
-            self.judge.settle(module)
-
-    def look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """It has returned: keep it after all if anything is wrong with it."""
-        if self.thread != threading.get_ident() or not self.judge.outputs.wants_to_know(module, output, self.pace):
-            return
-        root = self.enter_root(module, args, kwargs)
-        if root is not None:
-            self.leave_root(root, output)
-
-    def look_at_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
-        """It has raised: keep it after all if its numbers were why."""
-        if self.thread == threading.get_ident() and (is_conversion_refusal(error) or refused_values(error)):
-            root = self.enter_root(module, args, kwargs)
-            if root is not None:
-                self.root_raised(root, error)
-
-    def enter_function(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
-        """Keep a custom function that is applied outside every module."""
-        if self.counting or self.thread != threading.get_ident() or compat.in_backward() or compat.in_functorch():
-            return None
-        root = RootCall(
-            index=self.log.claim_index(),
-            module=self.functions.module_of(function),
-            args=map_tensors(args, self.log.named_argument),
-            kwargs=map_tensors(kwargs, self.log.named_argument) if kwargs else {},
-            modes=current_modes(),
-            rng=torch_rng_states(),
-            training=True,
-            buffers=[],
-            line=user_line(sys._getframe(2)),
-            prefix="",
-            updates_before=self.attempts,
-            is_function=True,
-        )
-        self.log.append(root)
-        return root
-
-    def leave_function(self, root: RootCall, output: Any) -> None:
-        """Note what the function returned."""
-        for position, tensor in enumerate(tensors_in(output)):
-            root.outputs.append(self.log.define(tensor, Ref(root.index, position)))
-            root.floating.append(tensor.is_floating_point())
-
     def root_raised(self, root: RootCall, error: BaseException) -> None:
         """A module raised."""
         root.error = error
@@ -306,7 +244,7 @@ class FlightRecorder:
             if more:  # this is no preprocessing: the step itself runs outside modules
                 self.tape.left = more
                 return
-        if not self._has_begun:
+        if not self.turns.has_begun:
             self.log.clear()  # that was setting up
             return
         more = self.schedule.more_before() if not self._has_root else 0
@@ -331,11 +269,11 @@ class FlightRecorder:
 
         A gradient that stays part of a loss (`create_graph`) is no result yet, and is not judged.
         """
-        self._has_begun = self._has_trained = True
         if self.tape.is_on_stack:
             self.tape.leave()
-        self.undecided.clear()
-        self.others.followed()
+        if self.undecided:
+            self.undecided.clear()
+        self.turns.differentiates()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
         self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaler
@@ -345,92 +283,12 @@ class FlightRecorder:
             return None
         if not create_graph and not self.judge.is_healthy(losses):
             self.judge.judge_losses(losses)
-        return self._keep_backward(tensors, gradients, inputs, create_graph, user_line(sys._getframe(2)))
-
-    def _keep_backward(
-        self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool, line: Line | None
-    ) -> BackwardCall:
-        log = self.log
-        is_plain = gradients is None and inputs is None
-        named = tensors if is_plain else tuple([log.lookup(t) or Held(t, version_of(t)) for t in tensors])
-        if gradients is not None:
-            gradients = log.named((gradients,) if isinstance(gradients, Tensor) else tuple(gradients))
-        if inputs is not None:
-            wanted = (inputs,) if _is_one(inputs) else inputs
-            inputs = [Held(t, version_of(t)) if isinstance(t, nn.Parameter) else log.named(t) for t in wanted]
-        index = log.claim_index()
-        call = BackwardCall(
-            index, (named, gradients, inputs), line, create_graph, self.attempts, current_modes(), [], []
-        )
-        if is_plain:
-            log.keep_backward(call)
-        else:
-            log.append(call)
-        return call
+        return self.backward_calls.keep(tensors, gradients, inputs, create_graph, user_line(sys._getframe(2)))
 
     def gradients_cleared(self, of: int | None) -> None:
         """`zero_grad` is called: of an optimizer (by identity), or of a module (None)."""
         if not self.counting and not self.steps.counts_backwards:
             self.gradients.cleared(of, self.scaler)
-
-    def returned_gradients(self, call: BackwardCall, gradients: Any) -> None:
-        """What `torch.autograd.grad` returned."""
-        for position, gradient in enumerate(gradients):
-            if isinstance(gradient, Tensor):
-                self.log.producers.define(gradient, Ref(call.index, position))
-                call.outputs.append(weakref.ref(gradient))
-                call.floating.append(True)
-            else:
-                call.outputs.append(lambda: None)  # type: ignore[arg-type]  # a weak reference to nothing
-                call.floating.append(False)
-
-    def follows(self, losses: Any) -> bool:
-        """Whether a backward pass is followed that begins in another thread: training is where backward is called."""
-        return self.others.takes_over(self.thread, losses) and self._follow(threading.get_ident())
-
-    def takes_turn(self) -> bool:
-        """Whether this thread is followed and no other one is in the middle of something that is; it holds `turn` then."""
-        if not self.turn.acquire(blocking=False):
-            return False
-        if self.thread != threading.get_ident():
-            self.turn.release()
-            return False
-        return True
-
-    def passes_over(self) -> bool:
-        """Whether an optimizer that is about to step, or has, is that of a thread that trains beside the followed one."""
-        return self.others.are_training and threading.get_ident() != self.thread and not compat.in_backward()
-
-    def _follow(self, thread: int) -> bool:
-        """Begin anew with another thread. False where the one that was followed is in the middle of something."""
-        if not self.turn.acquire(blocking=False):
-            return False
-        self.others.begin(self.thread)
-        self.thread = thread
-        self.tape.left = 0  # what its thread goes on to compute is not this one's
-        if self.tape.is_on_stack:
-            self.left_behind.append(self.tape)
-            self.barrier.own_modes, self.barrier.calls = 0, None
-            self.barrier.before_hiding = self._leave_old_tapes
-        self.tape = GlueTape(self, thread)
-        self.log.clear()
-        self.turn.release()
-        return True
-
-    def takes_over(self) -> bool:
-        """Whether this thread, which is about to call a module, is followed from now on: nobody is to be followed any
-        more (a server answers in a thread of its own), or this is the main thread and no other one trains."""
-        is_in_use = self._has_begun and is_alive(self.thread)
-        if is_in_use and (self._has_trained or threading.current_thread() is not threading.main_thread()):
-            return False
-        return self._follow(threading.get_ident())
-
-    def _leave_old_tapes(self) -> None:
-        """Take a tape off that this thread has had on its stack since another one began to train."""
-        for tape in self.left_behind:
-            tape.leave()
-        self.left_behind = [tape for tape in self.left_behind if tape.is_on_stack]
-        self.barrier.before_hiding = self._leave_old_tapes if self.left_behind else None
 
     def after_backward(self) -> None:
         """The graph is used up: events before now are kept only while their results are."""
@@ -489,23 +347,13 @@ class FlightRecorder:
         if self.judge.has_flags:
             self.judge.read_flags(wait=True)
         self._in_update = None
-        self.attempts += 1
-        if not skipped:
-            self._stepped.append((self.attempts, weakref.ref(optimizer)))
-        if len(self._stepped) > 2 * KEPT_STEPS:
-            del self._stepped[:-KEPT_STEPS]
-        if self.steps.attempted(optimizer):
+        if self.steps.attempted(optimizer, skipped):
             self._end_iteration()
 
     @property
     def is_in_closure(self) -> bool:
         """Whether an optimizer is in the middle of a step, and has called its closure."""
         return self._in_update is not None
-
-    def stepped_since(self, update: int) -> list[torch.optim.Optimizer]:
-        """The optimizers that stepped after update number `update`."""
-        live = (ref() for number, ref in self._stepped if number > update)
-        return [optimizer for optimizer in live if optimizer is not None]
 
     def _end_iteration(self) -> None:
         now = time.perf_counter()
@@ -532,45 +380,19 @@ class FlightRecorder:
         if self.schedule.is_functional and not hangs_together:
             self._forget_finished()
 
-    def bookkeeping_done(self, is_last: bool) -> None:
-        """The scaler was updated, an optimizer stepped or its gradients were cleared.
-
-        What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
-        gradients in between, from there on (`is_last`). In the middle of an iteration, it belongs to the next
-        optimizer's loss.
-        """
-        if not self.between_steps:
-            if not self.has_compiled_before:
-                self.resume_tape()
-        elif self.schedule.comes_next(is_last):
-            self.tape_preprocessing()
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
-        """Where the script itself makes its optimizer, the first step may begin: what comes now is its preprocessing."""
-        self.steps.created(optimizer)
-        maker: FrameType | None = frame
-        while maker is not None and (not is_user_code(maker.f_code) or locals_of(maker).get("self") is optimizer):
-            maker = maker.f_back  # a class of its own, in a package, is still made by whoever asks for one
-        if not self._has_begun and not compat.may_compile() and maker is not None and is_script_code(maker.f_code):
-            self.tape_preprocessing()
-
-    def tape_preprocessing(self) -> None:
-        """Tape what the script computes before the first module of a step."""
-        limit = 0 if self.has_compiled_before else self.schedule.prefix_limit
-        if limit and self.thread == threading.get_ident() and not self.paused:
-            self.tape.enter(limit)
-
-    def note_batch(self, batch: Any) -> None:
-        """A batch left the DataLoader; what the script computes from it before the first module is taped."""
-        self.last_batch = map_tensors(batch, weakref.ref)
-        if self.last_batch is batch:  # an object of another kind: it is not to live longer for us
-            self.last_batch = weakref.ref(batch) if getattr(type(batch), "__weakrefoffset__", 0) else None
-        self.tape_preprocessing()
-
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
-        if self.thread == threading.get_ident() and not self.paused:
+        if self.turns.thread == threading.get_ident() and not self.paused:
             self.tape.enter(self.schedule.glue_limit)
+
+    # --- other threads ------------------------------------------------------------------------------------------------
+
+    def _begin_anew(self, thread: int) -> None:
+        """Another thread is followed from here on."""
+        self.tape.left = 0  # what its thread goes on to compute is not this one's
+        self.left_behind.add(self.tape)
+        self.tape = GlueTape(self, thread)
+        self.log.clear()
 
     # --- the end, and investigations ----------------------------------------------------------------------------------
 
@@ -588,8 +410,3 @@ class FlightRecorder:
         finally:
             self.paused = paused
             self._step_started += time.perf_counter() - started  # our own time does not count as the script's step
-
-
-def _is_one(inputs: Any) -> bool:
-    """Whether the inputs of a derivative are a single tensor (or an edge of the graph) rather than a sequence."""
-    return isinstance(inputs, Tensor) or not isinstance(inputs, (list, tuple))

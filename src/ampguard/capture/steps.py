@@ -20,6 +20,9 @@ from torch.optim import Optimizer
 LONGEST_TURN = 8
 """Steps of one optimizer to one of another, in one iteration (a critic's); one that joins later than that joins late."""
 
+KEPT_STEPS = 64
+"""Optimizers' steps remembered: which optimizer made them."""
+
 
 class StepCounter:
     """Counts the iterations that have ended."""
@@ -45,6 +48,8 @@ class StepCounter:
         self._joined: weakref.ref[Optimizer] | None = None
         self.attempts = 0
         """Optimizers' steps, all of them."""
+        self._made: list[tuple[int, weakref.ref[Optimizer]]] = []
+        """The last of these steps that were not skipped: the how manieth it was, and who made it."""
         self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._by_backward = 0
@@ -89,8 +94,12 @@ class StepCounter:
         self._in_use.add(optimizer)
         self._born[optimizer] = self.attempts
 
-    def attempted(self, optimizer: Optimizer) -> bool:
+    def attempted(self, optimizer: Optimizer, skipped: bool = False) -> bool:
         """An optimizer's step was attempted. True where that ends an iteration."""
+        if not skipped:
+            self._made.append((self.attempts + 1, weakref.ref(optimizer)))
+        if len(self._made) > 2 * KEPT_STEPS:
+            del self._made[:-KEPT_STEPS]
         if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
             self.count += 1
             self.attempts += 1
@@ -117,6 +126,11 @@ class StepCounter:
         if len(self._in_use) == 1 and (not self._is_provisional or self._provisional > LONGEST_TURN):
             self._only = weakref.ref(optimizer)
         return True
+
+    def made_since(self, attempt: int) -> list[Optimizer]:
+        """The optimizers that have made a step after attempt number `attempt`: each as often as it has."""
+        live = (ref() for number, ref in self._made if number > attempt)
+        return [optimizer for optimizer in live if optimizer is not None]
 
     def _uncount_backwards(self) -> None:
         """An optimizer is known now: backward passes (a fit by SciPy, a check of gradients) were no steps."""

@@ -7,14 +7,77 @@ thread's step in it, so the one that is followed stays so while it goes on train
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.barrier import FaultBarrier
 
 PASSES_ALONE = 8
 """Backward passes of one thread, with none of the followed one in between, after which it is followed instead."""
+
+
+class Turns:
+    """Which thread is followed, and whether it is in the middle of something."""
+
+    def __init__(self, begin_anew: Callable[[int], None]) -> None:
+        self.thread = threading.get_ident()
+        """The one that is followed, by its identity."""
+        self.lock = threading.RLock()
+        """Held by the thread in whose root call or backward pass we are. Nobody waits for it: others are passed over."""
+        self.has_begun = False
+        """Whether a module was called, or anything differentiated, since the guard began."""
+        self._passes = 0
+        """Backward passes that were followed."""
+        self._trains = False
+        """Whether the followed thread has made one since it has been."""
+        self._others = OtherThreads()
+        self._begin_anew = begin_anew
+        """Told of the thread that is followed now, instead of another."""
+
+    def take(self) -> bool:
+        """Whether this thread is followed and no other one is in the middle of something that is; it holds `lock` then."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        if self.thread != threading.get_ident():
+            self.lock.release()
+            return False
+        return True
+
+    def differentiates(self) -> None:
+        """The followed thread makes a backward pass."""
+        self.has_begun = self._trains = True
+        self._passes += 1
+
+    def follows(self, losses: Any) -> bool:
+        """Whether a backward pass is followed that begins in another thread: training is where backward is called."""
+        is_training = self._trains and is_alive(self.thread)
+        return self._others.takes_over(self._passes, is_training, losses) and self._follow()
+
+    def passes_over(self) -> bool:
+        """Whether an optimizer that is about to step, or has, is that of a thread that trains beside the followed one."""
+        return self._others.are_training and threading.get_ident() != self.thread and not compat.in_backward()
+
+    def takes_over(self) -> bool:
+        """Whether this thread, which is about to call a module, is followed from now on: nobody is to be followed any
+        more (a server answers in a thread of its own), or this is the main thread and no other one trains."""
+        is_in_use = self.has_begun and is_alive(self.thread)
+        if is_in_use and (self._passes or threading.current_thread() is not threading.main_thread()):
+            return False
+        return self._follow()
+
+    def _follow(self) -> bool:
+        """Begin anew with this thread. False where the one that was followed is in the middle of something."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        before, self.thread = self.thread, threading.get_ident()
+        self._others.begin(before, self._passes)
+        self._trains = False
+        self._begin_anew(self.thread)
+        self.lock.release()
+        return True
 
 
 class OtherThreads:
@@ -23,35 +86,58 @@ class OtherThreads:
     def __init__(self) -> None:
         self.are_training = False
         """Whether, when another thread than the followed one last made a backward pass, both were at it."""
-        self._trains = False
-        """Whether the followed thread has made a backward pass since it has been."""
-        self._passes = 0
         self._seen: dict[int, int] = {}
         """By thread: how many passes had been followed when it last made one of its own."""
         self._alone: dict[int, int] = {}
 
-    def followed(self) -> None:
-        """The followed thread makes a backward pass."""
-        self._passes += 1
-        self._trains = True
+    def begin(self, before: int, passes: int) -> None:
+        """This thread is followed now, instead of thread `before`, after so many passes that were followed."""
+        self._seen[before], self._alone[before] = passes, 0
+        self.are_training = False
 
-    def begin(self, before: int) -> None:
-        """This thread is followed now, instead of thread `before`."""
-        self._seen[before], self._alone[before] = self._passes, 0
-        self._trains = self.are_training = False
+    def takes_over(self, passes: int, is_training: bool, losses: Any) -> bool:
+        """Whether this thread, which begins a backward pass of `losses`, is followed instead of another.
 
-    def takes_over(self, followed: int, losses: Any) -> bool:
-        """Whether this thread, which begins a backward pass of `losses`, is followed instead of thread `followed`.
-
-        So it is, too, where its loss is bad: what it did before is not known, but what it does next will be.
+        `passes`: those that were followed so far; `is_training`: whether the other one is still at it. So it is, too,
+        where its loss is bad: what it did before is not known, but what it does next will be.
         """
         me = threading.get_ident()
-        seen, self._seen[me] = self._seen.get(me), self._passes
-        is_alone = seen == self._passes
+        seen, self._seen[me] = self._seen.get(me), passes
+        is_alone = seen == passes
         self._alone[me] = self._alone.get(me, 0) + 1 if is_alone else 0
-        is_free = not self._trains or seen is None or self._alone[me] >= PASSES_ALONE or not is_alive(followed)
+        is_free = not is_training or seen is None or self._alone[me] >= PASSES_ALONE
         self.are_training = not is_free
         return is_free or _is_bad(losses)
+
+
+class OnStack(Protocol):
+    """A tape, as far as it is known here."""
+
+    @property
+    def is_on_stack(self) -> bool: ...
+    def leave(self) -> None: ...
+
+
+class TapesLeftBehind:
+    """Tapes that are on the stack of a thread that is not followed any more. Each is taken off when its thread comes by."""
+
+    def __init__(self, barrier: FaultBarrier) -> None:
+        self._barrier = barrier
+        self._tapes: list[OnStack] = []
+
+    def add(self, tape: OnStack) -> None:
+        """Its thread is not followed any more."""
+        if tape.is_on_stack:
+            self._tapes.append(tape)
+            self._barrier.own_modes, self._barrier.calls = 0, None
+            self._barrier.before_hiding = self.leave
+
+    def leave(self) -> None:
+        """Take off those of this thread."""
+        for tape in self._tapes:
+            tape.leave()
+        self._tapes = [tape for tape in self._tapes if tape.is_on_stack]
+        self._barrier.before_hiding = self.leave if self._tapes else None
 
 
 def is_alive(thread: int) -> bool:

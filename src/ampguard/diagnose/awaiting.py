@@ -26,13 +26,13 @@ class Awaiting:
     def add(self, bad: BadResult, reason: str) -> None:
         """Wait with a bad result. `reason`: why it could not be run again at once."""
         before_update = lambda: self._recorder.barrier.call(self.settle, False)  # noqa: E731
-        self._waiting.append(Awaited(bad, reason, self._recorder.attempts, before_update))
+        self._waiting.append(Awaited(bad, reason, self._recorder.steps.attempts, before_update))
         if self._waiting[-1].weights.problem is not None:
             self.settle()
 
     def settle_what_is_due(self) -> None:
         """Another failure is looked at: those whose weights are whole, or have changed, come first."""
-        if any(a.weights.is_complete or a.updates != self._recorder.attempts for a in self._waiting):
+        if any(a.weights.is_complete or a.updates != self._recorder.steps.attempts for a in self._waiting):
             self.settle()
 
     def settle_before(self, step: int) -> None:

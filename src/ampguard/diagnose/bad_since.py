@@ -82,7 +82,7 @@ class BadSince:
             incident = _without_initialising(incident)
         elif last_good is not None:
             facts["since_step"] = last_good
-            if changed is not None or is_incomplete or not self._recorder.stepped_since(0):
+            if changed is not None or is_incomplete or not self._recorder.steps.made_since(0):
                 facts["gradients_were_looked_at"] = False  # (without an optimizer nobody does)
             text = f"The loss of step {last_good} was still finite{self._since(facts)}."
             if last_good == incident.step and self._is_of_another_model(facts):
@@ -106,7 +106,7 @@ class BadSince:
         recorder = self._recorder
         is_updating = recorder.is_in_closure or recorder.steps.attempts > recorder.judge.attempts_when_good
         is_updating = is_updating or self._is_of_another_model(facts)
-        if is_updating or not recorder.stepped_since(0) or not facts.get("is_trained", True):
+        if is_updating or not recorder.steps.made_since(0) or not facts.get("is_trained", True):
             setting = self._bad_setting() if facts.get("is_trained", True) else None
             if setting is None:
                 return _since(facts, update)
@@ -120,7 +120,7 @@ class BadSince:
 
     def _was_cast(self) -> bool:
         """Whether a parameter that is not finite has another type than when its optimizer began to keep state for it."""
-        stepped = self._recorder.stepped_since(0)
+        stepped = self._recorder.steps.made_since(0)
         for optimizer in (
             o for o in stepped if compat.is_of_pytorch(type(o))
         ):  # others may keep another type on purpose
@@ -133,7 +133,7 @@ class BadSince:
 
     def _poisoned(self) -> list[torch.optim.Optimizer]:
         """The optimizers, of those that have stepped, that hold a parameter that is not finite now."""
-        each = {id(optimizer): optimizer for optimizer in self._recorder.stepped_since(0)}
+        each = {id(optimizer): optimizer for optimizer in self._recorder.steps.made_since(0)}
         return [
             optimizer
             for optimizer in each.values()
@@ -145,13 +145,13 @@ class BadSince:
         own has not stepped since."""
         recorder = self._recorder
         poisoned = {id(optimizer) for optimizer in self._poisoned()}
-        since = {id(optimizer) for optimizer in recorder.stepped_since(recorder.judge.attempts_when_good)}
-        others = {id(optimizer) for optimizer in recorder.stepped_since(0)} - poisoned
+        since = {id(optimizer) for optimizer in recorder.steps.made_since(recorder.judge.attempts_when_good)}
+        others = {id(optimizer) for optimizer in recorder.steps.made_since(0)} - poisoned
         return bool(facts.get("is_trained") and poisoned and others) and not poisoned & since
 
     def _is_only_evaluated(self, facts: dict[str, Any]) -> bool:
         """Whether it belongs to a model of which nothing is trained: averaged weights (they may want gradients), frozen ones."""
-        is_held_by_none = bool(self._recorder.stepped_since(0)) and not self._poisoned()
+        is_held_by_none = bool(self._recorder.steps.made_since(0)) and not self._poisoned()
         return bool(facts.get("is_only_evaluated")) or (facts.get("role") == "parameter" and is_held_by_none)
 
     def _bad_setting(self) -> tuple[str, str, str] | None:
@@ -173,7 +173,7 @@ class BadSince:
             return f"The weights were not finite already in step {seen}, when they were looked at."
         if not self._poisoned():
             return None  # (no optimizer holds it: averaged weights, which may want gradients and get none)
-        written, stepped = facts.get("times_written"), Counter(map(id, self._recorder.stepped_since(0)))
+        written, stepped = facts.get("times_written"), Counter(map(id, self._recorder.steps.made_since(0)))
         steps = [stepped[id(optimizer)] for optimizer in self._poisoned()]
         if facts.get("is_trained") and written is not None and written < min(steps, default=sum(stepped.values())):
             return f"It was written to {written} times since it was made, less often than the optimizers have stepped."

@@ -69,7 +69,11 @@ class Casebook:
         `optimizer`: whose gradients a broken protocol is about.
         """
         case = Case(
-            incident, ("", None, None, None), self._recorder.attempts, last_step=incident.step, is_investigated=False
+            incident,
+            ("", None, None, None),
+            self._recorder.steps.attempts,
+            last_step=incident.step,
+            is_investigated=False,
         )
         case.optimizer = optimizer
         self.cases.append(case)
@@ -102,7 +106,7 @@ class Casebook:
 
     def trained(self) -> list[torch.Tensor]:
         """What the optimizers that have stepped hold and move: frozen parameters are left out."""
-        held = [(o, p) for o in self._recorder.stepped_since(0) for group in o.param_groups for p in group["params"]]
+        held = [(o, p) for o in self._recorder.steps.made_since(0) for group in o.param_groups for p in group["params"]]
         return [p for optimizer, p in held if p.requires_grad or p in getattr(optimizer, "state", ())]
 
     def retell(self, case: Case, incident: Incident) -> None:
@@ -165,7 +169,7 @@ class Casebook:
             self._join(opinion, bad, place)
             return
         opinion = self.as_told(opinion)
-        case = Case(opinion, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
+        case = Case(opinion, place, self._recorder.steps.attempts, last_step=bad.step, calls=calls_behind(bad))
         case.kind = bad.kind
         self._note_targets(case, bad)
         case.is_investigated = opinion.severity != "info"  # normal operation takes none of the investigations
@@ -183,7 +187,7 @@ class Casebook:
         if known is not None:
             known.came_back(bad.step)
             return
-        case = Case(incident, place, self._recorder.attempts, last_step=bad.step, calls=calls_behind(bad))
+        case = Case(incident, place, self._recorder.steps.attempts, last_step=bad.step, calls=calls_behind(bad))
         case.kind = bad.kind
         self.cases.append(case)
         self.poison.note(bad, case)
@@ -196,7 +200,7 @@ class Casebook:
 
     def follows(self, breach: Case, cause: str, bad: BadResult, place: Place) -> None:
         """This failure is a consequence of a broken protocol that was told."""
-        part = Case(breach.incident, place, self._recorder.attempts, is_investigated=False)
+        part = Case(breach.incident, place, self._recorder.steps.attempts, is_investigated=False)
         part.calls, part.last_step = calls_behind(bad), bad.step
         self.cases.append(part)
         part.follows_from(breach, cause)
@@ -205,7 +209,7 @@ class Casebook:
 
     def _join(self, story: Case, bad: BadResult, place: Place) -> None:
         """This failure is one more end of a story that was told."""
-        part = Case(story.incident, place, self._recorder.attempts, is_investigated=False)
+        part = Case(story.incident, place, self._recorder.steps.attempts, is_investigated=False)
         part.calls = story.calls = calls_behind(bad)
         self.cases.append(part)
         self.merge(part, story)

@@ -338,7 +338,7 @@ class Examiner:
             return
         poison = self._casebook.poison
         if bad.mode == "train" and poison.unknown_since is None:
-            poison.unknown_since, poison.unknown_step = self._recorder.attempts, bad.step
+            poison.unknown_since, poison.unknown_step = self._recorder.steps.attempts, bad.step
         caught_live = [c for c in self._casebook.cases if c.incident.evidence.get("rung") == "live-trace"]
         known = next((c for c in reversed(caught_live) if c.incident.mode == bad.mode), None)
         if known is not None:  # its like was caught live before

@@ -49,7 +49,7 @@ class Poison:
         )
         if bad.mode != "train" or not spoils or self.case is not None:
             return
-        case.updates = self._recorder.attempts
+        case.updates = self._recorder.steps.attempts
         if bad.kind == "gradient":  # the update follows at once, whoever makes it
             case.updates -= 1
         self.case = case
@@ -66,7 +66,7 @@ class Poison:
             return False
         failed = case.incident.step if case is not None else self.unknown_step
         is_later = failed is not None and bad.step > failed  # (a script may update its weights by itself)
-        if self._recorder.attempts <= updates and not is_later and not self._recorder.is_in_closure:
+        if self._recorder.steps.attempts <= updates and not is_later and not self._recorder.is_in_closure:
             return False
         if case is None:
             return self._reads_bad_parameters(bad, updates)
@@ -82,7 +82,7 @@ class Poison:
             return True
         if any(not is_finite(weight.detach()) for weight in plain_weights(bad.record)):
             return True
-        groups = [group for o in self._recorder.stepped_since(updates) for group in o.param_groups]
+        groups = [group for o in self._recorder.steps.made_since(updates) for group in o.param_groups]
         return any(not is_finite(p.detach()) for group in groups for p in group["params"])
 
 

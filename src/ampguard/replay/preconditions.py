@@ -51,7 +51,7 @@ def check(
 
 
 def _check_parameters(root: RootCall, recorder: FlightRecorder) -> None:
-    stepped = recorder.stepped_since(root.updates_before)
+    stepped = recorder.steps.made_since(root.updates_before)
     if not stepped or (root.swapped_state and not root.is_rewritten):
         return
     updated = {id(p) for o in stepped for group in o.param_groups for p in group["params"] if p.grad is not None}

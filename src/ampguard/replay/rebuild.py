@@ -115,7 +115,7 @@ class Replayer:
     @property
     def has_batch(self) -> bool:
         """Whether a DataLoader has given the step its batch."""
-        return self._recorder.last_batch is not None
+        return self._recorder.preprocessing.last_batch is not None
 
     def brought(self) -> list[tuple[Tensor, str]]:
         """What other ranks have sent lately, and the name of the collective; the latest first."""
@@ -127,7 +127,7 @@ class Replayer:
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
-        stack: list[tuple[str, Any]] = [("batch", self._recorder.last_batch)]
+        stack: list[tuple[str, Any]] = [("batch", self._recorder.preprocessing.last_batch)]
         while stack:
             name, item = stack.pop()
             item = item() if isinstance(item, weakref.ref) else item

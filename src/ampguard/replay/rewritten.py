@@ -21,7 +21,7 @@ def with_rewritten_weights(bad: BadResult, recorder: FlightRecorder) -> BadResul
 
     None where there are none. A loop without an optimizer writes all its weights: what it wrote is the step before.
     """
-    if recorder.steps.counts_backwards and not recorder.attempts:
+    if recorder.steps.counts_backwards and not recorder.steps.attempts:
         return None
     changed = {root.index: new for root in bad.record.events if (new := _rewritten(root, bad.record)) is not None}
     if not changed:

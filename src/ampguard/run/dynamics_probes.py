@@ -57,7 +57,7 @@ class DynamicsProbes:
 
     @property
     def _is_on(self) -> bool:
-        return self._recorder.active and not self._barrier.tripped and not self._recorder.passes_over()
+        return self._recorder.active and not self._barrier.tripped and not self._recorder.turns.passes_over()
 
     def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -60,7 +60,7 @@ class CollectiveProbe:
                 return _answer(name, given)
             if not recorder.active or recorder.counting or position is None:
                 return original(*args, **kwargs)
-            is_outside = not recorder.paused and recorder.thread == threading.get_ident()
+            is_outside = not recorder.paused and recorder.turns.thread == threading.get_ident()
             call = guarded(call_of, name, given, parameters, position) if in_a_group() else None
             begun = guarded(collectives.before, call, is_outside, frame) if call is not None else None
             paused, recorder.paused = recorder.paused, True

@@ -28,7 +28,7 @@ class DerivativeProbe:
 
     def _watch_backward(self) -> None:
         recorder = self._recorder
-        guarded, turn = recorder.barrier.call, recorder.turn
+        guarded, turns = recorder.barrier.call, recorder.turns
 
         def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -38,11 +38,11 @@ class DerivativeProbe:
                         with contextlib.suppress(Exception):
                             recorder.tape.leave()
                     return original(tensors, *args, **kwargs)
-                if (get_ident() == recorder.thread or guarded(recorder.follows, tensors)) and recorder.takes_turn():
+                if (get_ident() == turns.thread or guarded(turns.follows, tensors)) and turns.take():
                     try:
                         return followed(tensors, *args, **kwargs)
                     finally:
-                        turn.release()
+                        turns.lock.release()
                 return original(tensors, *args, **kwargs)
 
             def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,11 +75,11 @@ class DerivativeProbe:
                 what = args[0] if args else kwargs.get("outputs")
                 if compat.in_functorch() or compat.is_of_transform(what):
                     return original(*args, **kwargs)  # of torch.func's: its operators are taped as they come
-                if (get_ident() == recorder.thread or guarded(recorder.follows, what)) and recorder.takes_turn():
+                if (get_ident() == turns.thread or guarded(turns.follows, what)) and turns.take():
                     try:
                         return followed(*args, **kwargs)
                     finally:
-                        turn.release()
+                        turns.lock.release()
                 return original(*args, **kwargs)
 
             def followed(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class DerivativeProbe:
                     else:
                         returned = original(*args, **kwargs)
                     if call is not None:
-                        guarded(recorder.returned_gradients, call, returned)
+                        guarded(recorder.backward_calls.returned, call, returned)
                     return returned
                 finally:
                     recorder.paused = False

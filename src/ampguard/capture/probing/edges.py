@@ -45,7 +45,7 @@ class EdgeProbe:
                     batch = original(self)
                 finally:
                     recorder.paused = False
-                guarded(recorder.note_batch, batch)
+                guarded(recorder.preprocessing.note_batch, batch)
                 return batch
 
             return __next__
@@ -108,7 +108,7 @@ class EdgeProbe:
     def _is_watching(self) -> bool:
         """Whether what this thread reads now is the script's, and of interest."""
         recorder = self._recorder
-        return recorder.active and not recorder.paused and recorder.thread == threading.get_ident()
+        return recorder.active and not recorder.paused and recorder.turns.thread == threading.get_ident()
 
 
 def _is_bad_number(value: Any) -> bool:

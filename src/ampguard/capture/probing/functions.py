@@ -38,7 +38,7 @@ class FunctionProbe:
 
     def _watch_custom_functions(self) -> None:
         recorder = self._recorder
-        guarded, turn = recorder.barrier.call, recorder.turn
+        guarded, turns = recorder.barrier.call, recorder.turns
 
         def watch(original: Any) -> Any:
             inner = compat.apply_of(original)
@@ -48,17 +48,17 @@ class FunctionProbe:
                 is_ours = recorder.active and not recorder.paused and recorder.tape.is_taping
                 if cls is CheckpointFunction and recorder.active and not recorder.paused:
                     return checkpointed(recorder.log, guarded, inner, cls, *args, **kwargs)
-                if not is_ours or is_pytorchs_own(cls) or compat.is_tracing():
+                if not is_ours or recorder.counting or is_pytorchs_own(cls) or compat.is_tracing():
                     return inner(cls, *args, **kwargs)
-                if recorder.takes_turn():
+                if turns.take():
                     try:
                         return followed(cls, *args, **kwargs)
                     finally:
-                        turn.release()
+                        turns.lock.release()
                 return inner(cls, *args, **kwargs)
 
             def followed(cls: type, *args: Any, **kwargs: Any) -> Any:
-                call = guarded(recorder.enter_function, cls, args, kwargs)
+                call = guarded(recorder.functions.enter, cls, args, kwargs)
                 if call is None:
                     return inner(cls, *args, **kwargs)
                 recorder.paused = True
@@ -71,7 +71,7 @@ class FunctionProbe:
                         output = inner(cls, *args, **kwargs)
                 finally:
                     recorder.paused = False
-                guarded(recorder.leave_function, call, output)
+                guarded(recorder.functions.leave, call, output)
                 guarded(recorder.resume_tape)
                 return output
 

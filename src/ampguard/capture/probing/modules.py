@@ -13,6 +13,7 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.resting import RestingCalls
 from ampguard.compat import in_functorch, tracing_state
 
 
@@ -30,7 +31,8 @@ class ModuleProbe:
 
     def _watch_modules(self) -> None:
         recorder = self._recorder
-        guarded, pace, drivers, turn = recorder.barrier.call, recorder.pace, recorder.drivers, recorder.turn
+        guarded, pace, drivers, turns = recorder.barrier.call, recorder.pace, recorder.drivers, recorder.turns
+        resting = RestingCalls(recorder)
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def root_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -39,14 +41,14 @@ class ModuleProbe:
                     return original(module, *args, **kwargs)
                 if drivers.has_any and module in drivers.known:
                     return original(module, *args, **kwargs)
-                if (get_ident() != recorder.thread and not guarded(recorder.takes_over)) or not recorder.takes_turn():
+                if (get_ident() != turns.thread and not guarded(turns.takes_over)) or not turns.take():
                     return original(module, *args, **kwargs)
                 try:
                     if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
                         return resting_call(module, args, kwargs)
                     return followed_call(module, args, kwargs)
                 finally:
-                    turn.release()
+                    turns.lock.release()
 
             def followed_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 root = guarded(recorder.enter_root, module, args, kwargs)
@@ -74,17 +76,17 @@ class ModuleProbe:
                 return output
 
             def resting_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                guarded(recorder.pass_over, module)
+                guarded(resting.enter, module)
                 recorder.paused = True
                 try:
                     output = original(module, *args, **kwargs)
                 except Exception as error:
                     recorder.paused = False
-                    guarded(recorder.look_at_error, module, args, kwargs, error)
+                    guarded(resting.look_at_error, module, args, kwargs, error)
                     raise
                 finally:
                     recorder.paused = False
-                guarded(recorder.look_at, module, args, kwargs, output)
+                guarded(resting.look_at, module, args, kwargs, output)
                 return output
 
             def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807

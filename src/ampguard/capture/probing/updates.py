@@ -40,7 +40,7 @@ class UpdateProbe:
 
             @functools.wraps(original)
             def scale(self: Any, outputs: Any) -> Any:
-                if not recorder.active or recorder.passes_over():
+                if not recorder.active or recorder.turns.passes_over():
                     return original(self, outputs)
 
                 def note(scaled: Any) -> None:
@@ -57,9 +57,9 @@ class UpdateProbe:
         def watch_step(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                if not recorder.active or recorder.passes_over():
+                if not recorder.active or recorder.turns.passes_over():
                     return original(scaler, optimizer, *args, **kwargs)
-                before = recorder.attempts
+                before = recorder.steps.attempts
                 if scaler.is_enabled():
                     guarded(recorder.before_update, optimizer, True)
                     if recorder.gradients.suspects_underflow:
@@ -69,13 +69,13 @@ class UpdateProbe:
                     result = original(scaler, optimizer, *args, **kwargs)
                 finally:
                     scaling.pop()
-                if recorder.attempts == before:  # the optimizer's own hooks did not run: skipped, if it has any
+                if recorder.steps.attempts == before:  # the optimizer's own hooks did not run: skipped, if it has any
                     is_skipped = not guarded(compat.let_step_unseen, scaler, optimizer)
                     if is_skipped:
                         guarded(self._held_off, scaler, optimizer)
                     guarded(recorder.after_update, optimizer, is_skipped)
                 if not recorder.between_steps:  # another optimizer's loss may begin outside modules (else: `update`)
-                    guarded(recorder.bookkeeping_done, False)
+                    guarded(recorder.preprocessing.bookkeeping_done, False)
                 return result
 
             return step
@@ -98,7 +98,7 @@ class UpdateProbe:
         scaling = self._scaling
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not recorder.active or recorder.passes_over():
+            if not recorder.active or recorder.turns.passes_over():
                 return
             closure = kwargs.get("closure") if len(args) < 2 else args[1]
             scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
@@ -108,19 +108,19 @@ class UpdateProbe:
                 guarded(self._held_off, scaler, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if recorder.active and not recorder.passes_over():
+            if recorder.active and not recorder.turns.passes_over():
                 guarded(recorder.after_update, optimizer)
                 if recorder.judge.gradients.spoilt:  # a scaler let this step through: they were cleared by hand
                     guarded(recorder.judge.gradients.spoilt.forget_the_cleared)
                 if not scaling:
-                    guarded(recorder.bookkeeping_done, False)
+                    guarded(recorder.preprocessing.bookkeeping_done, False)
 
         def watch_init(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 original(self, *args, **kwargs)
                 if recorder.active:
-                    guarded(recorder.optimizer_made, self, sys._getframe(1))
+                    guarded(recorder.preprocessing.optimizer_made, self, sys._getframe(1))
 
             return __init__
 
@@ -167,7 +167,7 @@ class UpdateProbe:
                     return original(self, *args, **kwargs)
                 guarded(recorder.tape.leave)
                 result = original(self, *args, **kwargs)
-                guarded(recorder.bookkeeping_done, is_last)
+                guarded(recorder.preprocessing.bookkeeping_done, is_last)
                 return result
 
             return call

@@ -60,7 +60,7 @@ class DroppedGradients:
     def look(self) -> None:
         """The step that was due is passed over: have bad gradients judged, while the record of their making is there."""
         recorder = self._recorder
-        if recorder.thread != get_ident():
+        if recorder.turns.thread != get_ident():
             return  # the record is of another thread's step
         if self._moves.is_lost:
             self.waiting = 0

@@ -35,7 +35,8 @@ class Models:
     def look(self) -> None:
         """Note the modules of the present step, and the precision that they were called under."""
         events = self._recorder.log.kept_since(self._looked_until)
-        if self._recorder.thread != get_ident():  # asked after the events: they are others where another is followed
+        # Asked after the events: they are others where another thread is followed.
+        if self._recorder.turns.thread != get_ident():
             return
         for event in events:
             if not self.made_half and type(event) is not BackwardCall:

@@ -85,7 +85,7 @@ class Guard:
             recorder.gradients.held_off(optimizer, scale.get_scale())
         recorder.after_update(optimizer, skipped=True)
         if recorder.between_steps:
-            recorder.bookkeeping_done(is_last=False)
+            recorder.preprocessing.bookkeeping_done(is_last=False)
 
 
 def overrides_under(

@@ -1,0 +1,58 @@
+"""Backward passes as events: what was differentiated, with which factors, by what, and what came of it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampguard.capture.log import EventLog
+from ampguard.capture.record import BackwardCall, Held, Line, Ref
+from ampguard.capture.steps import StepCounter
+from ampguard.capture.surroundings import current_modes
+from ampguard.compat import version_of
+
+
+class BackwardCalls:
+    """Keeps them in the log."""
+
+    def __init__(self, log: EventLog, steps: StepCounter) -> None:
+        self._log = log
+        self._steps = steps
+
+    def keep(
+        self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool, line: Line | None
+    ) -> BackwardCall:
+        """Of a call that is about to be made."""
+        log = self._log
+        is_plain = gradients is None and inputs is None
+        named = tensors if is_plain else tuple([log.lookup(t) or Held(t, version_of(t)) for t in tensors])
+        if gradients is not None:
+            gradients = log.named((gradients,) if isinstance(gradients, Tensor) else tuple(gradients))
+        if inputs is not None:
+            wanted = (inputs,) if _is_one(inputs) else inputs
+            inputs = [Held(t, version_of(t)) if isinstance(t, nn.Parameter) else log.named(t) for t in wanted]
+        index, made = log.claim_index(), self._steps.attempts
+        call = BackwardCall(index, (named, gradients, inputs), line, create_graph, made, current_modes(), [], [])
+        if is_plain:
+            log.keep_backward(call)
+        else:
+            log.append(call)
+        return call
+
+    def returned(self, call: BackwardCall, gradients: Any) -> None:
+        """What `torch.autograd.grad` returned."""
+        for position, gradient in enumerate(gradients):
+            if isinstance(gradient, Tensor):
+                self._log.producers.define(gradient, Ref(call.index, position))
+                call.outputs.append(weakref.ref(gradient))
+                call.floating.append(True)
+            else:
+                call.outputs.append(lambda: None)  # type: ignore[arg-type]  # a weak reference to nothing
+                call.floating.append(False)
+
+
+def _is_one(inputs: Any) -> bool:
+    """Whether the inputs of a derivative are a single tensor (or an edge of the graph) rather than a sequence."""
+    return isinstance(inputs, Tensor) or not isinstance(inputs, (list, tuple))

@@ -1,0 +1,44 @@
+"""Calls in evaluation that are only looked at, while keeping each would cost too much: see `pace`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import nn
+
+from ampguard.capture.raised import is_conversion_refusal, refused_values
+from ampguard.capture.recorder import FlightRecorder
+
+
+class RestingCalls:
+    """Has such a call recorded after all where anything is wrong with it."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+
+    def enter(self, module: nn.Module) -> None:
+        """A call begins."""
+        recorder = self._recorder
+        recorder.tape.leave()
+        if recorder.judge.has_open_questions:
+            recorder.judge.settle(module)
+
+    def look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """It has returned: are its results finite?"""
+        recorder = self._recorder
+        is_followed = recorder.turns.thread == threading.get_ident()
+        if not is_followed or not recorder.judge.outputs.wants_to_know(module, output, recorder.pace):
+            return
+        root = recorder.enter_root(module, args, kwargs)
+        if root is not None:
+            recorder.leave_root(root, output)
+
+    def look_at_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """It has raised: were its numbers why?"""
+        recorder = self._recorder
+        is_followed = recorder.turns.thread == threading.get_ident()
+        if is_followed and (is_conversion_refusal(error) or refused_values(error)):
+            root = recorder.enter_root(module, args, kwargs)
+            if root is not None:
+                recorder.root_raised(root, error)
