@@ -150,7 +150,7 @@ class CloseLook:
     def taken(self, losses: Any, given: Any, inputs: Any, results: Any, frame: Frame) -> None:
         """`torch.autograd.grad` has returned gradients, maybe of parameters: the script may put them in place itself."""
         moves = self._moves
-        scale, _ = moves.scale_of(losses, given)
+        scale, _ = moves.carried.scale_of(losses, given)
         if self.assigned.taken(moves.mine(), (inputs, results), scale, script_line(frame)):
             moves.scale_was_read = False
             if moves.routine.is_on:
@@ -191,7 +191,7 @@ class CloseLook:
 
     def differentiated(self, losses: Any, given: Any, inputs: Any, results: Any, frame: Frame) -> None:
         """`torch.autograd.grad` with respect to parameters that hold gradients already."""
-        if self._moves.scale_of(losses, given)[0] is None:
+        if self._moves.carried.scale_of(losses, given)[0] is None:
             self.added.taken(inputs, results, script_line(frame))
 
     def _tell_added(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:

@@ -6,25 +6,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import user_line
-from ampguard.capture.protocol.carried import goes_on_in
+from ampguard.capture.protocol.carried_scales import CarriedScales
 from ampguard.capture.protocol.clipped import ClippedGradients
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
-from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses, goes_on
+from ampguard.capture.protocol.loss_scale import DeviceScale
+from ampguard.capture.protocol.norms import Norms
 from ampguard.capture.protocol.penalties import Penalties
+from ampguard.capture.protocol.refusals import Refusals
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.threads import TrainingThread
+from ampguard.capture.protocol.usual_backward import UsualBackward
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
 from ampguard.capture.record import Line
 from ampguard.capture.recorder import FlightRecorder
@@ -33,13 +36,10 @@ from ampguard.protocol.events import (
     Breach,
     Clear,
     Event,
-    Read,
-    Refused,
     Rescale,
     Step,
     Unscale,
     Update,
-    reason_of,
 )
 from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
@@ -71,10 +71,13 @@ class Moves:
         self.training = TrainingThread(self.watches, self.lose_track)
         self.is_lost = False
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
-        self.losses = ScaledLosses()
+        self.carried = CarriedScales(self.machine, self.watches)
         self.close = CloseLook(self)
         self.clipped = ClippedGradients(self)
         self.penalties = Penalties(self)
+        self.norms = Norms(self)
+        self.refusals = Refusals(self)
+        self.usual_backward = UsualBackward(self)
         self.attempt = 0
         """The iteration of the last attempted step."""
         self.scale_was_read = False
@@ -87,15 +90,7 @@ class Moves:
         self.unscaled_inside = False
         self.differentiated_inside = False
         """A closure has made new gradients in the scaler's step, after that had unscaled."""
-        self.explain: Callable[[Breach], Breach] = lambda breach: breach
-        """What looks at the tensors, where the machine alone cannot tell."""
-        self.fresh: Tensor | None = None
-        """What the scaler has scaled last, until it is differentiated: not yet among the scaled losses."""
-        self.fresh_from: ScalerWatch | None = None
         self.routine = Routine(self.machine, recorder.barrier.call)
-        self.ended_outside: DeviceScale | None = None
-        """Which scale a backward pass carried that has reached no optimizer: its gradients are for something else."""
-        self._glances: list[tuple[Tensor | None, int]] = []
         self._next: tuple[DeviceScale | None, bool] = (None, True)
         self._step_frame: Frame = None
         self._untouched = True
@@ -119,9 +114,9 @@ class Moves:
         for watch in (*self.watches.optimizers, *self.watches.scalers):
             self.machine.forget(watch)
         self.is_lost = True
-        self.fresh = self.stepping = None
+        self.carried.fresh = self.stepping = None
         self.scale_was_read = True
-        self._glances = []
+        self.usual_backward.forget()
 
     # --- scaling and backward -----------------------------------------------------------------------------------------
 
@@ -141,57 +136,9 @@ class Moves:
     def scaled(self, of: ScalerWatch, result: Any) -> None:
         """`scaler.scale()` returned `result`."""
         of.uses += 1
-        self.remember_fresh()
-        if type(result) is Tensor:
-            self.fresh, self.fresh_from = result, of
-            of.current_scale()
-        else:
-            self.losses.note(result, of.current_scale())
+        self.carried.scaled(of, result)
         if not of.is_own and of.uses == 1:
             of.is_own = only_scales_itself(of.ref())
-
-    def remember_fresh(self) -> None:
-        """The last scaled loss is not the only one."""
-        if self.fresh is not None and self.fresh_from is not None:
-            self.losses.note(self.fresh, self.fresh_from.current_scale())
-        self.fresh = None
-
-    def is_usual_backward(self, losses: Any) -> bool:
-        """Whether a backward pass begins as the routine has it; then a glance at one gradient each is enough."""
-        event = self.routine.expected_backward()
-        if event is None or (losses is self.fresh) is not (event.scale is not None):
-            self.routine.leave()
-            return False
-        self._glances = [watch.glance() for watch in event.reached]  # type: ignore[attr-defined]
-        return True
-
-    def after_usual_backward(self, frame: FrameType) -> None:
-        """It has ended, as usual or not."""
-        event = self.routine.expected_backward()
-        assert event is not None
-        watches: tuple[OptimizerWatch, ...] = event.reached  # type: ignore[assignment]
-        glances, self._glances = self._glances, []
-        empty = tuple([grad is None for grad, _ in glances])
-        now = [watch.glance() for watch in watches]
-        for watch, glance in zip(watches, now, strict=True):
-            watch.rest_as(glance)
-        reached = [w for w, a, b in zip(watches, glances, now, strict=True) if a[0] is not b[0] or a[1] != b[1]]
-        key = ("backward", event.scale is not None, frame.f_code, frame.f_lasti, empty)
-        self.scale_was_read = False
-        if not watches and event.scale is not None and self.fresh_from is not None:
-            self.ended_outside = self.fresh_from.current_scale()
-        if len(reached) == len(watches) and self.routine.matches(key):
-            return
-        if self.routine.is_on:
-            self.routine.leave()
-        for watch, was_empty in zip(watches, empty, strict=True):
-            if was_empty:
-                self.machine.feed(Clear(watch))
-        of = self.fresh_from
-        scale = of.current_scale() if event.scale is not None and of is not None else None
-        event = Backward(tuple(reached), scale, script_line(frame))
-        self.machine.feed(event)
-        self.routine.note(key, event)
 
     def before_backward(self, losses: Any, gradients: Any) -> None:
         """Note what the gradients are before they change, and by what the loss was scaled."""
@@ -206,32 +153,11 @@ class Moves:
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
                 self.clipped.gone(watch)
                 machine.feed(Clear(watch))
-        self.losses.of_several = False
-        self._next = self.scale_of(losses, gradients)
+        self.carried.losses.of_several = False
+        self._next = self.carried.scale_of(losses, gradients)
         if self.looks_closely:
             self.close.before_backward(losses, self._next[0] is not None)
             self.penalties.before_backward(losses, self._next[0] is not None)
-
-    def scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
-        """The scale that losses (or the gradients given for them) carry, and whether a part carries none."""
-        if losses is self.fresh and self.fresh_from is not None:
-            return self.fresh_from.current_scale(), False
-        self.remember_fresh()
-        known = self.losses.scale_of_one(losses)
-        if known is not None:
-            return known, False
-        scales = [w.current_scale() for w in self.watches.scalers if w.is_enabled and w.uses]
-        if not scales:
-            return None, True
-        tensors = [losses] if isinstance(losses, Tensor) else [t for t in losses if isinstance(t, Tensor)]
-        given = gradients if isinstance(gradients, Sequence) else [gradients] * len(tensors)
-        scale, is_plain = self.losses.scale_of(tensors, given, scales)
-        if scale is None and (last := self.machine.last_backward) is not None:
-            carried = last.scale
-            is_open = isinstance(carried, DeviceScale) and carried.watch.scale is carried  # no update has come since
-            if is_open and (any(map(goes_on, given)) or goes_on_in(losses, carried is self.ended_outside)):
-                return carried, False  # type: ignore[return-value]
-        return scale, is_plain
 
     def _was_zeroed(self, watch: OptimizerWatch) -> bool:
         """In place, by a loop of the script's own: looked at a few times only where looking waits for a device."""
@@ -251,9 +177,9 @@ class Moves:
         self.scale_was_read = False
         self.scale_read_at = None
         if scale is not None and not reached and not self.is_lost:
-            self.ended_outside = scale
+            self.carried.ended_outside = scale
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
-        if self.losses.of_several:
+        if self.carried.losses.of_several:
             self.routine.spoil()
             for watch in reached:
                 self.machine.forget(watch)
@@ -352,13 +278,13 @@ class Moves:
     def updated(self, of: ScalerWatch, frame: FrameType) -> None:
         """The scale may have changed."""
         of.scale = None
-        self.fresh = None
+        self.carried.fresh = None
         self.is_lost = False
         self.close.forget()
         self.penalties.forget()
         event = Update(of, script_line(frame))
         self.machine.feed(event)
-        self.losses.forget_dead()
+        self.carried.losses.forget_dead()
         self.routine.note(("update", of, frame.f_code, frame.f_lasti), event)
         self.routine.iteration_ended(not self.looks_closely)
 
@@ -366,30 +292,6 @@ class Moves:
         watch = self.watches.scaler(scaler)
         watch.scale = None
         watch.loaded = True
-
-    def refused(self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: Frame) -> None:
-        """PyTorch has raised; say which of the possible causes it is."""
-        reason = reason_of(str(error))
-        if reason is None:
-            return
-        self.routine.spoil()
-        of = self.watches.scaler(scaler)
-        watch = self.watches.optimizer(optimizer) if optimizer is not None else None
-        found_inf = compat.found_inf(scaler, optimizer) if optimizer is not None else None
-        if watch is not None and not watch.has_gradients() and self.machine.ledger(watch).parts:
-            self.machine.feed(Clear(watch))
-        step = self.recorder.steps.count
-        if self.attempt == step - 1 and (call == "update" or self._is_behind_step(reason, watch)):
-            step = self.attempt
-        moved = watch is not None and watch.weights_moved()
-        breaches = self.machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
-        self.tell([self.explain(breach) for breach in breaches], step)
-
-    def _is_behind_step(self, reason: str, watch: OptimizerWatch | None) -> bool:
-        """Whether a call was refused because it came behind the step of its own iteration."""
-        if reason != "unscaled-after-step" or watch is None:
-            return False
-        return not self.machine.ledger(watch).backwards_since_step
 
     def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:
         """Its watch; the optimizer is the calling thread's from here on."""
@@ -469,36 +371,6 @@ class Moves:
             self.routine.note(key, cleared[0] if cleared else None)
         else:
             self.routine.spoil()
-
-    # --- norms --------------------------------------------------------------------------------------------------------
-
-    def measured(self, gradients: Any, clips: bool, frame: Frame) -> None:
-        """The norm of some gradients was computed, or they were clipped."""
-        divided = self.stepping[1] if self.stepping is not None and self.unscaled_inside else None
-        for watch in self.whose(gradients):
-            if watch is divided:
-                continue  # within the scaler's own step, which has unscaled
-            if watch.divides_by_hand or self.close.is_divided(watch):
-                continue  # the scale is out of them, though it may not have been seen this time
-            breaches, step = self.machine.feed(Read(watch, script_line(frame), clips)), self.recorder.steps.count
-            if clips and breaches and self.stepping is None:
-                self.clipped.hold(watch, breaches, step)  # no harm comes of it before they are used
-            else:
-                self.tell(breaches, step)
-
-    def whose(self, gradients: Any) -> list[OptimizerWatch]:
-        """The optimizers some of whose gradients (or of the parameters that have them) these are."""
-        tensors = [gradients] if isinstance(gradients, Tensor) else gradients
-        ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.is_leaf and t.requires_grad}
-        found = [w for w in self.mine() if any(p.grad is not None and id(p.grad) in ids for p in w.sample)]
-        return [w for w in found if not self.machine.stage(w).is_scaled or not self._are_true(w, ids)]
-
-    def _are_true(self, watch: OptimizerWatch, ids: set[int]) -> bool:
-        """Whether those gradients of an optimizer are also another's, which has had them divided."""
-        others = [w for w in self.mine() if w is not watch and self.machine.stage(w) is Stage.UNSCALED]
-        divided = {id(p) for other in others for p in other.parameters()}
-        read = [p for p in watch.sample if id(p.grad) in ids] if divided else []
-        return bool(read) and all(id(p) in divided for p in read)
 
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:

@@ -61,7 +61,7 @@ class Penalties:
         found = [r for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
         if not found or len(self._made) + len(found) > MAX_GRADIENTS:
             return
-        scale, _ = self._moves.scale_of(outputs, grad_outputs)
+        scale, _ = self._moves.carried.scale_of(outputs, grad_outputs)
         if scale is not None and float(scale) != 1.0:
             self._made += [_Scaled(r, r.grad_fn, r.output_nr, scale, where) for r in found]
 
@@ -121,7 +121,7 @@ class Penalties:
         """The first gradient on a way that passes no division by its scale. The scaling of the loss itself is none."""
         made = {id(one.node): one for one in self._made}
         scale = float(self._made[0].scale)
-        scaling = self._moves.losses.nodes() | {id(loss.grad_fn)}
+        scaling = self._moves.carried.losses.nodes() | {id(loss.grad_fn)}
         waiting, seen = deque([loss.grad_fn]), dict[int, Any]()  # (they are held: another node gets a dropped one's id)
         while waiting and len(seen) < MAX_NODES:
             node = waiting.popleft()

@@ -48,7 +48,7 @@ class BackwardProbe:
                 if routine.is_on and self._is_usual(tensors):
                     result = original(tensors, grad_tensors, *args, **kwargs)
                     if me == training.ident and routine.is_on:
-                        guarded(moves.after_usual_backward, frame)
+                        guarded(moves.usual_backward.ended, frame)
                     if scans.asked and me == training.ident:
                         guarded(scans.after_backward)
                     return result
@@ -90,7 +90,7 @@ class BackwardProbe:
         if moves.looks_closely and moves.routine.is_at_start:
             guarded(moves.routine.leave)
             return False
-        return bool(guarded(moves.is_usual_backward, tensors))
+        return bool(guarded(moves.usual_backward.begins, tensors))
 
     def _before(self, tensors: Any, gradients: Any) -> None:
         moves = self._witness.moves

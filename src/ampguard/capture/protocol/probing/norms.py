@@ -100,14 +100,14 @@ class NormProbe:
     def _clipped(self, tensors: Any, at_most: float, frame: Frame) -> None:
         moves, window = self._witness.moves, self._witness.window
         if not moves.scale_was_read and not window.limit_knows_scale(at_most):
-            moves.measured(tensors, True, frame)
+            moves.norms.measured(tensors, True, frame)
         if window.is_open:
             window.close(tell=False)
 
     def _was_read(self, tensors: Any, norm: Any, frame: FrameType) -> None:
         """A norm of scaled gradients was computed: what does the script do with it?"""
         window = self._witness.window
-        whose = self._witness.moves.whose(tensors)
+        whose = self._witness.moves.norms.whose(tensors)
         place = (frame.f_code, frame.f_lasti)
         looks = self._looks.get(place, 0)
         if whose and not window.is_open and looks < NORM_LOOKS:

@@ -51,13 +51,13 @@ class ScalerStepProbe:
                     try:
                         return original(self_, optimizer)
                     except Exception as error:
-                        guarded(moves.refused, "unscale_", self_, optimizer, error, frame)
+                        guarded(moves.refusals.refused, "unscale_", self_, optimizer, error, frame)
                         raise
             guarded(self._before_unscale, self_, optimizer, sys._getframe(1))
             try:
                 result = original(self_, optimizer)
             except Exception as error:
-                guarded(moves.refused, "unscale_", self_, optimizer, error, sys._getframe(1))
+                guarded(moves.refusals.refused, "unscale_", self_, optimizer, error, sys._getframe(1))
                 raise
             guarded(moves.unscaled, self_, optimizer, sys._getframe(1))
             return result
@@ -85,7 +85,7 @@ class ScalerStepProbe:
                     try:
                         return original(self_, optimizer, *args, **kwargs)
                     except Exception as error:
-                        guarded(moves.refused, "step", self_, optimizer, error, frame)
+                        guarded(moves.refusals.refused, "step", self_, optimizer, error, frame)
                         raise
                     finally:
                         moves.stepping = None
@@ -98,7 +98,7 @@ class ScalerStepProbe:
             except BaseException as error:
                 moves.stepping = None
                 if isinstance(error, Exception):
-                    guarded(moves.refused, "step", self_, optimizer, error, sys._getframe(1))
+                    guarded(moves.refusals.refused, "step", self_, optimizer, error, sys._getframe(1))
                 raise
             if moves.stepping is not None:
                 guarded(self._after_step, self_, optimizer)

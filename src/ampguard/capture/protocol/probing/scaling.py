@@ -48,11 +48,13 @@ class ScalingProbe:
                 guarded(training.missed)
                 guarded(recorder.drivers.trains, sys._getframe(1))
             elif recorder.active:
-                if routine.is_on and moves.fresh is None and type(result) is torch.Tensor:
-                    moves.fresh = result  # by the scaler that scales in every iteration, or the backward will tell
-                    if moves.fresh_from is not None and moves.fresh_from.ref() is self_:
+                if routine.is_on and moves.carried.fresh is None and type(result) is torch.Tensor:
+                    moves.carried.fresh = (
+                        result  # by the scaler that scales in every iteration, or the backward will tell
+                    )
+                    if moves.carried.fresh_from is not None and moves.carried.fresh_from.ref() is self_:
                         return result
-                    moves.fresh = None
+                    moves.carried.fresh = None
                 guarded(self._scaled, self_, result)
             return result
 
@@ -84,11 +86,11 @@ class ScalingProbe:
             if routine.is_on:
                 frame = sys._getframe(1)
                 if routine.matches(("update", of, frame.f_code, frame.f_lasti)):
-                    of.scale = moves.fresh = None
+                    of.scale = moves.carried.fresh = None
                     try:
                         return original(self_, *args, **kwargs)
                     except Exception as error:
-                        guarded(moves.refused, "update", self_, None, error, frame)
+                        guarded(moves.refusals.refused, "update", self_, None, error, frame)
                         raise
             if witness.own_updates.is_open:
                 guarded(witness.own_updates.settle)
@@ -97,7 +99,7 @@ class ScalingProbe:
             try:
                 result = original(self_, *args, **kwargs)
             except Exception as error:
-                guarded(moves.refused, "update", self_, None, error, sys._getframe(1))
+                guarded(moves.refusals.refused, "update", self_, None, error, sys._getframe(1))
                 raise
             guarded(moves.updated, of, sys._getframe(1))
             return result

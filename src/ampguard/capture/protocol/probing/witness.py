@@ -47,7 +47,7 @@ class Witness:
         self.piled = PiledByHand(self.moves)
         self.window = ReadWindow(self.moves, self.guarded, self.own_updates.wrote)
         self.dropped = DroppedGradients(recorder, self.moves)
-        self.moves.explain = self.scans.explain_refusal
+        self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
 
     def close_window(self) -> None:

@@ -1,0 +1,50 @@
+"""What PyTorch refuses: an assertion of a scaler or an optimizer, and which of the possible causes it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.protocol.events import Breach, Clear, Refused, reason_of
+
+if TYPE_CHECKING:
+    from ampguard.capture.protocol.moves import Frame, Moves
+
+
+class Refusals:
+    """Tells the machine of them."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self.explain: Callable[[Breach], Breach] = lambda breach: breach
+        """What looks at the tensors, where the machine alone cannot tell."""
+
+    def refused(self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: Frame) -> None:
+        """PyTorch has raised."""
+        reason = reason_of(str(error))
+        if reason is None:
+            return
+        moves, machine = self._moves, self._moves.machine
+        moves.routine.spoil()
+        of = moves.watches.scaler(scaler)
+        watch = moves.watches.optimizer(optimizer) if optimizer is not None else None
+        found_inf = compat.found_inf(scaler, optimizer) if optimizer is not None else None
+        if watch is not None and not watch.has_gradients() and machine.ledger(watch).parts:
+            machine.feed(Clear(watch))
+        step = moves.recorder.steps.count
+        if moves.attempt == step - 1 and (call == "update" or self._is_behind_step(reason, watch)):
+            step = moves.attempt
+        moved = watch is not None and watch.weights_moved()
+        breaches = machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
+        moves.tell([self.explain(breach) for breach in breaches], step)
+
+    def _is_behind_step(self, reason: str, watch: OptimizerWatch | None) -> bool:
+        """Whether a call was refused because it came behind the step of its own iteration."""
+        if reason != "unscaled-after-step" or watch is None:
+            return False
+        return not self._moves.machine.ledger(watch).backwards_since_step

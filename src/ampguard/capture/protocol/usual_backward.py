@@ -1,0 +1,67 @@
+"""Backward passes as the routine has them: a glance at one gradient of each optimizer is enough."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.protocol.events import Backward, Clear
+
+if TYPE_CHECKING:
+    from ampguard.capture.protocol.moves import Moves
+
+
+class UsualBackward:
+    """Compares a pass with the one that is expected, and tells the machine of one that turns out to be another."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._glances: list[tuple[Tensor | None, int]] = []
+        """Before the pass, in the order in which the routine's one reaches the optimizers."""
+
+    def begins(self, losses: Any) -> bool:
+        """Whether a backward pass begins as the routine has it."""
+        moves = self._moves
+        event = moves.routine.expected_backward()
+        if event is None or (losses is moves.carried.fresh) is not (event.scale is not None):
+            moves.routine.leave()
+            return False
+        self._glances = [watch.glance() for watch in event.reached]  # type: ignore[attr-defined]
+        return True
+
+    def forget(self) -> None:
+        """It is not known any more what the gradients were."""
+        self._glances = []
+
+    def ended(self, frame: FrameType) -> None:
+        """It has ended, as usual or not."""
+        moves, routine, carried = self._moves, self._moves.routine, self._moves.carried
+        event = routine.expected_backward()
+        assert event is not None
+        watches: tuple[OptimizerWatch, ...] = event.reached  # type: ignore[assignment]
+        glances, self._glances = self._glances, []
+        empty = tuple([grad is None for grad, _ in glances])
+        now = [watch.glance() for watch in watches]
+        for watch, glance in zip(watches, now, strict=True):
+            watch.rest_as(glance)
+        reached = [w for w, a, b in zip(watches, glances, now, strict=True) if a[0] is not b[0] or a[1] != b[1]]
+        key = ("backward", event.scale is not None, frame.f_code, frame.f_lasti, empty)
+        moves.scale_was_read = False
+        of = carried.fresh_from
+        if not watches and event.scale is not None and of is not None:
+            carried.ended_outside = of.current_scale()
+        if len(reached) == len(watches) and routine.matches(key):
+            return
+        if routine.is_on:
+            routine.leave()
+        for watch, was_empty in zip(watches, empty, strict=True):
+            if was_empty:
+                moves.machine.feed(Clear(watch))
+        scale = of.current_scale() if event.scale is not None and of is not None else None
+        event = Backward(tuple(reached), scale, script_line(frame))
+        moves.machine.feed(event)
+        routine.note(key, event)
