@@ -43,6 +43,7 @@ from ampguard.capture.judging import judge, outputs
 from ampguard.capture.judging.spoilt import SpoiltGradients
 from ampguard.capture.probing import loading
 from ampguard.capture.resting import RestingCalls
+from ampguard.capture.scaling import LossScaling
 from ampguard.capture.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.turns import Turns
 from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, locating, minimal, trying
@@ -95,7 +96,7 @@ CALLED_BY_PROBES = [
     (Recorder, "leave_root"),
     (TapedPreprocessing, "bookkeeping_done"),
     (TapedPreprocessing, "optimizer_made"),
-    (Recorder, "note_scaled"),
+    (LossScaling, "note"),
     (Recorder, "before_backward"),
     (Recorder, "after_backward"),
     (Recorder, "before_update"),

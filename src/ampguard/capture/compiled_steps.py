@@ -104,7 +104,7 @@ class _OpenStep:
             )
             log.append(root)
         self._root = root
-        for position, tensor in enumerate(with_unscaled(tensors, self._recorder.loss_of_scaled.get)):
+        for position, tensor in enumerate(with_unscaled(tensors, self._recorder.scaling.losses.get)):
             root.outputs.append(log.producers.define(tensor, Ref(root.index, position)))
             root.floating.append(tensor.is_floating_point())
 

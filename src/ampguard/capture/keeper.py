@@ -338,7 +338,11 @@ class StretchKeeper:
 
     def _scale_now(self) -> float | None:
         """The loss scale, where a scaler makes the updates."""
-        scale = compat.loss_scale(self._recorder.scaler) if self._is_scaled and self._recorder.scaler else None
+        scale = (
+            compat.loss_scale(self._recorder.scaling.scaler)
+            if self._is_scaled and self._recorder.scaling.scaler
+            else None
+        )
         return float(scale) if scale is not None else None
 
     def _is_segment_full(self, stretch: Stretch) -> bool:

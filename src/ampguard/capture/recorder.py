@@ -12,7 +12,6 @@ import operator
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -37,6 +36,7 @@ from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.ranks.collectives import Collectives
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall
 from ampguard.capture.remade import gradients_of
+from ampguard.capture.scaling import LossScaling
 from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.surroundings import current_modes
@@ -97,16 +97,12 @@ class FlightRecorder:
         self.on_raise: Callable[[BaseException], None] = lambda error: None
         """Told of an error in the frame in which a module raised it."""
         self.swapped_state: tuple[nn.Module, Any] | None = None
-        self.loss_of_scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.scaling = LossScaling()
         self.live: LiveTracer | None = None
         self.step_seconds = 0.0
         self.between_steps = False
         self.tells_forward = True
         """Whether the listener wants to know of the next root call."""
-        self.scaler: Any = None
-        """The scaler that scaled last."""
-        self.is_unscaled = False
-        """Whether it has divided gradients since."""
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self.uses_autocast = False
@@ -256,12 +252,6 @@ class FlightRecorder:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def note_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
-        """Remember which loss a scaled loss was made from."""
-        self.scaler, self.is_unscaled = scaler, False
-        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-            self.loss_of_scaled[id(scaled)] = (weakref.ref(scaled), loss)
-
     def before_backward(
         self, tensors: Any, gradients: Any = None, inputs: Any = None, create_graph: bool = False
     ) -> BackwardCall | None:
@@ -275,8 +265,8 @@ class FlightRecorder:
             self.undecided.clear()
         self.turns.differentiates()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        losses = [self._unscaled(t) for t in tensors] if self.loss_of_scaled else tensors
-        self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaler
+        losses = [self.scaling.unscaled(t) for t in tensors] if self.scaling.losses else tensors
+        self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaling.scaler
         if self.counting:
             if not create_graph:
                 self.judge.count_losses(losses)
@@ -288,13 +278,13 @@ class FlightRecorder:
     def gradients_cleared(self, of: int | None) -> None:
         """`zero_grad` is called: of an optimizer (by identity), or of a module (None)."""
         if not self.counting and not self.steps.counts_backwards:
-            self.gradients.cleared(of, self.scaler)
+            self.gradients.cleared(of, self.scaling.scaler)
 
     def after_backward(self) -> None:
         """The graph is used up: events before now are kept only while their results are."""
         before, self.log.closed_until = self.log.closed_until, self.log.next_index
         self.tells_forward = True  # until an optimizer has stepped: perhaps the step is passed over
-        self.loss_of_scaled.clear()
+        self.scaling.losses.clear()
         self.steps.backwards += 1
         self.gradients.differentiated()
         if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic
@@ -311,10 +301,6 @@ class FlightRecorder:
         elif self.log.goes_on_after_backward or self.gradients.remade.are_used or self.steps.count < FIRST_STEPS:
             self.resume_tape()
 
-    def _unscaled(self, tensor: Tensor) -> Tensor:
-        known = self.loss_of_scaled.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else tensor
-
     # --- optimizer and steps ----------------------------------------------------------------------------------------
 
     def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
@@ -327,7 +313,7 @@ class FlightRecorder:
         if self.steps.count < FIRST_STEPS and not self.counting:
             self.gradients.remade.learn(gradients_of(optimizer))
         if by_scaler:
-            self.gradients.are_looked_at_by_scaler(optimizer, self.is_unscaled)
+            self.gradients.are_looked_at_by_scaler(optimizer, self.scaling.is_unscaled)
             return
         self.judge.read_flags(wait=True)
         if has_closure:

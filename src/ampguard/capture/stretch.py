@@ -156,7 +156,7 @@ def find_target(step: KeptStep, recorder: FlightRecorder) -> None:
                 continue
             if tensor.numel() == 1:
                 step.target = Ref(event.index, position)
-                is_scaled = id(tensor) in recorder.loss_of_scaled
+                is_scaled = id(tensor) in recorder.scaling.losses
                 step.target_scale = step.scale if is_scaled else recorder.judge.last_scale
                 return
             if step.target is None and is_refused(tensor):

@@ -70,13 +70,13 @@ class Vitals:
 
     def unscaled(self) -> None:
         """The scaler has divided the gradients by the scale."""
-        self._recorder.is_unscaled = True
+        self._recorder.scaling.is_unscaled = True
 
     def norm_seen(self, norm: Tensor | float) -> None:
         """The script measured its gradients (`clip_grad_norm_`); it is divided by the scale where they are scaled."""
         if isinstance(norm, Tensor) and (norm.numel() != 1 or not compat.has_values(norm) or is_capturing()):
             return
-        scale = None if self._recorder.is_unscaled else self._scale_now()
+        scale = None if self._recorder.scaling.is_unscaled else self._scale_now()
         value = norm.detach() if isinstance(norm, Tensor) else norm
         value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
         self._norms.append(value if scale is None else value / scale)
@@ -173,7 +173,7 @@ class Vitals:
 
     def _scale_now(self) -> Tensor | float | None:
         """The loss scale; a tensor where it lies on a device."""
-        scaler = self._recorder.scaler
+        scaler = self._recorder.scaling.scaler
         scale = compat.loss_scale(scaler) if scaler is not None else None
         if scale is None:
             return None

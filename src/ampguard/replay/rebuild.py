@@ -95,7 +95,7 @@ class Replayer:
     @property
     def loss_scale(self) -> Tensor | None:
         """The scale of the scaler that the script uses, where it lies."""
-        return compat.loss_scale(self._recorder.scaler) if self._recorder.scaler is not None else None
+        return compat.loss_scale(self._recorder.scaling.scaler) if self._recorder.scaling.scaler is not None else None
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""

@@ -58,7 +58,7 @@ class DerivativeProbe:
                             return original(tensors, *args, **kwargs)
                     return original(tensors, *args, **kwargs)
                 except Exception as error:
-                    scaler = recorder.scaler if recorder.loss_of_scaled else None
+                    scaler = recorder.scaling.scaler if recorder.scaling.losses else None
                     guarded(recorder.gradients.raised, error, scaler)
                     raise
                 finally:

@@ -44,7 +44,7 @@ class UpdateProbe:
                     return original(self, outputs)
 
                 def note(scaled: Any) -> None:
-                    guarded(recorder.note_scaled, outputs, scaled, self)
+                    guarded(recorder.scaling.note, outputs, scaled, self)
 
                 if is_torchs and recorder.tape.is_on_stack:
                     return recorder.tape.scale(original, self, outputs, note)

@@ -76,7 +76,7 @@ class DroppedGradients:
         if not bad:
             self._left.clear()
             return
-        scaler = recorder.scaler
+        scaler = recorder.scaling.scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
         recorder.judge.gradients.are_bad(held, scale, is_held_off=True)
         if not self._has_stepped:
@@ -94,7 +94,7 @@ class DroppedGradients:
             self._left[watch] = (gradient, step, 1)
             return
         self._left[watch] = (gradient, since, looks + 1)
-        scaler = self._recorder.scaler
+        scaler = self._recorder.scaling.scaler
         may_settle = scaler is not None and scaler.is_enabled()
         if looks + 1 == (LIVE_LOOKS if may_settle else STUCK_LOOKS):
             self._moves.listener.on_suspicion(("stuck", watch), None, 0)

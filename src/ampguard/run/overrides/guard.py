@@ -35,11 +35,11 @@ class Guard:
         """A loss was multiplied; what anybody measures of its gradients is unscaled already."""
         if self._recorder.active:
             self._recorder.barrier.call(self._note_scaled, loss, scaled, scale, sys._getframe(2))
-            self._recorder.is_unscaled = True
+            self._recorder.scaling.is_unscaled = True
 
     def _note_scaled(self, loss: torch.Tensor, scaled: torch.Tensor, scale: GainedScale, frame: FrameType) -> None:
         log, value = self._recorder.log, compat.loss_scale(scale)
-        self._recorder.note_scaled(loss, scaled, scale)
+        self._recorder.scaling.note(loss, scaled, scale)
         if self._recorder.counting or value is None or log.lookup(scaled) is not None:
             return
         # Inside `backward` the tape does not run, and what is differentiated has to be known.

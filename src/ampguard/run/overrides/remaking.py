@@ -82,7 +82,7 @@ class Remaking:
 
     def unscaled(self, loss: Tensor) -> Tensor:
         """What a scaler was given, where the loss is what it returned."""
-        known = self.recorder.loss_of_scaled.get(id(loss))
+        known = self.recorder.scaling.losses.get(id(loss))
         return known[1] if known is not None and known[0]() is loss else loss
 
     def parts(self, losses: Sequence[Tensor]) -> list[Part] | None:
@@ -110,14 +110,14 @@ class Remaking:
         loss = made[part.ref]
         if part.plain is None:
             return loss
-        scale = compat.loss_scale(self.recorder.scaler)
+        scale = compat.loss_scale(self.recorder.scaling.scaler)
         if part.is_to_be_scaled and scale is not None:
             with torch.enable_grad():
                 loss = loss.float() * scale
             part.loss.data = loss.detach()
         plain = made.get(part.plain)
         if plain is not None:
-            self.recorder.note_scaled(plain, loss, self.recorder.scaler)
+            self.recorder.scaling.note(plain, loss, self.recorder.scaling.scaler)
         return loss
 
     # --- the step -----------------------------------------------------------------------------------------------------

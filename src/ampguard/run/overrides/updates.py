@@ -125,7 +125,7 @@ class Updates:
             else:
                 guarded(self._see_losses, losses)
             if not guarded(self._is_to_be_scaled, losses, args, kwargs):
-                owner = self._listener.recorder.scaler if self._scalers.scales else None
+                owner = self._listener.recorder.scaling.scaler if self._scalers.scales else None
                 self._differentiate(lambda: original(passed_on, *args, **kwargs), losses, owner)
                 if self._patience is not None and not self._scalers.scales:
                     guarded(self._look_at_gradients)
