@@ -15,7 +15,7 @@ from watching import seed_everything
 from ampguard.capture import keeper
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident
-from ampguard.replay.stretch import limits_of
+from ampguard.replay.stretch_updates import limits_of
 
 STEPS = 70
 JUMP_AT = 40

@@ -16,7 +16,8 @@ from ampguard.capture.copies import wide_norm
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.words import number
 from ampguard.errors import ReplayError
-from ampguard.replay.stretch import Change, Course, StretchReplay
+from ampguard.replay.stretch import Course, StretchReplay
+from ampguard.replay.stretch_updates import Change
 
 SAME_LOSS = 1e-3
 """Relative difference up to which a replayed loss is the one that was seen, and replayed weights are the same."""
