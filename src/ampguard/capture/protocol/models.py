@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.plain_leaves import leaves_in
+from ampguard.capture.judging.plain_leaves import leaves_in
 from ampguard.capture.record import BackwardCall, RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 
@@ -71,7 +71,7 @@ class Models:
     def plain_leaves(self) -> list[Tensor]:
         """The tensors of the present step that want a gradient and hang in no module."""
         events = self._recorder.log.record.events
-        if self._recorder.thread != get_ident():
+        if self._recorder.turns.thread != get_ident():
             return []
         known = {id(p) for p in self.parameters()}
         return [leaf for leaf in leaves_in(events) if id(leaf) not in known]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard.capture.frames import locals_of
-from ampguard.capture.plain_leaves import LastingLeaves
+from ampguard.capture.judging.plain_leaves import LastingLeaves
 from ampguard.capture.protocol.gradients import OptimizerWatch, is_empty
 from ampguard.capture.protocol.models import (
     Models,
