@@ -44,16 +44,21 @@ class Replayer:
     """Replays the events that lead to one bad result, as often as asked."""
 
     def __init__(
-        self, bad: BadResult, recorder: FlightRecorder, as_it_is_now: bool = False, forgives_hooks: bool = False
+        self,
+        bad: BadResult,
+        recorder: FlightRecorder,
+        as_it_is_now: bool = False,
+        forgives_hooks: bool = False,
+        given: Mapping[Ref, Tensor] | None = None,
     ) -> None:
         """`as_it_is_now`: replay although a given was changed since, with its present value.
 
-        `forgives_hooks`: replay although hooks of the script refuse to run twice.
+        `forgives_hooks`: replay although hooks of the script refuse to run twice. `given`: results that are not made again.
         """
         self.bad = bad
         self._forgives_hooks = forgives_hooks
         self.is_exact = not as_it_is_now
-        leaves = updated_leaves(bad.record)
+        leaves = updated_leaves(bad.record) | dict(given or {})
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
         self._given = leaves | self._given
         self.is_autocast_used = recorder.uses_autocast or any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))

@@ -32,10 +32,17 @@ from ampguard.run.overrides.plan import Plan
 class LiveStep(Replayer):
     """Runs what some results were made from. Modules that a fix has changed run as they are now."""
 
-    def __init__(self, targets: Sequence[Ref], recorder: FlightRecorder, plan: Plan, lines: LinesInFloat32) -> None:
-        """Raises ReplayError where the step cannot be run again."""
+    def __init__(
+        self,
+        targets: Sequence[Ref],
+        recorder: FlightRecorder,
+        plan: Plan,
+        lines: LinesInFloat32,
+        given: Mapping[Ref, Tensor] | None = None,
+    ) -> None:
+        """`given`: results that are taken as they are. Raises ReplayError where the step cannot be run again."""
         bad = BadResult("loss", "train", recorder.steps.count, recorder.log.slice(), tuple(targets))
-        super().__init__(bad, recorder)
+        super().__init__(bad, recorder, given=given)
         self.keeps_graph = True
         self.check()  # of derivatives too
         if any(isinstance(event, BackwardCall) for event in self.events):

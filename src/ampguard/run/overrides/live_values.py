@@ -25,6 +25,11 @@ def live_results(log: EventLog) -> Iterator[tuple[Ref, Tensor]]:
                 yield ref, tensor
 
 
+def may_be_healed(tensor: Tensor) -> bool:
+    """Whether a result may be given another value: it is bad, or (a truth, a count) may tell of one that is."""
+    return compat.has_values(tensor) and (not tensor.is_floating_point() or not is_finite(tensor))
+
+
 def take_values(log: EventLog, made: Mapping[Ref, Tensor]) -> None:
     """Let the script's tensors that were bad, and truths about them, be what they would have been with the fix."""
     for ref, tensor in list(live_results(log)):

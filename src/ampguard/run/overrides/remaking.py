@@ -13,11 +13,13 @@ from ampguard import compat
 from ampguard.capture.lineage import wanting_gradients
 from ampguard.capture.record import BadResult, Ref
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.errors import ReplayError
+from ampguard.errors import ChangedSinceError, ReplayError
+from ampguard.numerics import is_finite
 from ampguard.replay.behind import events_behind
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.live_step import LiveStep, has_low_weights
+from ampguard.run.overrides.live_values import live_results
 from ampguard.run.overrides.plan import Plan
 
 
@@ -51,6 +53,8 @@ class Remaking:
         self._plan = plan
         self._lines = lines
         self._heal_more = heal_more
+        self._not_recorded_in = -1
+        """The last step of which nothing could be run again, whatever the fix."""
 
     @property
     def step(self) -> int:
@@ -75,8 +79,8 @@ class Remaking:
         return bool(healed) and healed[-1]["step"] == self.step
 
     def heal_more(self) -> bool:
-        """Apply a larger fix than this step's, where there is one."""
-        return self._heal_more(self.step)
+        """Apply a larger fix than this step's, where there is one and the step itself can be made again."""
+        return self._not_recorded_in != self.step and self._heal_more(self.step)
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class Remaking:
         """The results by what made them; None where the step cannot be made again."""
         try:
             with self.unrecorded():
-                step = LiveStep(list(dict.fromkeys(wanted)), self.recorder, self._plan, self._lines)
+                step = self._live_step(list(dict.fromkeys(wanted)))
                 made = step.compute()
             if needs_graph and (has_low_weights(step) or not step.reaches_the_leaves):
                 raise ReplayError("its gradients would not be those of the step")
@@ -135,8 +139,19 @@ class Remaking:
             return None
         return made
 
+    def _live_step(self, wanted: list[Ref]) -> LiveStep:
+        """Where a part that has no gradient can no longer be run (a discriminator has stepped since), its results are taken."""
+        try:
+            return LiveStep(wanted, self.recorder, self._plan, self._lines)
+        except ChangedSinceError:
+            with compat.unseen():
+                given = {ref: t for ref, t in live_results(self.recorder.log) if is_given(t) and ref not in wanted}
+            return LiveStep(wanted, self.recorder, self._plan, self._lines, given)
+
     def cannot(self, why: Exception) -> None:
         """Say why a step is held off all the same."""
+        if isinstance(why, ReplayError):
+            self._not_recorded_in = self.step
         self.ledger.failed(f"a step could not be made again, and is held off: {str(why).splitlines()[0]}")
 
     @contextlib.contextmanager
@@ -147,6 +162,11 @@ class Remaking:
             yield
         finally:
             self.recorder.paused = paused
+
+
+def is_given(result: Tensor) -> bool:
+    """Whether a result can stand for all that made it: no gradient goes through it, and it is well."""
+    return not result.requires_grad and compat.has_values(result) and is_finite(result)
 
 
 def _is_distributed() -> bool:

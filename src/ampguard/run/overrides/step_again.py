@@ -15,7 +15,7 @@ from ampguard import compat
 from ampguard.capture.record import Ref
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.ledger import say
-from ampguard.run.overrides.live_values import live_results, take_values
+from ampguard.run.overrides.live_values import live_results, may_be_healed, take_values
 from ampguard.run.overrides.remaking import Remaking
 
 
@@ -124,5 +124,6 @@ class StepAgain:
             recorder.resume_tape()
 
     def _results(self) -> list[Ref]:
-        """What the step has made and the script still holds."""
-        return [ref for ref, _ in live_results(self._recorder.log)]
+        """What the step has made, the script still holds and may need other values."""
+        with compat.unseen():
+            return [ref for ref, tensor in live_results(self._recorder.log) if may_be_healed(tensor)]
