@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from bench.faults.tools import ROOT, copy_case
 from bench.faults.truth import Case
+from bench.heal.averaged import AVERAGED, GOAL, MeanApart, mean_apart
 
 from ampguard.compare.course import WARM_UP_STEPS, Course, course_of
 from ampguard.compare.distance import noise, shift
@@ -23,9 +24,6 @@ from ampguard.report.store import read_report
 
 PRECISION_CAUSES = {"fp16-overflow", "fp16-underflow", "mask-overflow", "gradient-overflow", "gradient-underflow"}
 PRECISION_FIXES = {"force-fp32", "use-bf16", "disable-amp"}
-GOAL = 0.02
-"""How far from the float32 run's final loss a healed run may end, as a share of it."""
-
 NUDGES = (1, 2)
 """Seeds of further runs in float32, whose first weights differ in their last bit."""
 
@@ -44,8 +42,8 @@ class Outcome(msgspec.Struct, frozen=True):
     `apart`: the mean loss of the last quarter from float32's, and `noise`: how much float32's own moves there from step
     to step, both as shares of it, measured as `ampguard compare` does. `repeats`: as `apart`, float32's own runs from
     weights that differ in their last bit. `off_from_there`: as `apart`, the run that is in float32 altogether from the
-    failing step on. `coarse_repeats`: as `repeats`, from weights that differ by one rounding to float16. `bad_printed`: how
-    often the script itself printed nan or inf, as it is and healed.
+    failing step on. `coarse_repeats`: as `repeats`, from weights that differ by one rounding to float16. `on_average`: several
+    runs of both, from such weights. `bad_printed`: how often the script itself printed nan or inf, as it is and healed.
     """
 
     case: str
@@ -66,6 +64,7 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds_after: float | None
     note: str = ""
     coarse_repeats: tuple[float, ...] = ()
+    on_average: MeanApart | None = None
 
     @property
     def came_to_its_end(self) -> bool:
@@ -146,14 +145,16 @@ def run_case(case: Case, room: Path, timeout: float) -> None:
     _run(case, room / "heal", ["-m", "ampguard", *guarded, "--on-nonfinite", "heal"], timeout)
 
 
-def run_controls(case: Case, room: Path, timeout: float) -> None:
-    """Run it healed by switching autocast off, and in float32 from weights that differ in their last bit."""
+def run_controls(case: Case, room: Path, timeout: float, averaged: Sequence[int] = AVERAGED) -> None:
+    """Run it healed by switching autocast off; and in float32 and healed from weights that differ by a rounding."""
     guarded = ["run", "--out", "../run"]
     _run(case, room / "off", ["-m", "bench.heal.switched_off", *guarded, "--on-nonfinite", "heal"], timeout)
-    for seed in (*NUDGES, *COARSE_NUDGES):
+    for seed in (*NUDGES, *averaged):
         dtype = "float32" if seed in NUDGES else "float16"
         nudged = ["-m", "bench.heal.nudged", str(seed), dtype, *guarded]
         _run(case, room / f"nudged{seed}", [*nudged, "--precision", "fp32"], timeout)
+        if seed in averaged:
+            _run(case, room / f"healed{seed}", [*nudged, "--on-nonfinite", "heal"], timeout)
 
 
 def outcome_of(case: Case, room: Path) -> Outcome:
@@ -184,6 +185,7 @@ def outcome_of(case: Case, room: Path) -> Outcome:
         after,
         "; ".join(filter(None, [healed.trouble, in_fp32.trouble, *in_fp32.could_not, *healed.could_not])),
         repeats_of(room, in_fp32, COARSE_NUDGES),
+        mean_apart(healed_repeats_of(room, in_fp32, AVERAGED), repeats_of(room, in_fp32, AVERAGED)),
     )
 
 
@@ -192,6 +194,14 @@ def repeats_of(room: Path, in_fp32: Course, seeds: Sequence[int]) -> tuple[float
     rooms = [room / f"nudged{seed}" for seed in seeds]
     found = [shift(course_of(r / "run", "fp32", _status(r)), in_fp32) for r in rooms if _has_report(r)]
     return tuple(apart for apart in found if apart is not None)
+
+
+def healed_repeats_of(room: Path, in_fp32: Course, seeds: Sequence[int]) -> tuple[float, ...]:
+    """The same of healed runs from nudged weights that came to their end."""
+    rooms = [r for seed in seeds if _has_report(r := room / f"healed{seed}")]
+    courses = [without_steps(course_of(r / "run", "heal", _status(r)), healed_steps(r / "run")) for r in rooms]
+    ended = [course for course in courses if (course.status, course.steps) == (0, in_fp32.steps)]
+    return tuple(apart for course in ended if (apart := shift(course, in_fp32)) is not None)
 
 
 def switched_off(room: Path, in_fp32: Course) -> float | None:

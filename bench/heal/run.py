@@ -2,8 +2,8 @@
 
 Every case of bench/faults that a low precision broke and another one cures is run as it is, in float32 throughout, and
 healed. Where the healed run ends further than 2 % from float32's, it is also healed by switching autocast off for good,
-and run in float32 from weights that differ in their last bit, or by one rounding to float16. Prints a row a case and writes
-results.md beside this file.
+and run in float32 from weights that differ in their last bit; and both, in float32 and healed, from weights that differ
+by one rounding to float16. Prints a row a case and writes results.md beside this file.
 
 python -m bench.heal.run                       # all (from the repository's root)
 python -m bench.heal.run --only 'p-*'          # some; results.md is left alone
@@ -29,6 +29,7 @@ if not __package__:  # started as a file: make `bench` and a not installed ampgu
 
 from bench.faults.run import fresh
 from bench.faults.truth import load_cases
+from bench.heal.averaged import AVERAGED
 from bench.heal.outcome import GOAL, Outcome, is_healable, outcome_of, run_case, run_controls
 
 RESULTS = Path(__file__).resolve().parent / "results.md"
@@ -52,6 +53,7 @@ COLUMNS = (
     "within 2 %",
     "as well",
     "in its spread",
+    "on average",
     "can be judged",
 )
 HEAD = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
@@ -74,8 +76,10 @@ there. On this CPU float16 is slower than float32: a fix that moves much into fl
 not on a GPU. **within 2 %**: a fix was applied, the run came to its end, and is at most 2 % apart, above or below. **as
 well**: the same, but not above float32 by more than 2 % or the noise (the rule of `ampguard compare`): the steps before
 the fix ran in the low precision, and a loop that doubles small differences does not come back to float32's course. **in
-its spread**: healed, at its end, and within what **by float16's rounding** says. **can be judged**: "no" where **float32
-again** is more than 2 %: float32 itself does not keep what is asked of the healed run.
+its spread**: healed, at its end, and within what **by float16's rounding** says. **on average**: how far the mean of twelve
+healed runs is from the mean of twelve in float32, from the same weights, each time changed by one rounding to float16,
+and its standard error: what healing itself does to the loss, where one run tells what became of one rounding. **can be
+judged**: "no" where **float32 again** is more than 2 %: float32 itself does not keep what is asked of the healed run.
 """
 
 
@@ -147,6 +151,7 @@ def row(outcome: Outcome) -> str:
         "yes" if o.is_carried else "NO",
         "yes" if o.trains_as_well else "NO",
         "yes" if o.is_within_spread else "NO",
+        "-" if o.on_average is None else str(o.on_average),
         "yes" if o.is_repeatable else "no",
     ]
     return f"| {' | '.join(cells)} |"
@@ -154,6 +159,7 @@ def row(outcome: Outcome) -> str:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     missed = [o for o in outcomes if not o.is_carried]
+    means = [o.on_average for o in missed if o.on_average is not None]
     ratios = sorted(o.slower for o in outcomes if o.slower is not None)
     lines = [
         f"- carried to the end, within {GOAL:.0%} of float32's loss: "
@@ -168,6 +174,10 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"in their last bit: {share(sum(o.is_as_float32_repeats for o in outcomes), len(outcomes))}",
         f"- carried to the end, within {GOAL:.0%} of float32's run, or no further from it than it ends from itself where its "
         f"first weights differ by one rounding to float16: {share(sum(o.is_within_spread for o in outcomes), len(outcomes))}",
+        f"- of those further than {GOAL:.0%}, the mean of {len(AVERAGED)} healed runs is within {GOAL:.0%} of that of as many in "
+        f"float32, all from weights that differ by one rounding to float16, in "
+        f"{sum(mean.is_within_goal for mean in means)}; float32's own such runs differ from each other by more than "
+        f"{GOAL:.0%} (standard deviation) in {sum(mean.spread > GOAL for mean in means)}",
         f"- came to their end: {share(sum(o.came_to_its_end for o in outcomes), len(outcomes))}; as they are: "
         f"{share(sum(o.plain_status == 0 for o in outcomes), len(outcomes))}",
         f"- had nothing to heal on this processor (the script as it is ended well and printed nothing bad, no fix was applied): "

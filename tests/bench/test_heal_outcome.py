@@ -18,10 +18,12 @@ sys.path.insert(0, str(ROOT))
 
 import bench.heal.outcome  # noqa: E402
 from bench.faults.truth import CASES, load_case, load_cases  # noqa: E402
+from bench.heal.averaged import mean_apart  # noqa: E402
 from bench.heal.nudged import nudging  # noqa: E402
 from bench.heal.outcome import (  # noqa: E402
     BAD_NUMBER,
     Outcome,
+    healed_repeats_of,
     is_explained,
     is_healable,
     outcome_of,
@@ -31,7 +33,7 @@ from bench.heal.outcome import (  # noqa: E402
     without_steps,
 )
 
-from ampguard.compare.course import Course  # noqa: E402
+from ampguard.compare.course import Course, course_of  # noqa: E402
 from ampguard.incident import Incident  # noqa: E402
 from ampguard.report.history import HistoryWriter, StepRow  # noqa: E402
 
@@ -108,6 +110,17 @@ def test_as_far_as_float32_repeats_itself(apart: float | None, within: bool) -> 
     assert not msgspec.structs.replace(outcome, fixes=()).is_as_float32_repeats
 
 
+def test_means_of_several_runs() -> None:
+    found = mean_apart([0.05, 0.07, 0.03], [0.0, 0.02, -0.02])
+    assert found is not None
+    assert found.apart == pytest.approx(0.05)
+    assert found.error == pytest.approx((2 * 0.02**2 / 3) ** 0.5)
+    assert found.spread == pytest.approx(0.02)
+    assert not found.is_within_goal
+    assert str(found) == "+5.0% ± 1.6%"
+    assert mean_apart([0.05, 0.07, 0.03], [0.0, 0.02]) is None
+
+
 def test_what_was_lost_before_the_failing_step() -> None:
     assert not CARRIED.is_lost_before
     assert msgspec.structs.replace(CARRIED, off_from_there=-0.3).is_lost_before
@@ -171,11 +184,14 @@ def test_one_case_is_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run_case(case, tmp_path, timeout=120.0)
     assert outcome_of(case, tmp_path).repeats == ()
     assert outcome_of(case, tmp_path).off_from_there is None
-    run_controls(case, tmp_path, timeout=120.0)
+    run_controls(case, tmp_path, timeout=120.0, averaged=(3,))
     outcome = outcome_of(case, tmp_path)
     assert outcome.explained
     assert outcome.is_carried
-    assert len(outcome.repeats) == 2
+    assert (len(outcome.repeats), len(outcome.coarse_repeats)) == (2, 1)
+    assert outcome.on_average is None  # of one run nothing is known
+    (healed_again,) = healed_repeats_of(tmp_path, course_of(tmp_path / "fp32" / "run", "fp32", 0), [3])
+    assert healed_again == pytest.approx(0.0, abs=0.05)
     assert outcome.off_from_there == pytest.approx(0.0, abs=0.02)
     assert outcome.bad_printed[0] > 0
     assert outcome.bad_printed[1] == 0
