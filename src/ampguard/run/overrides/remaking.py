@@ -86,8 +86,7 @@ class Remaking:
 
     def unscaled(self, loss: Tensor) -> Tensor:
         """What a scaler was given, where the loss is what it returned."""
-        known = self.recorder.scaling.losses.get(id(loss))
-        return known[1] if known is not None and known[0]() is loss else loss
+        return self.recorder.scaling.unscaled(loss)
 
     def parts(self, losses: Sequence[Tensor]) -> list[Part] | None:
         """What made the losses; None where it is not known of one."""

@@ -168,7 +168,8 @@ class Updates:
         if self._stepped_since_backward:
             self._stepped_since_backward = self._bad_loss = False
         if self._patience is not None and not self._bad_loss:
-            self._bad_loss = not all(is_finite(loss) for loss in losses if compat.has_values(loss))
+            plain = map(self._listener.recorder.scaling.unscaled, losses)  # a loss may be finite, and too large once it is scaled
+            self._bad_loss = not all(is_finite(loss) for loss in plain if compat.has_values(loss))
             if self._bad_loss and self._is_updated_elsewhere():
                 self._ledger.failed("bad steps are not held off: what updates the weights is no torch.optim.Optimizer")
 
@@ -268,6 +269,8 @@ class Updates:
         if self._patience is not None and not self._scalers.stepping:
             self._patience.attempting()
         is_scaled = self._plan.scales_loss and not self._scalers.scales
+        if self._scalers.stepping and self._patience is not None and self._bad_loss:
+            return None  # the gradients of a bad loss may be finite: where a part of it has none that overflowed
         if self._scalers.stepping:  # the script's scaler has looked at the gradients
             self._scalers.has_stepped = not compat.is_told_to_skip(optimizer)
             return self._update(original, optimizer, args, kwargs)
@@ -360,4 +363,5 @@ class Updates:
             self._patience.stepped(optimizer)
             return
         self._ledger.held_off += 1
-        self._patience.held_off(optimizer, bad_gradients(optimizer, self._roots.parameter_names()), scale)
+        what = "the loss" if self._bad_loss else bad_gradients(optimizer, self._roots.parameter_names())
+        self._patience.held_off(optimizer, what, scale)
