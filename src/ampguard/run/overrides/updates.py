@@ -168,7 +168,8 @@ class Updates:
         if self._stepped_since_backward:
             self._stepped_since_backward = self._bad_loss = False
         if self._patience is not None and not self._bad_loss:
-            plain = map(self._listener.recorder.scaling.unscaled, losses)  # a loss may be finite, and too large once it is scaled
+            # Not as they are scaled: a loss may be finite, and too large for its type with its scale.
+            plain = map(self._listener.recorder.scaling.unscaled, losses)
             self._bad_loss = not all(is_finite(loss) for loss in plain if compat.has_values(loss))
             if self._bad_loss and self._is_updated_elsewhere():
                 self._ledger.failed("bad steps are not held off: what updates the weights is no torch.optim.Optimizer")
