@@ -131,3 +131,36 @@ def test_averaged_weights_swapped_in_for_one_batch(guard: Guard) -> None:
     run = guard(train)
     assert run.causes == ["division-by-zero"]
     assert (run.first.mode, run.first.step, run.first.module, run.first.op) == ("eval", 4, "", "aten.div.Tensor")
+
+
+@pytest.mark.parametrize("written", ["divided", "copied"])
+def test_projection_through_data(guard: Guard, written: str) -> None:
+    """Each fix is tried on the values of the step, whatever a replay before it has written to them."""
+
+    def renormalise(weight: nn.Parameter) -> None:
+        w = weight.data
+        if written == "divided":
+            w.div_(w.norm(dim=1, keepdim=True))
+        else:
+            weight.data.copy_(w / w.norm(dim=1, keepdim=True))
+
+    def script() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(12):
+            loss = F.cross_entropy(model(torch.randn(6, 4)), torch.randint(3, (6,)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == 8:
+                model[2].weight.data[1] = 0.0
+            renormalise(model[2].weight)
+
+    run = guard(script)
+    assert run.faults == 0, run.stderr
+    first = run.report.incidents[0]
+    assert (first.cause, first.step) == ("division-by-zero", 9)
+    assert [fix.action for fix in first.fixes] == ["add-epsilon", "clamp"]
+    assert all(fix.verified for fix in first.fixes)
+    assert "\n" not in first.fixes[0].how

@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
 from ampguard.numerics import is_finite
@@ -20,6 +20,8 @@ MOST = 8
 """Of the weights that were written, so many are looked at, the last among them."""
 LARGEST = 1 << 16
 """Elements up to which they are."""
+MOST_VIEWS = 4
+"""Of views of views of a weight that are followed to it."""
 
 Writes = dict[int, tuple[weakref.ref[Tensor], int]]
 
@@ -69,13 +71,29 @@ class WrittenWeights:
 
 
 def parameter_behind(op: GlueOp, record: Callable[[], StepRecord]) -> nn.Parameter | None:
-    """The parameter that an operator writes to, also through its `.data` or `.detach()`."""
+    """The parameter that an operator writes to, also through its `.data`, `.detach()` or a part of it."""
     target = op.args[0] if op.args else None
-    if isinstance(target, Ref):
-        event = record().event(target.event)
-        is_same = isinstance(event, GlueOp) and event.func is torch.ops.aten.detach.default
-        target = event.args[0] if event is not None and is_same else None
-    return target.tensor if isinstance(target, Held) and isinstance(target.tensor, nn.Parameter) else None
+    if isinstance(target, Held):
+        return target.tensor if isinstance(target.tensor, nn.Parameter) else None
+    if not isinstance(target, Ref):
+        return None
+    step = record()
+    event, held = step.event(target.event), _viewed(target, step)
+    written = event.outputs[target.output]() if event is not None else None
+    if held is None or written is None or not isinstance(held.tensor, nn.Parameter):
+        return None
+    return held.tensor if compat.storage_key(held.tensor) == compat.storage_key(written) != 0 else None
+
+
+def _viewed(operand: Ref, record: StepRecord) -> Held | None:
+    """What a result was made from, operator by operator, by their first operands, if the last of these is a given tensor."""
+    first: object = operand
+    for _ in range(MOST_VIEWS):
+        event = record.event(first.event) if isinstance(first, Ref) else None
+        if not isinstance(event, GlueOp) or not event.args:
+            break
+        first = event.args[0]
+    return first if isinstance(first, Held) else None
 
 
 def _was_finite(parameter: Tensor, record: StepRecord, index: int) -> bool:
@@ -83,8 +101,7 @@ def _was_finite(parameter: Tensor, record: StepRecord, index: int) -> bool:
     event = record.event(index)
     held = event.args[0] if event is not None and event.args else None
     if isinstance(held, Ref):  # its `.data`
-        before = record.event(held.event)
-        held = before.args[0] if before is not None else None
+        held = _viewed(held, record)
     if not isinstance(held, Held):
         return False
     value = held.copy

@@ -42,6 +42,8 @@ class Values:
     keeps_graph: bool = False
     made: dict[Ref, Tensor] = field(default_factory=dict)
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    """The identities of the tensors that the record holds, as far as they have been asked for."""
     names: dict[Ref, str] = field(default_factory=dict)
     is_approximate: bool = False
     """Whether gradients go another way than in the step."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -330,13 +330,16 @@ class Replayer:
         kwargs = values.for_operator(op.kwargs)
         for held in held_in((op.args, op.kwargs)):
             mode.stand_ins.setdefault(compat.storage_key(held.value), (held.value, held.tensor))
+            values.kept.add(id(held.value))
         overwritten = self._recorder.tape.overwritten(op.func)
         if overwritten:
             args = tuple(
                 map_tensors(a, lambda t: t.clone()) if i in overwritten and fresh_copy_needed(op.args[i]) else a
                 for i, a in enumerate(args)
             )
-            args = tuple(_not_live(a, mode.stand_ins) if i in overwritten else a for i, a in enumerate(args))
+            args = tuple(
+                _not_given(a, mode.stand_ins, values.kept) if i in overwritten else a for i, a in enumerate(args)
+            )
         if op.rng is not None:
             set_streams(op.rng)
         with torch.set_grad_enabled(op.grad and self.keeps_graph), mode:
@@ -354,10 +357,13 @@ class Replayer:
             self._recorder.paused = paused
 
 
-def _not_live(target: Any, given: Mapping[int, tuple[Tensor, Tensor]]) -> Any:
-    """What is about to be written to, or a copy of it where that is the script's own memory: a weight by its `.data`."""
+def _not_given(target: Any, given: Mapping[int, tuple[Tensor, Tensor]], kept: Set[int]) -> Any:
+    """What is about to be written to; a copy of it where it shares the memory of what the record holds.
+
+    That is a tensor of the script itself (a weight, by its `.data`), or a value that was kept of one for every replay.
+    """
     known = given.get(compat.storage_key(target)) if isinstance(target, Tensor) else None
-    return target.clone() if known is not None and known[0] is known[1] else target
+    return target.clone() if known is not None and (known[0] is known[1] or id(known[0]) in kept) else target
 
 
 def _never_unpacked(_: Any) -> Any:
