@@ -368,6 +368,9 @@ def test_statistic_poisoned_in_training_is_explained_by_its_step(guard: Guard) -
     assert shown.evidence["name"] in ("1.running_mean", "1.running_var")
     assert shown.evidence["poisoned_by"]["step"] == 2
     assert "poisoned in step 2 by addmm at test_causes.py:" in shown.explanation
+    reset = next(fix for fix in shown.fixes if fix.action == "initialise-parameter")
+    assert "of step 2, which poisoned it" in reset.how
+    assert "before training" not in reset.how
 
 
 def test_masked_logits_returned_in_evaluation_are_no_failure(guard: Guard) -> None:

@@ -98,3 +98,61 @@ def test_what_a_load_leaves_as_it_was(guard: Guard) -> None:
     incident = guard(body).report.incidents[0]
     assert (incident.cause, incident.evidence["name"]) == ("nonfinite-parameter", "2.weight")
     assert incident.evidence["loaded_at"] is None
+
+
+class Averaged:
+    """An average of the weights, swapped in for evaluation; `dtype` is what it is kept in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        self.average = {k: v.to(dtype) for k, v in self.model.state_dict().items() if v.is_floating_point()}
+        self.dtype = dtype
+
+    def train(self) -> None:
+        opt = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        for _ in range(6):
+            opt.zero_grad()
+            self.model(torch.randn(8, 3) + torch.tensor([0.0, 2e5, 0.0])).square().mean().backward()
+            opt.step()
+            for key, value in self.average.items():
+                value.lerp_(self.model.state_dict()[key].to(self.dtype), 0.5)
+
+    def evaluate(self, keeps_own: bool) -> None:
+        own = copy.deepcopy(self.model.state_dict()) if keeps_own else {}
+        self.model.load_state_dict({k: v.float() for k, v in self.average.items()}, strict=False)
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.randn(4, 3))
+        self.model.load_state_dict(own, strict=False)
+
+
+@pytest.mark.parametrize("keeps_own", [True, False])
+def test_an_average_in_float16(keeps_own: bool, guard: Guard) -> None:
+    def body() -> None:
+        averaged = Averaged(torch.float16)
+        averaged.train()
+        averaged.evaluate(keeps_own)
+
+    incident = guard(body).report.incidents[0]
+    assert (incident.cause, incident.mode, incident.evidence["name"]) == (
+        "nonfinite-parameter",
+        "eval",
+        "0.running_mean",
+    )
+    held = incident.evidence["held_in"]
+    assert (held["key"], held["dtype"]) == ("0.running_mean", "float16")
+    assert "float16 ends at 65504" in incident.explanation
+    assert ("in float32 reach " in incident.explanation) is keeps_own
+    first = incident.fixes[0] if keeps_own else next(f for f in incident.fixes if f.action == "force-fp32")
+    assert (first.action, first.verified) == ("force-fp32", True if keeps_own else None)
+    assert (held["reaches"] or 0) > 65504 or not keeps_own
+
+
+def test_an_average_in_float32(guard: Guard) -> None:
+    def body() -> None:
+        averaged = Averaged(torch.float32)
+        averaged.train()
+        averaged.evaluate(keeps_own=True)
+
+    assert guard(body).report.status == "clean"

@@ -117,3 +117,45 @@ def test_masters_that_are_clipped_rightly(body: Callable[[], None], guard: Guard
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert not run.report.incidents
+
+
+class Dynamic:
+    """Its own dynamic loss scale: where gradients overflow, the step is skipped and the scale halved."""
+
+    def __init__(self, too_high_at: int) -> None:
+        torch.manual_seed(0)
+        self.too_high_at = too_high_at
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).half()
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.model.parameters()]
+        self.opt = torch.optim.SGD(self.masters, lr=0.05)
+        self.scale, self.skipped = SCALE, 0
+
+    def train(self) -> None:
+        for step in range(self.too_high_at + 8):
+            if step == self.too_high_at:
+                self.scale = 2.0**22
+            loss = F.cross_entropy(self.model(torch.randn(6, 4).half()).float(), torch.randint(0, 3, (6,)))
+            self.model.zero_grad()
+            (loss * self.scale).backward()
+            self.update()
+        assert self.skipped > 0
+
+    def update(self) -> None:
+        grads = [p.grad.float() / self.scale for p in self.model.parameters() if p.grad is not None]
+        if not all(bool(torch.isfinite(grad).all()) for grad in grads):
+            self.scale /= 2
+            self.skipped += 1
+            return
+        for master, grad in zip(self.masters, grads, strict=True):
+            master.grad = grad
+        self.opt.step()
+        with torch.no_grad():
+            for p, master in zip(self.model.parameters(), self.masters, strict=True):
+                p.copy_(master)
+
+
+@pytest.mark.parametrize("too_high_at", [0, 12])
+def test_skipped_steps_of_a_scale_by_hand(too_high_at: int, guard: Guard) -> None:
+    """Once it is known how the loop works, as at its beginning."""
+    run = guard(lambda: Dynamic(too_high_at).train())
+    assert run.report.status == "clean", run.stderr

@@ -91,6 +91,16 @@ def test_module_in_a_holder() -> None:
         assert paths_in_holders([part, parts["head"]]) == {id(part): "stem.0", id(parts["head"]): "head"}
 
 
+@pytest.mark.parametrize("is_held_first", [True, False])
+def test_holder_in_a_holder(is_held_first: bool) -> None:
+    """Each of the holders has a variable too, and one hangs in the other."""
+    outer = nn.ModuleDict({"inp": nn.Linear(2, 2)}) if is_held_first else None
+    blocks = nn.ModuleList([nn.Linear(2, 2)])
+    model = nn.ModuleDict({"inp": nn.Linear(2, 2)}) if outer is None else outer
+    model["blocks"] = blocks
+    assert paths_in_holders([model["inp"], blocks[0]]) == {id(model["inp"]): "inp", id(blocks[0]): "blocks.0"}
+
+
 class Composed(nn.Module):
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()

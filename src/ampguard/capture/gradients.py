@@ -87,6 +87,7 @@ class GradientWatch:
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""
         self._is_unjudged = False
+        self._versions = []  # it may change them by this update (or others by hand after it: master weights)
         if self._log.is_empty:
             return
         if self._are_finite(gradients_of(optimizer)):

@@ -49,6 +49,7 @@ class BadSince:
         facts["since_step"] = None
         if spoiled_by is not None:
             text = _spoiled(spoiled_by, facts)
+            incident = _reset_behind(incident, spoiled_by)
         elif (written := facts.get("written_at")) is not None:
             facts["since_step"] = incident.step
             where = f"{Path(written['file']).name}:{written['line']}"
@@ -56,6 +57,7 @@ class BadSince:
         elif (loaded := facts.get("loaded_at")) is not None:
             where = f"{Path(loaded['file']).name}:{loaded['line']}"
             text = f"These values were loaded at {where}: {loaded['code']}. Nothing has written to it since."
+            text += _held_in(facts)
         elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
             text = (
                 "PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "
@@ -196,6 +198,27 @@ def _without_initialising(incident: Incident) -> Incident:
     """It began well."""
     kept = tuple(fix for fix in incident.fixes if fix.action != "initialise-parameter")
     return msgspec.structs.replace(incident, fixes=kept)
+
+
+def _reset_behind(incident: Incident, first: Case) -> Incident:
+    """It began well, and has to be made well again after the step that spoiled it."""
+    name = incident.evidence.get("name")
+    how = f"repair the {first.incident.cause} of step {first.incident.step}, which poisoned it; or reset {name} after that step"
+    fixes = (msgspec.structs.replace(f, how=how) if f.action == "initialise-parameter" else f for f in incident.fixes)
+    return msgspec.structs.replace(incident, fixes=tuple(fixes))
+
+
+def _held_in(facts: dict[str, Any]) -> str:
+    """The low precision in which the script holds what was loaded."""
+    held = facts.get("held_in")
+    if held is None:
+        return ""
+    low, reaches = held["dtype"], held["reaches"]
+    limit = torch.finfo(getattr(torch, low)).max
+    text = f" The script holds them in {low}, under {held['key']!r} of a dictionary. {low} ends at {limit:.5g}"
+    return (
+        f"{text}." if reaches is None else f"{text}, and the numbers that it has there in float32 reach {reaches:.6g}."
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -121,14 +121,20 @@ def repaired_state(evidence: Evidence) -> dict[int | Ref, Tensor]:
     element = evidence.given_tensor
     if element is not None and element.is_leaf and element.requires_grad:
         repaired[id(element)] = cleaned(element)
+    return repaired | {key: cleaned(value) for key, value in nonfinite_state(evidence).items()}
+
+
+def nonfinite_state(evidence: Evidence) -> dict[int, Tensor]:
+    """Every parameter and buffer of the step's modules that is not finite, as it was before the step, by identity."""
+    found: dict[int, Tensor] = {}
     for root in evidence.events():
         if isinstance(root, RootCall):
             saved = {id(s.owner.get(s.name)): s.copy for s in root.buffers if s.copy is not None}
             for tensor in (*root.module.parameters(), *root.module.buffers()):
                 value = saved.get(id(tensor), tensor).detach()
                 if value.is_floating_point() and not is_finite(value):
-                    repaired[id(tensor)] = cleaned(value)
-    return repaired
+                    found[id(tensor)] = value
+    return found
 
 
 def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> NamedTensor | None:

@@ -53,7 +53,7 @@ def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
     wanted = set(roots)
     named = {id(module): module for module in named_modules()} if wanted else {}
     found: dict[int, str] = {}
-    for top in named.values():
+    for top in sorted(named.values(), key=_size, reverse=True):  # what hangs in another is named from there
         for parent in top.modules():
             for child in compat.children_of(parent).values():
                 if id(child) in wanted - found.keys() and (isinstance(parent, HOLDERS) or id(child) not in named):
@@ -62,6 +62,10 @@ def paths_in_holders(modules: Iterable[nn.Module]) -> dict[int, str]:
         if path:
             _found_before[roots[key]] = path
     return {key: _found_before[module] for key, module in roots.items() if module in _found_before}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
 
 
 def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]:

@@ -12,14 +12,15 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.operands import held_in
-from ampguard.capture.record import GlueOp, RootCall
+from ampguard.capture.record import GlueOp, Ref, RootCall
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import describe_state, repaired_state
+from ampguard.diagnose.givens import NamedTensor, describe_state, nonfinite_state, repaired_state
+from ampguard.diagnose.held_low import HeldLow, held_low
 from ampguard.incident import Location
-from ampguard.numerics import stats
+from ampguard.numerics import dtype_name, stats
 from ampguard.replay.variants import Variant
 
 OVERWRITES = frozenset({"copy_", "fill_", "_foreach_copy_"})
@@ -40,6 +41,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     loaded = evidence.replayer.loaded_at(state.held) if evidence.replayer is not None else None
     load = loaded.location() if loaded is not None else None
     at = last if load is None and write is not None and write.func.__name__.partition(".")[0] in OVERWRITES else None
+    low = held_low(state.tensor.detach()) if load is not None else None
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
@@ -58,8 +60,11 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "written_at": {"file": at.file, "line": at.line, "code": at.code} if at is not None else None,
             "last_written_at": {"file": last.file, "line": last.line, "code": last.code} if last is not None else None,
             "loaded_at": {"file": load.file, "line": load.line, "code": load.code} if load is not None else None,
+            "held_in": {"key": low.key, "dtype": dtype_name(low.dtype), "reaches": low.reaches}
+            if low is not None
+            else None,
         },
-        proposals=_after_load(state.name, load)
+        proposals=_after_load(evidence, state, load, low)
         if load is not None
         else (
             Proposal(
@@ -77,23 +82,39 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     )
 
 
-def _after_load(name: str, line: Location) -> tuple[Proposal, ...]:
+def _after_load(evidence: Evidence, state: NamedTensor, line: Location, low: HeldLow | None) -> tuple[Proposal, ...]:
     """Where `load_state_dict` gave it these values: they are to be repaired there, or behind it."""
     at = f"`{line.code}` ({words.place_of(line)})"
-    return (
-        Proposal(
-            "initialise-parameter",
-            name,
-            f"reset {name} behind {at}, or give that finite weights",
-            trial=lambda e: Variant(tensors=repaired_state(e)),
-        ),
-        Proposal(
-            "load-weights",
-            name,
-            f"load weights that are finite in {at}: an average of weights is none before its first update, and a checkpoint "
-            f"may have been saved after its run had broken",
-        ),
+    reset = Proposal(
+        "initialise-parameter",
+        state.name,
+        f"reset {state.name} behind {at}, or give that finite weights",
+        trial=lambda e: Variant(tensors=repaired_state(e)),
     )
+    if low is None:
+        how = (
+            f"load weights that are finite in {at}: an average of weights is none before its first update, and a checkpoint "
+            f"may have been saved after its run had broken"
+        )
+        return reset, Proposal("load-weights", state.name, how)
+    how = (
+        f"keep the weights that are loaded in {at} in float32 (or bfloat16, which has its range), where the script casts them "
+        f"to {dtype_name(low.dtype)}"
+    )
+    wider = _wider_state(evidence)
+    trial = (lambda _: Variant(tensors=wider)) if wider else None
+    return Proposal("force-fp32", state.name, how, trial=trial), reset
+
+
+def _wider_state(evidence: Evidence) -> dict[int | Ref, torch.Tensor]:
+    """Every parameter and buffer that is not finite, as the script holds it in float32; none where one is not so held."""
+    wider: dict[int | Ref, torch.Tensor] = {}
+    for key, tensor in nonfinite_state(evidence).items():
+        low = held_low(tensor)
+        if low is None or low.wider is None:
+            return {}
+        wider[key] = low.wider.to(tensor.dtype)
+    return wider
 
 
 def _last_write(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:

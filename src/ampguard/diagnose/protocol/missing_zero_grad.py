@@ -27,7 +27,7 @@ def missing_zero_grad(scene: Scene) -> Telling:
         return _reused(scene)
     scaled = bool(scene.facts.get("has_scaler"))
     text = (
-        f"The gradients of `{name}` are never cleared: {steps} steps in a row held those of earlier iterations. "
+        f"The gradients of `{name}` are not cleared between iterations: {steps} steps in a row held those of earlier iterations. "
         f"Each backward pass adds to what {at(scene.again)} has used already."
     )
     if scaled:
