@@ -190,13 +190,21 @@ class Scans:
         step = watch.first_step if watch.first_step is not None else self._moves.attempt
         assert watch.candidates is not None
         none_at_all = len(watch.candidates) == len(watch.trained())
-        if watch.steps >= (EARLY_STEPS if none_at_all else UNUSED_STEPS):
+        is_long = watch.steps >= EARLY_STEPS if none_at_all else self._finite_steps(watch) >= UNUSED_STEPS
+        if is_long:
             breach = self._without(watch, none_at_all)
             self._moves.listener.on_suspicion(("unused", watch), breach, step)
             if watch.steps >= LIVE_STEPS and ("unused", id(watch)) not in self._told:
                 self._told.add(("unused", id(watch)))
                 self._moves.listener.on_suspicion(("unused", watch), None, 0)
                 self._moves.tell([breach], step)
+
+    def _finite_steps(self, watch: OptimizerWatch) -> int:
+        """Its steps up to the one since which losses are bad: what follows says nothing of who is used (a gate gives NaN)."""
+        judge = self._moves.recorder.judge
+        if judge.bad_since is None or (judge.last_good_step or 0) >= judge.bad_since:
+            return watch.steps
+        return min(watch.steps, judge.bad_since - (watch.first_step or 0))
 
     def _without(self, watch: OptimizerWatch, none_at_all: bool) -> Breach:
         candidates = watch.candidates or []
