@@ -155,6 +155,10 @@ def test_ratio_of_sums_over_nothing(guard: Guard, tmp_path: Path) -> None:
             "y = torch.full((6,), 2); r = F.nll_loss(h, y, ignore_index=2) + h",
             'r = (F.nll_loss(h, y, ignore_index=2, reduction="sum") / (y != 2).sum().clamp(min=1)) + h',
         ),
+        (
+            "from torch.nn.functional import cross_entropy; y = torch.full((6,), -100); r = cross_entropy(h, y) + h",
+            'r = (cross_entropy(h, y, reduction="sum") / (y != -100).sum().clamp(min=1)) + h',
+        ),
         ("r = h[:0].mean(0) + h", "r = (h[:0].sum(0) / max(h[:0].shape[0], 1)) + h"),
     ],
 )

@@ -116,11 +116,19 @@ class GradientWatch:
             gradients = [g for g, v in zip(gradients, versions, strict=True) if found.get(id(g)) != v]
         return not gradients or all_finite_on_cpu(gradients)
 
-    def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
+    def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""
         self._judge_of_losses.read_flags(wait=True)
         since = self._cleared_since(optimizer)
         self._judge.are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
+
+    def held_off_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """An engine without a loss scale skipped a step: because of these gradients, or of another optimizer's."""
+        self._is_unjudged = False
+        if self._log.is_empty or self._are_finite(gradients_of(optimizer)):
+            return
+        if not (self.remade.are_used and self._judge_remade(optimizer)):
+            self.held_off(optimizer, None)
 
     def used_by_hand(self) -> None:
         """Parameters are updated by hand: judge what the last backward call left or returned."""

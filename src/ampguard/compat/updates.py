@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 GRAD_SCALER = torch.amp.GradScaler
 """PyTorch's class. A script may put something else in its place (a function that makes one for another device)."""
+
+_skip_listeners: OrderedDict[int, Callable[[torch.optim.Optimizer], None]] = OrderedDict()
 
 
 def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -85,6 +89,19 @@ def clipping_limit() -> float | None:
 def hook_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of the optimizer's attributes that hold hooks."""
     return [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+
+
+def listen_to_skips(listener: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
+    """Call `listener` with each optimizer whose step the engine leaves out, before its gradients are cleared."""
+    handle = RemovableHandle(_skip_listeners)
+    _skip_listeners[handle.id] = listener
+    return handle
+
+
+def tell_of_skip(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer's gradients are not finite, and its `step` is not called: no hook of it says so."""
+    for listener in tuple(_skip_listeners.values()):
+        listener(optimizer)
 
 
 def scaler_is_watched() -> bool:

@@ -24,7 +24,7 @@ def averaged_by_hand(evidence: Evidence) -> str | None:
         (call, statement)
         for part, statement in line.parts
         for call in ast.walk(part)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS
+        if isinstance(call, ast.Call) and source_code.called_name(call) in CALLS
     ]
     if len(calls) != 1:
         return None

@@ -141,9 +141,15 @@ class LineOfCode:
 
 def called(node: ast.AST) -> set[str]:
     """The names of every function and method called in a piece of code."""
-    functions = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
-    names = [f.attr if isinstance(f, ast.Attribute) else f.id if isinstance(f, ast.Name) else "" for f in functions]
-    return set(names)
+    return {called_name(n) for n in ast.walk(node) if isinstance(n, ast.Call)}
+
+
+def called_name(call: ast.Call) -> str:
+    """The name of the function or method that is called; "" where it has none."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def line_of_code(line: Line) -> LineOfCode | None:

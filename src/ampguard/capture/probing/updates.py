@@ -115,6 +115,15 @@ class UpdateProbe:
                 if not scaling:
                     guarded(recorder.preprocessing.bookkeeping_done, False)
 
+        def skipped(optimizer: Optimizer) -> None:
+            if not recorder.active or recorder.turns.passes_over() or scaling:
+                return  # (a scaler's step tells what became of it)
+            guarded(recorder.before_update, optimizer, True)
+            if not recorder.counting:
+                guarded(recorder.gradients.held_off_unscaled, optimizer)
+            guarded(recorder.after_update, optimizer, True)
+            guarded(recorder.preprocessing.bookkeeping_done, False)
+
         def watch_init(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -125,7 +134,7 @@ class UpdateProbe:
             return __init__
 
         add_before, add_after = compat.optimizer_step_hooks()
-        self.handles += [add_before(before), add_after(after)]
+        self.handles += [add_before(before), add_after(after), compat.listen_to_skips(skipped)]
         self._patches.replace(Optimizer, "__init__", watch_init)
         bookkeeping = self._bookkeeping(is_last=True)
         self._patches.replace(Optimizer, "zero_grad", lambda original: self._then_forgotten(bookkeeping(original)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard.compat import tell_of_skip
 from ampguard.engine.step.gradients import GradientCheck
 from ampguard.engine.step.rounding import compensated_round_, joined, stochastic_round_
 from ampguard.engine.step.update import apply_update
@@ -51,6 +52,7 @@ class RoundedUpdate:
     def apply(self, check: GradientCheck, max_norm: float | None = None, *, write_back: bool = False) -> None:
         """`apply_update` in float32. Where the step is skipped, no parameter changes."""
         if check.found_inf.is_cpu and check.found_inf.item():
+            tell_of_skip(self.optimizer)
             return
         with self.in_float32(write_back=write_back):
             apply_update(self.optimizer, check, max_norm, write_back=write_back)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ampguard.compat import local_part, multiply_all_, stored_values
+from ampguard.compat import local_part, multiply_all_, stored_values, tell_of_skip
 from ampguard.engine.step.foreach import as_foreach
 from ampguard.engine.step.fused import Way, can_lengthen, lengthened, may_divide, takes_kernel, way_of
 from ampguard.engine.step.gradients import GradientCheck, check_gradients, check_groups, unscale_gradients
@@ -90,7 +90,9 @@ def apply_update(
     if closure is not None or isinstance(optimizer, LBFGS):
         _step_with_closure(optimizer, check, max_norm, closure)
     elif check.found_inf.is_cpu:
-        if not check.found_inf.item():
+        if check.found_inf.item():
+            tell_of_skip(optimizer)
+        else:
             _step_by(optimizer, _host_factor(check, max_norm), write_back, check.looks)
     else:
         _step_on_device(optimizer, check, _device_factor(check, max_norm), write_back)
@@ -122,7 +124,9 @@ def _step_on_device(optimizer: Optimizer, check: GradientCheck, factor: Tensor, 
     """The same with a factor and a verdict that lie on a device; only a plain step waits for the verdict."""
     way = way_of(optimizer, check.looks)
     if way is Way.PLAIN:
-        if not check.found_inf.item():
+        if check.found_inf.item():
+            tell_of_skip(optimizer)
+        else:
             _multiply_gradients(optimizer, factor)
             _step_plainly(optimizer)
         return
@@ -195,5 +199,7 @@ def _step_with_closure(
             "Compute them before, and step without the closure; or train in float32 or bfloat16 without a loss scale "
             "and clip inside the closure (LBFGS knows no other way)."
         )
-    if not check.found_inf.item():
+    if check.found_inf.item():
+        tell_of_skip(optimizer)
+    else:
         optimizer.step(closure)
