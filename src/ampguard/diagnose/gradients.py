@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampguard import numerics
 from ampguard.capture.record import BadResult
+from ampguard.diagnose import script_graph
 from ampguard.diagnose.compiled_fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.protocol.owners import tensor_called
@@ -95,10 +96,24 @@ class GradientEvidence(Evidence):
         op = self.first_gradient.op
         if self.is_hidden:
             return self.op
+        if self.is_of_script:
+            return self._inside_script
         forward = self._differentiated_by(op)
         while forward is not None and forward.in_backward and (before := self._differentiated_by(forward)) is not None:
             forward = before
         return forward
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the derivative is one of a TorchScript graph, which is differentiated as a whole."""
+        op = self.first_gradient.op
+        forward = self._differentiated_by(op) if op.in_backward else None
+        return forward is not None and not forward.in_backward and script_graph.begins_graph(forward)
+
+    @cached_property
+    def _inside_script(self) -> TracedOp | None:
+        forward = self._differentiated_by(self.first_gradient.op)
+        return script_graph.singular_inside(self.trace.ops, forward, self.replayer) if forward is not None else None
 
     def _differentiated_by(self, op: TracedOp) -> TracedOp | None:
         forward = self.trace.ops[op.forward] if op.forward is not None else None

@@ -13,6 +13,7 @@ Not this       a derivative that float32 can hold: see gradient-overflow.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ampguard.diagnose import accused, words
 from ampguard.diagnose.finding import Finding, cause
@@ -75,11 +76,17 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
     value = operand_value(evidence.forward)
     name = words.operator(evidence)
     given = "" if value is None else f" at {spelled(value)}"
-    of = (
-        f"the derivative of {words.name(forward)}{given}"
-        if forward is not None
-        else "what this line of a hand-written backward computes"
-    )
+    proposals = operand_fixes(evidence) if forward is not None or not evidence.is_of_script else ()
+    if (
+        evidence.is_of_script
+    ):  # the change of one operator has no derivative that could be tried in place of the graph's
+        proposals = tuple(replace(proposal, trial=None, otherwise=None) for proposal in proposals)
+    if forward is not None:
+        of = f"the derivative of {words.name(forward)}{given}"
+    elif evidence.is_of_script:
+        of = "a derivative that TorchScript computes as a whole"
+    else:
+        of = "what this line of a hand-written backward computes"
     scale = "" if evidence.at_unit_scale is None else ", at a loss scale of 1 as well"
     is_used = not evidence.bad.is_of_gradients
     what = (
@@ -92,7 +99,7 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
         f"makes it from {_operands(evidence)}.",
         weight=50,
         evidence={"operand_value": value},
-        proposals=operand_fixes(evidence),
+        proposals=proposals,
     )
 
 
