@@ -73,6 +73,7 @@ class GradientsAgain:
             is_fixed = True
             found = self._made_again(before, scale)
         if found is None:
+            self._remaking.is_in_vain()
             return
         put(before, found)
         if is_fixed:

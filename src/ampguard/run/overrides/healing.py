@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +58,10 @@ class Healer:
         """Of these, what a model's own code did not bear."""
         self._larger: tuple[Incident, list[Fix]] | None = None
         """The incident that was healed last, and its verified fixes beyond the one applied."""
+        self._unproved: list[tuple[Incident, Fix, Callable[[], None]]] = []
+        """The fixes of the last failing step that no replay of it has tried alone, and how each is undone."""
+        self._in_vain: set[tuple[str, str | None, str, Location | None]] = set()
+        """Of these, what did not help, and against which cause at which line."""
         self._on_trial: tuple[Fix, Callable[[], None]] | None = None
         """The fix that was applied last, until a model was called with it, and how it is undone."""
         self.shared: HealedRanks | None = None
@@ -66,7 +71,7 @@ class Healer:
         """Apply the smallest verified fix of the incident, and say what was done, or that nothing can be."""
         if incident.severity != "error" or incident.phase == "protocol":  # no step is lost by it
             return
-        if self.heal_again(incident):
+        if self._heal(incident, is_proved=True):
             return
         verified = self._verified(incident)
         larger = next((PRECISION_OF[fix.action] for fix in verified if fix.action in PRECISION_OF), None)
@@ -80,10 +85,16 @@ class Healer:
         say(f"{incident.cause} in step {incident.step}: cannot be healed from outside (its fixes: {others})")
 
     def heal_again(self, incident: Incident) -> bool:
-        """Apply the smallest verified fix that is not in force everywhere. Returns whether there was one."""
+        """The same failure in a later step: apply the smallest fix that is not in force everywhere. Whether there was one."""
+        return self._heal(incident, is_proved=False)
+
+    def _heal(self, incident: Incident, is_proved: bool) -> bool:
+        """`is_proved`: the fixes were verified by replaying this very step."""
         actions = ("force-fp32",) if compat.several_ranks() else SMALLEST_FIRST
         usable = [fix for fix in self._verified(incident) if fix.action in actions]
-        return incident.severity == "error" and self._apply_first(incident, in_order(usable))
+        if not is_proved:
+            usable = [fix for fix in usable if _failure(fix, incident) not in self._in_vain]
+        return incident.severity == "error" and self._apply_first(incident, in_order(usable), is_proved)
 
     def _verified(self, incident: Incident) -> list[Fix]:
         return [fix for fix in incident.fixes if fix.verified and not self._is_applied(fix, incident.location)]
@@ -92,7 +103,21 @@ class Healer:
         """The fix applied in this step is not enough for its gradients: apply the next larger verified one."""
         if self._larger is None or self._larger[0].step != step:
             return False
-        return self._apply_first(*self._larger)
+        return self._apply_first(*self._larger, is_proved=False)
+
+    def did_not_help(self, step: int) -> None:
+        """The step was made again with all fixes, and is bad: take back those that were not verified by a replay of it.
+
+        What fails by now may be another failure at the same line (one that float32 has as well).
+        """
+        while self._unproved and self._unproved[-1][0].step == step:
+            incident, fix, undo = self._unproved.pop()
+            undo()
+            self._applied.discard((fix.action, fix.target))
+            self._in_vain.add(_failure(fix, incident))
+            self._ledger.healed.remove(_entry(step, incident.cause, fix))
+            say(f"{incident.cause} in step {step}: {_where(fix)} does not help, and is taken back")
+        self._unproved.clear()
 
     def take(self, healed: Healed, rank: int) -> bool:
         """Apply what another rank has found and applied; whether that could be done."""
@@ -124,8 +149,9 @@ class Healer:
         )
         return True
 
-    def _apply_first(self, incident: Incident, fixes: list[Fix]) -> bool:
+    def _apply_first(self, incident: Incident, fixes: list[Fix], is_proved: bool) -> bool:
         """Apply the first of the fixes that can be."""
+        self._unproved = [one for one in self._unproved if one[0].step == incident.step]
         self._larger = None
         for position, fix in enumerate(fixes):
             if self._apply(fix, incident.location):
@@ -133,6 +159,8 @@ class Healer:
                     self._lines.add(places_in(incident.evidence["own_casts"]))
                 self._applied.add((fix.action, fix.target))
                 self._larger = (incident, fixes[position + 1 :])
+                if not is_proved and self._on_trial is not None and self._on_trial[0] is fix:
+                    self._unproved.append((incident, fix, self._on_trial[1]))
                 self._tell(incident, fix)
                 return True
         return False
@@ -197,15 +225,23 @@ class Healer:
             self.shared.share(healed)
 
     def _note(self, healed: Healed, how: str, fix: Fix) -> None:
-        self._ledger.healed.append(
-            {"step": healed.step, "cause": healed.cause, "action": fix.action, "target": fix.target}
-        )
+        self._ledger.healed.append(_entry(healed.step, healed.cause, fix))
         where = (
             "float16 weights run as float32 casts"
             if fix.action == "disable-amp" and self._plan.lifts_own_weights
             else _where(fix)
         )
         say(f"{healed.cause} in step {healed.step}: {how}, {where} from now on")
+
+
+def _entry(step: int, cause: str, fix: Fix) -> dict[str, Any]:
+    """A fix as the report keeps it."""
+    return {"step": step, "cause": cause, "action": fix.action, "target": fix.target}
+
+
+def _failure(fix: Fix, incident: Incident) -> tuple[str, str | None, str, Location | None]:
+    """A fix of what fails at a line."""
+    return fix.action, fix.target, incident.cause, incident.location
 
 
 def places_in(texts: Sequence[str]) -> list[tuple[str, int]]:

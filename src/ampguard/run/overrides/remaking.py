@@ -46,8 +46,13 @@ class Remaking:
         lines: LinesInFloat32,
         ledger: Ledger,
         heal_more: Callable[[int], bool],
+        did_not_help: Callable[[int], None],
     ) -> None:
-        """`heal_more`: apply a larger fix to what was healed in a step. Returns whether there was one."""
+        """`heal_more`: apply a larger fix to what was healed in a step. Returns whether there was one.
+
+        `did_not_help`: the step is bad with all of them.
+        """
+        self._did_not_help = did_not_help
         self.recorder = recorder
         self.ledger = ledger
         self._plan = plan
@@ -81,6 +86,11 @@ class Remaking:
     def heal_more(self) -> bool:
         """Apply a larger fix than this step's, where there is one and the step itself can be made again."""
         return self._not_recorded_in != self.step and self._heal_more(self.step)
+
+    def is_in_vain(self) -> None:
+        """The step was made again with all fixes, and is bad. Not where it could not be made again: then nothing is known."""
+        if self._not_recorded_in != self.step:
+            self._did_not_help(self.step)
 
     # --- losses -------------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class RunningOverrides:
             self._roots.again = Again(
                 self.ledger, self._listener.output_is_bad, stays_out, healer.take_back, healer.is_borne
             )
-            remaking = Remaking(recorder, self._plan, self._lines, self.ledger, self._heal_more)
+            remaking = Remaking(recorder, self._plan, self._lines, self.ledger, self._heal_more, healer.did_not_help)
             self._updates.again = again = StepAgain(remaking)
             self._updates.gradients_again = gradients = GradientsAgain(remaking, self._updates.leaves)
             self._scalers.lowered = gradients.scale.updated

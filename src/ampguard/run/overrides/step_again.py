@@ -63,6 +63,8 @@ class StepAgain:
         again = self._made_again(losses)
         while again is None and self._remaking.heal_more():
             again = self._made_again(losses)
+        if again is None:
+            self._remaking.is_in_vain()
         return again
 
     def _judge(self, losses: tuple[Tensor, ...]) -> None:
