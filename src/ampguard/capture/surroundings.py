@@ -27,6 +27,20 @@ FROM_NOTHING = RngStates(None, (), None, None)
 """Of a call that draws from no stream."""
 
 
+AUTOCAST_DEVICES = ("cpu", "cuda")
+"""Types of devices whose regions of autocast are known here."""
+
+
+def devices_in_use() -> tuple[str, ...]:
+    """Those of them that this process uses."""
+    return AUTOCAST_DEVICES if torch.cuda.is_initialized() else AUTOCAST_DEVICES[:1]
+
+
+def is_autocast_on() -> bool:
+    """Whether this thread is in a region of autocast that is switched on, for whichever of them."""
+    return any(torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES)
+
+
 @dataclass(slots=True)
 class _Draws:
     """From which random streams a module's calls draw."""

@@ -93,6 +93,11 @@ def is_top_dispatch_mode(mode: TorchDispatchMode) -> bool:
     return _top_mode(depth - 1) is mode
 
 
+def is_region_on(region: Any) -> bool:
+    """Whether a region of autocast casts anything (`enabled`)."""
+    return bool(getattr(region, "_enabled", False))
+
+
 def is_compiling() -> bool:
     """Whether the compiler is at work on this thread, or AOTAutograd is tracing a graph for it.
 

@@ -186,6 +186,13 @@ def is_first_move(scheduler: Any) -> bool:
     return bool(getattr(scheduler, "_is_initial", False))
 
 
+def moves_made(scheduler: Any) -> int | None:
+    """How often a scheduler's `step` was called, its first one included. None where it does not count."""
+    count = getattr(scheduler, "_step_count", None)  # ChainedScheduler has none, its parts do
+    inside = getattr(scheduler, "_schedulers", None)
+    return moves_made(inside[0]) if count is None and inside else count if isinstance(count, int) else None
+
+
 def forget_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Let a scaler take an optimizer's next unscaling for its first since the last update."""
     states = getattr(scaler, "_per_optimizer_states", None)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ampguard import compat
 from ampguard.errors import CheckpointError, SetupError
 
 logger = logging.getLogger("ampguard")
@@ -46,7 +47,7 @@ class Followers:
             if owner in names:
                 self._see_steps_of_others(index)
                 scheduler.step()
-                self._counts[index] = _count(scheduler)
+                self._counts[index] = compat.moves_made(scheduler)
         if self.averages and self._first_optimizer in names:
             with self._in_float32():
                 for average, model in self.averages:
@@ -55,7 +56,7 @@ class Followers:
 
     def _see_steps_of_others(self, index: int) -> None:
         """A loop that steps them too goes through their schedule twice as fast. Once may be meant."""
-        before, now = self._counts[index], _count(self.schedulers[index])
+        before, now = self._counts[index], compat.moves_made(self.schedulers[index])
         if before is None or now is None or now <= before:
             return
         self._steps_of_others[index] += 1
@@ -93,12 +94,6 @@ class Followers:
             ) from error
         for (average, _), saved in zip(self.averages, state["averages"], strict=True):
             _keeper_of(average).load_state_dict(saved)
-
-
-def _count(scheduler: Any) -> int | None:
-    count = getattr(scheduler, "_step_count", None)  # ChainedScheduler has none, its parts do
-    inside = getattr(scheduler, "_schedulers", None)
-    return _count(inside[0]) if count is None and inside else count if isinstance(count, int) else None
 
 
 def _kind(scheduler: Any) -> str:

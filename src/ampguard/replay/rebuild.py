@@ -19,7 +19,7 @@ from ampguard.capture.operands import held_by, held_in, refs_in
 from ampguard.capture.raised import is_same_error, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.surroundings import modes_of
+from ampguard.capture.surroundings import is_autocast_on, modes_of
 from ampguard.capture.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
@@ -61,7 +61,7 @@ class Replayer:
         leaves = updated_leaves(bad.record) | dict(given or {})
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
         self._given = leaves | self._given
-        self.is_autocast_used = recorder.uses_autocast or any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+        self.is_autocast_used = recorder.uses_autocast or is_autocast_on()
         """Whether the script has been within a region of autocast: calls outside modules do not say whether they were."""
         self._sandboxes = contextlib.ExitStack()
         self._casts = WeightCasts()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.given_objects import GivenObject
 from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
+from ampguard.capture.surroundings import devices_in_use
 from ampguard.replay.keeping import CONTAINERS, MAX_ELEMENTS, StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24
@@ -42,7 +43,7 @@ def neutral_thread() -> Iterator[None]:
     numpy_state = numpy.random.get_state(legacy=True) if numpy is not None and hasattr(numpy, "random") else None
     python_state = random.getstate()
     torch_state = torch_rng_states()
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    devices = devices_in_use()
     autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cache = torch.is_autocast_cache_enabled()
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()

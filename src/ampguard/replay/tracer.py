@@ -20,6 +20,7 @@ from ampguard import compat, numerics
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
+from ampguard.capture.surroundings import devices_in_use, is_autocast_on
 from ampguard.capture.trees import map_tensors
 from ampguard.replay.changed_nodes import ChangedNodes
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
@@ -131,7 +132,7 @@ class ReplayMode(compat.DispatchMode):
         self._locate()
 
     def _call_in_float32(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+        devices = devices_in_use()
         before = [(d, torch.is_autocast_enabled(d)) for d in devices]
         self._forced += 1
         try:
@@ -272,7 +273,7 @@ class ReplayMode(compat.DispatchMode):
         return torch.float32 if in_region else None
 
     def _note_own_cast(self, frame: FrameType) -> None:
-        line = self._line(frame) if not any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")) else None
+        line = self._line(frame) if not is_autocast_on() else None
         if line is not None:
             self.own_casts[id(line.code), line.number] = line
 

@@ -71,7 +71,7 @@ class Habits:
         """A region of autocast begins."""
         if self._region is None:
             self._region = script_line(frame)
-        if not getattr(region, "_enabled", False):
+        if not compat.is_region_on(region):
             return
         if torch.is_grad_enabled():
             kind = str(region.fast_dtype).removeprefix("torch.")

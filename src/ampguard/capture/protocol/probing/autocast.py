@@ -11,8 +11,7 @@ import torch
 
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
-
-DEVICES = ("cpu", "cuda")
+from ampguard.capture.surroundings import AUTOCAST_DEVICES
 
 
 class AutocastProbe:
@@ -54,7 +53,7 @@ class AutocastProbe:
             original()
             recorder.regions += 1
             if not recorder.uses_autocast:  # (the region that ends is still in force)
-                recorder.uses_autocast = any(torch.is_autocast_enabled(device) for device in DEVICES)
+                recorder.uses_autocast = any(torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES)
             is_ours = get_ident() == training.ident or guarded(training.hears)
             if is_ours and habits.watches_regions and not recorder.paused:
                 guarded(habits.cache_cleared)
