@@ -1,4 +1,4 @@
-"""What the machine keeps of one optimizer: whose gradients are summed up in it, and by what each was divided."""
+"""What the machine keeps of an optimizer (whose gradients are summed up in it, by what each was divided) and of a scaler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import SupportsFloat
 
-from ampguard.protocol.events import Breach, Place
+from ampguard.protocol.events import Backward, Breach, Key, Place
 from ampguard.protocol.states import Stage
 
 TOLERANCE = 1e-3
@@ -114,3 +114,20 @@ class Ledger:
     def worst(self) -> Contribution | None:
         """The part whose factor is farthest from 1."""
         return max(self.parts, key=lambda part: abs(math.log2(part.factor)) if part.factor > 0 else 0.0, default=None)
+
+
+@dataclass(slots=True)
+class Session:
+    """What happened with a scaler since its last update."""
+
+    touched: list[Key] = field(default_factory=list)
+    stepped: list[Key] = field(default_factory=list)
+    updated_at: Place = None
+    updates: int = 0
+    last_backward: Backward | None = None
+    """The last backward pass before the last update."""
+
+
+def scaler_of(scale: object) -> Key | None:
+    """Whose scale it is, where it says so."""
+    return getattr(scale, "watch", None)

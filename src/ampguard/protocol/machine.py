@@ -7,7 +7,6 @@ scaler remembers between two updates. A wrong division is a breach only once an 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ampguard.protocol.events import (
@@ -25,23 +24,12 @@ from ampguard.protocol.events import (
     Unscale,
     Update,
 )
-from ampguard.protocol.ledger import Ledger
+from ampguard.protocol.ledger import Ledger, Session, scaler_of
+from ampguard.protocol.refusals import Refusals
 from ampguard.protocol.states import BREACHES, MOVES, Move, Stage
 
 PILED_STEPS = 3
 """Steps in a row on top of old gradients, after which nobody can have meant it."""
-
-
-@dataclass(slots=True)
-class _Session:
-    """What happened with a scaler since its last update."""
-
-    touched: list[Key] = field(default_factory=list)
-    stepped: list[Key] = field(default_factory=list)
-    updated_at: Place = None
-    updates: int = 0
-    last_backward: Backward | None = None
-    """The last backward pass before the last update."""
 
 
 class Machine:
@@ -49,8 +37,9 @@ class Machine:
 
     def __init__(self) -> None:
         self._ledgers: dict[Key, Ledger] = {}
-        self._sessions: dict[Key, _Session] = {}
-        self._bypassed: list[Breach] = []
+        self._sessions: dict[Key, Session] = {}
+        self.bypassed: list[Breach] = []
+        """Steps past a scaler since its last update."""
         self.open = 0
         """Optimizers that hold gradients of a scaled loss with which they have not stepped."""
         self.scaled = 0
@@ -65,7 +54,7 @@ class Machine:
             Step: self._step,
             Update: self._update,
             Clear: self._clear,
-            Refused: self._refused,
+            Refused: Refusals(self).breaches,
         }
 
     def feed(self, event: Event) -> Sequence[Breach]:
@@ -115,10 +104,11 @@ class Machine:
             self.scaled += stage.is_scaled - old.is_scaled
             ledger.stage = stage
 
-    def _session(self, scaler: Key) -> _Session:
+    def session(self, scaler: Key) -> Session:
+        """What is known of a scaler."""
         found = self._sessions.get(scaler)
         if found is None:
-            found = self._sessions[scaler] = _Session()
+            found = self._sessions[scaler] = Session()
         return found
 
     # --- moves ------------------------------------------------------------------------------------------------------
@@ -138,7 +128,7 @@ class Machine:
 
     def _unscale(self, event: Unscale) -> Sequence[Breach]:
         ledger = self.ledger(event.optimizer)
-        session = self._session(event.scaler)
+        session = self.session(event.scaler)
         session.touched.append(event.optimizer)
         move = (ledger.stage, Move.UNSCALE)
         if move in BREACHES:
@@ -158,7 +148,7 @@ class Machine:
         by_hand = Unscale(event.optimizer, event.scaler, event.scale, event.where)
         found = BREACHES.get((ledger.stage, Move.UNSCALE))
         if found is not None:
-            self._suspect(ledger, found[0], by_hand, self._session(event.scaler))
+            self._suspect(ledger, found[0], by_hand, self.session(event.scaler))
         else:
             ledger.divide(event.scale)
         self._enter(ledger, found[1] if found is not None else MOVES.get((ledger.stage, Move.UNSCALE), ledger.stage))
@@ -181,7 +171,7 @@ class Machine:
         ledger.session = Stage.EMPTY
         return ()
 
-    def _suspect(self, ledger: Ledger, cause: str, event: Unscale, session: _Session) -> None:
+    def _suspect(self, ledger: Ledger, cause: str, event: Unscale, session: Session) -> None:
         """A division that is wrong, once somebody steps with it."""
         first = ledger.unscaled_at
         if cause == "unscaled-backward":
@@ -193,7 +183,7 @@ class Machine:
             facts |= {"by_hand": True, "divided_at": first}
         self._pend(ledger, "missing-update" if by_another else cause, event, first, facts)
 
-    def _compare_scales(self, ledger: Ledger, event: Unscale, session: _Session) -> None:
+    def _compare_scales(self, ledger: Ledger, event: Unscale, session: Session) -> None:
         """Gradients scaled by one scale and divided by another."""
         if ledger.stage is Stage.USED:
             return  # left over from a step, divided once more: no backward pass has come since
@@ -203,11 +193,9 @@ class Machine:
             return
         scales = {float(part.scale) for part in ledger.parts if part.scale is not None}
         facts = {"scales": sorted(scales), "divided_by": float(event.scale), "updated_between": session.updated_at}
-        other = next(
-            (key for part in ledger.parts if (key := _scaler_of(part.scale)) not in (None, event.scaler)), None
-        )
+        other = next((key for part in ledger.parts if (key := scaler_of(part.scale)) not in (None, event.scaler)), None)
         if other is not None:
-            of_other = [part for part in ledger.parts if _scaler_of(part.scale) is other]
+            of_other = [part for part in ledger.parts if scaler_of(part.scale) is other]
             facts["scales"] = sorted({float(part.scale) for part in of_other if part.scale is not None})
             facts |= {"scaled_by_another": True, "other": other, "is_mixed": len(of_other) < len(ledger.parts)}
             self._pend(ledger, "unscaled-backward", event, of_other[0].where, facts)
@@ -240,7 +228,7 @@ class Machine:
         if event.scaler is None:
             breaches += self._direct_step(ledger, event)
         else:
-            breaches += self._step_of_scaler(ledger, event, self._session(event.scaler))
+            breaches += self._step_of_scaler(ledger, event, self.session(event.scaler))
         old = ledger.leftover_from
         last = ledger.parts[-1].where if ledger.parts else None
         if ledger.parts and ledger.stage is not Stage.USED:
@@ -263,7 +251,7 @@ class Machine:
             )
         return breaches
 
-    def _step_of_scaler(self, ledger: Ledger, event: Step, session: _Session) -> list[Breach]:
+    def _step_of_scaler(self, ledger: Ledger, event: Step, session: Session) -> list[Breach]:
         assert event.scaler is not None
         if event.unscales_with is not None and ledger.session is Stage.EMPTY:
             self._unscale(Unscale(event.optimizer, event.scaler, event.unscales_with, event.where, True))
@@ -310,7 +298,7 @@ class Machine:
         breach = Breach(
             found[0], event.optimizer, None, worst.where, event.where, worst.factor, {"scale": worst.factor}
         )
-        self._bypassed.append(breach)
+        self.bypassed.append(breach)
         return [breach]
 
     @staticmethod
@@ -325,7 +313,7 @@ class Machine:
         return [Breach("bypassed-scaler", event.optimizer, None, ledger.stepped_at, event.where, None, facts)]
 
     def _update(self, event: Update) -> Sequence[Breach]:
-        session = self._session(event.scaler)
+        session = self.session(event.scaler)
         for optimizer in session.touched + session.stepped:
             if (ledger := self._ledgers.get(optimizer)) is not None:
                 ledger.session = Stage.EMPTY
@@ -334,7 +322,7 @@ class Machine:
         session.updated_at = event.where
         session.updates += 1
         session.last_backward = self.last_backward
-        self._bypassed.clear()
+        self.bypassed.clear()
         return ()
 
     def _clear(self, event: Clear) -> Sequence[Breach]:
@@ -343,88 +331,6 @@ class Machine:
             ledger.clear(event.where)
             self._enter(ledger, Stage.EMPTY)
         return ()
-
-    # --- what PyTorch refuses -----------------------------------------------------------------------------------------
-
-    def _refused(self, event: Refused) -> Sequence[Breach]:
-        ledger = self.ledger(event.optimizer) if event.optimizer is not None else Ledger()
-        cause, first, facts = getattr(self, f"_{event.reason.replace('-', '_')}")(event, ledger)
-        if cause is None:
-            return ()
-        facts = {"refused": event.call, "reason": event.reason, **facts}
-        optimizer = facts.pop("optimizer", event.optimizer)
-        return (Breach(cause, optimizer, event.scaler, first, event.where, None, facts),)
-
-    def _never_scaled(self, event: Refused, ledger: Ledger) -> _Answer:
-        part = ledger.parts[-1] if ledger.parts else None
-        last = self.last_backward
-        where = part.where if part is not None else last.where if last is not None else None
-        other = _scaler_of(part.scale) if part is not None else None
-        by_another = part is not None and part.scale is not None
-        facts = {"scaled_by_another": by_another, "other": other, "no_backward": where is None and last is None}
-        return "unscaled-backward", where, facts
-
-    def _unscaled_before(self, event: Refused, ledger: Ledger) -> _Answer:
-        first = ledger.unscaled_at
-        facts = {"first_found_inf": event.found_inf}
-        if ledger.backwards_since_unscale == 0:
-            return "double-unscale", first, facts
-        last = ledger.parts[-1].where if ledger.parts else None
-        if event.weights_moved and ledger.stage is not Stage.REOPENED:
-            return "double-unscale", first, {**facts, "second_pass": True, "backward": last}
-        if ledger.stage is not Stage.REOPENED or event.found_inf or ledger.backwards_per_step == 1:
-            return "missing-update", first, {**facts, "next_iteration": True}
-        return "accumulation-broken", first, {**facts, "backwards": ledger.backwards_since_unscale}
-
-    def _unscaled_after_step(self, event: Refused, ledger: Ledger) -> _Answer:
-        if ledger.backwards_since_step:
-            return "missing-update", ledger.stepped_at, {"next_iteration": True}
-        return "double-unscale", ledger.stepped_at, {"after_step": True}
-
-    def _stepped_before(self, event: Refused, ledger: Ledger) -> _Answer:
-        return "missing-update", ledger.stepped_at, {"next_iteration": bool(ledger.backwards_since_step)}
-
-    def _no_checks_for_optimizer(self, event: Refused, ledger: Ledger) -> _Answer:
-        last = self.last_backward
-        if ledger.cleared_part is not None:
-            return "no-gradients", ledger.cleared_at, {"why": "cleared", "backward": ledger.cleared_part.where}
-        if last is None:
-            return "no-gradients", None, {"why": "no-backward"}
-        if ledger.parts:
-            return None, None, {}  # it has gradients: a scaler of the script's own asks for no checks
-        return "no-gradients", last.where, {"why": "not-reached", "reached": tuple(last.reached)}
-
-    def _no_checks_before_update(self, event: Refused, ledger: Ledger) -> _Answer:
-        session = self._session(event.scaler)
-        if self._bypassed:
-            known = self._bypassed[-1]
-            return None, None, {"optimizer": known.optimizer}
-        stepped = session.touched + session.stepped[bool(session.updates) :]
-        if stepped:
-            of_it = self.ledger(stepped[-1])
-            cause, first, facts = self._no_checks_for_optimizer(event, of_it)
-            return cause, first, {**facts, "optimizer": stepped[-1]}
-        last = self.last_backward
-        return (
-            "missing-update",
-            session.updated_at or (last.where if last is not None else None),
-            {
-                "without_step": True,
-                "repeated": session.updates > 0,
-                "is_second": session.updates > 0 and session.last_backward is last,
-            },
-        )
-
-    def _half_gradients(self, event: Refused, ledger: Ledger) -> _Answer:
-        return "fp16-parameters", None, {}
-
-
-_Answer = tuple["str | None", Place, "dict[str, Any]"]
-
-
-def _scaler_of(scale: Any) -> Key | None:
-    """Whose scale it is, where it says so."""
-    return getattr(scale, "watch", None)
 
 
 def _after_backward(stage: Stage, is_scaled: bool) -> Stage:
