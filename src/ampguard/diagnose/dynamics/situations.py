@@ -1,0 +1,99 @@
+"""What is known of a run at a step, or at a failure: what the rules over many steps are given."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from types import FrameType
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampguard.capture.hand_updates import HandUpdates
+from ampguard.capture.keeper import StretchKeeper
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.record import Line, RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.diagnose.dynamics.finding import Situation
+from ampguard.diagnose.dynamics.trajectory import Trajectory
+from ampguard.diagnose.dynamics.turns import diverging
+from ampguard.incident import Incident
+from ampguard.replay.names import parameter_name
+from ampguard.replay.stretch import StretchReplay
+
+MAX_STRETCH_REPLAYS = 3
+"""Failures for which the steps before are run again: each may take as long as many steps."""
+
+
+class Situations:
+    """Puts it together."""
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        trajectory: Trajectory,
+        keeper: StretchKeeper,
+        hand_updates: HandUpdates,
+        rank: int,
+    ) -> None:
+        self._recorder = recorder
+        self._trajectory = trajectory
+        self._keeper = keeper
+        self._hand_updates = hand_updates
+        self._rank = rank
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._lines: dict[int, Line] = {}
+        self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
+        self._replays_left = MAX_STRETCH_REPLAYS
+
+    def stepping(self, optimizer: Optimizer, frame: FrameType) -> bool:
+        """An optimizer steps, called by `frame`. True where it had not been seen."""
+        is_new = all(ref() is not optimizer for ref in self._optimizers)
+        if is_new:
+            self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+            self._optimizers.append(weakref.ref(optimizer))
+        if id(optimizer) not in self._lines:
+            line = script_line(frame)
+            if line is not None:
+                self._lines[id(optimizer)] = line
+        return is_new
+
+    def at(self, step: int, known: Incident | None) -> Situation:
+        """At a step. `known`: what was told of the steps that the scaler is skipping."""
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        situation = Situation(self._trajectory, step, self._rank, None, known, optimizers, self._lines, self._name_of)
+        situation.by_hand = self._hand_updates.last
+        return situation
+
+    def of(self, incident: Incident, known: Incident | None) -> Situation:
+        """At a failure, with the steps that led to it where they were kept."""
+        situation = self.at(incident.step, known)
+        situation.failure = incident
+        running = [x for x in self._recorder.judge.losses if type(x) is float and math.isfinite(x)]
+        situation.running = [(incident.step, loss) for loss in running]
+        stretch = self._keeper.with_running_step() if self._replays_left else None
+        self._replays_left -= stretch is not None
+        situation.whose = whose = diverging(situation, len(self._keeper.turns))
+        if whose is not None:
+            situation.trajectory = self._trajectory.of(whose)
+        situation.stretch = StretchReplay(stretch, self._recorder, whose) if stretch is not None else None
+        return situation
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        """A parameter's name, looked up once: where no recent call tells it, every object has to be asked."""
+        known = self._names.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            roots = {id(e.module): e for e in self._recorder.log.record.events if isinstance(e, RootCall)}
+            name = parameter_name(parameter, [(e.module, e.prefix) for e in roots.values()])
+            known = self._names[id(parameter)] = (weakref.ref(parameter), name)
+        return known[1]
+
+    def rate(self) -> float:
+        """The highest learning rate in use."""
+        rates = [
+            float(group.get("lr", 0.0))
+            for ref in self._optimizers
+            if (optimizer := ref()) is not None
+            for group in optimizer.param_groups
+        ]
+        return max(rates, default=0.0)
