@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from ampguard.incident import Environment, Fix, Incident, Location, Report, status_of
+from ampguard.report.console import stderr_console
 from ampguard.report.summary import print_summary, short_path
-from ampguard.report.terminal import incident_card, print_incident, stderr_console
+from ampguard.report.terminal import incident_card, print_incident
 
 OVERFLOW = Incident(
     step=41,

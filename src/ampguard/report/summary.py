@@ -36,7 +36,7 @@ def print_summary(report: Report, path: Path | None, console: Console | None = N
             return
         from rich.text import Text
 
-        from ampguard.report.terminal import stderr_console
+        from ampguard.report.console import stderr_console
 
         console = console or stderr_console()
         for line in _summary_lines(report, path):

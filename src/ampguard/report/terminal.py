@@ -17,6 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ampguard.incident import CAUSES, Fix, Incident, Location
+from ampguard.report.console import stderr_console
 from ampguard.report.numbers import readable_number
 from ampguard.report.summary import STYLES, short_path
 
@@ -29,11 +30,6 @@ _NO_NUMBERS = frozenset(
     | {"last_step", "since_step", "later_failures_caused_by_it", "hidden", "hidden_op", "derivative_of"}
 )
 """Evidence that is for programs, or is said elsewhere on the card."""
-
-
-def stderr_console() -> Console:
-    """A console on stderr: colours on a terminal, plain text elsewhere; nothing in our texts is markup."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 
 def print_incident(incident: Incident, console: Console | None = None) -> None:

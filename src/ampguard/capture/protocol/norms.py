@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from ampguard.capture.protocol.clipped import ClippedGradients
+from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.protocol.events import Read
+from ampguard.capture.protocol.watches import ScalerWatch
+from ampguard.capture.record import Line
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.protocol.events import Breach, Read
+from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
 
-if TYPE_CHECKING:
-    from ampguard.capture.protocol.moves import Frame, Moves
+
+class Moves(Protocol):
+    """What is known of the loop's calls, as far as it is needed here."""
+
+    recorder: FlightRecorder
+    machine: Machine
+    close: CloseLook
+    clipped: ClippedGradients
+    stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None
+    unscaled_inside: bool
+
+    def mine(self) -> list[OptimizerWatch]: ...
+    def tell(self, breaches: Sequence[Breach], step: int) -> None: ...
 
 
 class Norms:
@@ -21,7 +40,7 @@ class Norms:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
 
-    def measured(self, gradients: Any, clips: bool, frame: Frame) -> None:
+    def measured(self, gradients: Any, clips: bool, frame: FrameType | None) -> None:
         """The norm of some gradients was computed, or they were clipped."""
         moves = self._moves
         divided = moves.stepping[1] if moves.stepping is not None and moves.unscaled_inside else None

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.watches import Watches
+from ampguard.capture.recorder import FlightRecorder
 from ampguard.protocol.events import Breach, Clear, Refused, reason_of
+from ampguard.protocol.machine import Machine
 
-if TYPE_CHECKING:
-    from ampguard.capture.protocol.moves import Frame, Moves
+
+class Moves(Protocol):
+    """What is known of the loop's calls, as far as it is needed here."""
+
+    recorder: FlightRecorder
+    machine: Machine
+    routine: Routine
+    watches: Watches
+    attempt: int
+
+    def tell(self, breaches: Sequence[Breach], step: int) -> None: ...
 
 
 class Refusals:
@@ -24,7 +38,9 @@ class Refusals:
         self.explain: Callable[[Breach], Breach] = lambda breach: breach
         """What looks at the tensors, where the machine alone cannot tell."""
 
-    def refused(self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: Frame) -> None:
+    def refused(
+        self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: FrameType | None
+    ) -> None:
         """PyTorch has raised."""
         reason = reason_of(str(error))
         if reason is None:

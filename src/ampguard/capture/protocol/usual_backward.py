@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from ampguard.capture.protocol.carried_scales import CarriedScales
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.protocol.events import Backward, Clear
+from ampguard.protocol.machine import Machine
 
-if TYPE_CHECKING:
-    from ampguard.capture.protocol.moves import Moves
+
+class Moves(Protocol):
+    """What is known of the loop's calls, as far as it is needed here."""
+
+    machine: Machine
+    routine: Routine
+    carried: CarriedScales
+    scale_was_read: bool
 
 
 class UsualBackward:
