@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -96,6 +97,15 @@ def user_frame(frame: FrameType) -> FrameType:
     while current is not None and not is_user_code(current.f_code):
         current = current.f_back
     return current if current is not None else frame
+
+
+def frames_up(frame: FrameType | None, most: int) -> Iterator[FrameType]:
+    """A frame and those that it was called from, so many at the most."""
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

@@ -209,11 +209,16 @@ class Examiner:
             self._casebook.open_unreplayed(incident, bad)
         return incident is not None
 
-    def _await_weights(self, bad: BadResult, reason: str) -> None:
-        """Other ranks hold parts of the weights: replay when all have been gathered, which the backward pass does."""
+    def _was_given_bad(self, bad: BadResult, reason: str) -> bool:
+        """Whether bad data are the cause, which can be told without a replay: it is then."""
         incident = bad_input(bad, reason, self._rank)
         if incident is not None:
             self._casebook.open_unreplayed(incident, bad)
+        return incident is not None
+
+    def _await_weights(self, bad: BadResult, reason: str) -> None:
+        """Other ranks hold parts of the weights: replay when all have been gathered, which the backward pass does."""
+        if self._was_given_bad(bad, reason):
             return
         self._awaiting.add(bad, reason)
 
@@ -332,9 +337,7 @@ class Examiner:
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""
-        incident = bad_input(bad, reason, self._rank)
-        if incident is not None:
-            self._casebook.open_unreplayed(incident, bad)
+        if self._was_given_bad(bad, reason):
             return
         poison = self._casebook.poison
         if bad.mode == "train" and poison.unknown_since is None:

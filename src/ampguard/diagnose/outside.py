@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code, locals_of
+from ampguard.capture.frames import frames_up, is_user_code, locals_of
 from ampguard.capture.record import Line
 from ampguard.incident import Location
 
@@ -48,7 +48,9 @@ def made_outside(held: Tensor, values: Tensor) -> Outside | None:
     if not 0 < values.numel() <= MAX_NUMBERS or not compat.has_values(values):
         return None
     numbers = values.detach().reshape(-1).double()
-    for frame in _script_frames():
+    for frame in frames_up(sys._getframe(1), MAX_FRAMES):
+        if not is_user_code(frame.f_code):
+            continue
         names = locals_of(frame)
         of_self = getattr(names.get("self"), "__dict__", {})
         for prefix, found in (("", names), ("self.", of_self)):
@@ -58,16 +60,6 @@ def made_outside(held: Tensor, values: Tensor) -> Outside | None:
                     line = None if prefix else _given_at(frame, name)
                     return Outside(f"{prefix}{name}", kind, line.location() if line is not None else None)
     return None
-
-
-def _script_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return
-        if is_user_code(frame.f_code):
-            yield frame
-        frame = frame.f_back
 
 
 def _kind_of(value: object, held: Tensor, numbers: Tensor) -> str | None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from ampguard.capture.frames import locals_of
+from ampguard.capture.frames import frames_up, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 
 MAX_FRAMES = 60
@@ -52,7 +51,9 @@ def is_of(value: Any, *kinds: type) -> bool:
 def _named_values() -> Iterator[tuple[str, Any]]:
     """Variables of the script's frames, from the innermost on, and what lies one step inside of them."""
     seen: set[int] = set()
-    for frame in _frames():
+    for frame in frames_up(sys._getframe(), MAX_FRAMES):
+        if not is_script_code(frame.f_code):
+            continue
         tables = [] if frame.f_locals is frame.f_globals else [locals_of(frame)]
         if id(frame.f_globals) not in seen:
             seen.add(id(frame.f_globals))
@@ -62,16 +63,6 @@ def _named_values() -> Iterator[tuple[str, Any]]:
             yield from variables
             for name, value in variables:
                 yield from _inside(name, value)
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return
-        if is_script_code(frame.f_code):
-            yield frame
-        frame = frame.f_back
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:

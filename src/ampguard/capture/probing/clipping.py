@@ -12,15 +12,15 @@ from torch.nn.utils import clip_grad
 
 from ampguard import compat
 from ampguard.capture.patches import Patches
+from ampguard.capture.probing.probe import Probe
 from ampguard.capture.recorder import FlightRecorder
 
 
-class ClippingProbe:
+class ClippingProbe(Probe):
     """Tells the recorder which gradients `clip_grad_norm_` has found finite."""
 
     def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
+        super().__init__(recorder, patches)
         self._is_clipping = False
         self._measured: Any = None
         """What the norm of the running call was taken of."""

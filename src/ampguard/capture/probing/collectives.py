@@ -13,21 +13,16 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.frames import is_user_code
-from ampguard.capture.patches import Patches
+from ampguard.capture.probing.probe import Probe
 from ampguard.capture.ranks.collectives import POSTED, RESULTS, SENDS, Call
-from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.trees import tensors_in
 
 DIFFERENTIABLE = "torch.distributed.nn.functional"
 """PyTorch's module of collectives with a derivative: it calls them for the script."""
 
 
-class CollectiveProbe:
+class CollectiveProbe(Probe):
     """Tells the recorder of collectives that the script calls, not of PyTorch's own (DDP's, FSDP's)."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         if not torch.distributed.is_available():

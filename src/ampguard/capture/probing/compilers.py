@@ -15,6 +15,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.compiled_steps import recorded_as_called
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.aliases import names_of
+from ampguard.capture.probing.probe import Probe
 from ampguard.capture.reached import is_users
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.untaped import without_tape
@@ -22,12 +23,11 @@ from ampguard.capture.untaped import without_tape
 PACKAGE = __name__.partition(".")[0]
 
 
-class CompilerProbe:
+class CompilerProbe(Probe):
     """Tells the recorder of compiled functions, and keeps us out of what is compiled or traced."""
 
     def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
+        super().__init__(recorder, patches)
         self._hidden: set[str] = set()
         """Modules of ours whose code Dynamo leaves alone."""
         self._modules_hidden = 0

@@ -12,16 +12,11 @@ import torch
 
 from ampguard import compat
 from ampguard.capture import hooks
-from ampguard.capture.patches import Patches
-from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.probing.probe import Probe
 
 
-class DerivativeProbe:
+class DerivativeProbe(Probe):
     """Tells the recorder what is differentiated, and keeps the tape off it."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         self._watch_backward()

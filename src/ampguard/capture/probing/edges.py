@@ -11,18 +11,13 @@ from typing import Any
 import torch
 
 from ampguard import compat
-from ampguard.capture.patches import Patches
-from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.probing.probe import Probe
 
 _NOT_FINITE = ("tensor(nan", "tensor(inf", "tensor(-inf")
 
 
-class EdgeProbe:
+class EdgeProbe(Probe):
     """Tells the recorder of batches, and takes its tape off where inference mode begins or ends."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         self._watch_loaders()

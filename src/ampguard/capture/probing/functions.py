@@ -11,18 +11,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ampguard import compat
 from ampguard.capture.functions import checkpointed
-from ampguard.capture.patches import Patches
 from ampguard.capture.probing.aliases import names_of_apply
 from ampguard.capture.probing.collectives import DIFFERENTIABLE
-from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.probing.probe import Probe
 
 
-class FunctionProbe:
+class FunctionProbe(Probe):
     """Tells the recorder of custom functions outside modules."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         self._watch_dispatch()

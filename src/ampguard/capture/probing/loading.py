@@ -12,16 +12,11 @@ from torch import nn
 
 from ampguard.capture.frames import user_line
 from ampguard.capture.loaded import versions
-from ampguard.capture.patches import Patches
-from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.probing.probe import Probe
 
 
-class LoadingProbe:
+class LoadingProbe(Probe):
     """Tells the recorder of loaded weights."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         self._patches.replace(nn.Module, "load_state_dict", self._watch)

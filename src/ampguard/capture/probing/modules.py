@@ -11,18 +11,13 @@ import torch
 from torch import nn
 
 from ampguard import compat
-from ampguard.capture.patches import Patches
-from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.probing.probe import Probe
 from ampguard.capture.resting import RestingCalls
 from ampguard.compat import in_functorch, tracing_state
 
 
-class ModuleProbe:
+class ModuleProbe(Probe):
     """Tells the recorder of every root call."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         self._watch_modules()

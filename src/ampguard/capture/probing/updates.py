@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.patches import Patches
+from ampguard.capture.probing.probe import Probe
 from ampguard.capture.recorder import FlightRecorder
 
 
-class UpdateProbe:
+class UpdateProbe(Probe):
     """Tells the recorder of scaled losses, of updates and of cleared gradients."""
 
     def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
+        super().__init__(recorder, patches)
         self.handles: list[Any] = []
         self._scaling: list[Any] = []
         """The scalers whose `step` is running."""

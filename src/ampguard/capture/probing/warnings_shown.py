@@ -14,16 +14,11 @@ from types import FrameType
 from typing import Any
 
 from ampguard.capture.originals import is_our_file
-from ampguard.capture.patches import Patches
-from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.probing.probe import Probe
 
 
-class WarningProbe:
+class WarningProbe(Probe):
     """Shows such a warning with the line that it would have without the guard."""
-
-    def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
-        self._recorder = recorder
-        self._patches = patches
 
     def install(self) -> None:
         self._patches.replace(warnings, "showwarning", self._watch)

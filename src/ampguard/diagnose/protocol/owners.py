@@ -5,14 +5,14 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Set
-from types import CodeType, FrameType
+from collections.abc import Iterable, Set
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code, locals_of
+from ampguard.capture.frames import frames_up, is_user_code, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.replay.names import module_names, parameters_under
 
@@ -22,7 +22,7 @@ MAX_LOOKS = 4000
 
 def variable_name(subject: object) -> str | None:
     """What the script calls `subject`: a name in its frames, an attribute of `self`, an item of a list."""
-    frames = list(_frames())
+    frames = list(frames_up(sys._getframe(1), MAX_FRAMES))
     private: str | None = None
     looped = frozenset().union(*(loop_targets(f.f_code) for f in frames if is_script_code(f.f_code)))
     for wanted in (is_script_code, is_user_code):
@@ -40,15 +40,6 @@ def variable_name(subject: object) -> str | None:
 def tensor_called(parameter: Tensor, kind: str = "tensor") -> str:
     """What the script calls a weight that hangs in no module (`weights['w1']`); else its shape says which it is."""
     return variable_name(parameter) or f"a {kind} of shape {tuple(parameter.shape)}"
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,7 +67,7 @@ def loop_targets(code: CodeType) -> frozenset[str]:
 
 def repeated_in(subject: object) -> list[str]:
     """All places of a container of the script that holds `subject` more than once: a list, a dictionary, one of `self`."""
-    for frame in _frames():
+    for frame in frames_up(sys._getframe(1), MAX_FRAMES):
         if not is_script_code(frame.f_code):
             continue
         for path, container in _containers(locals_of(frame)):
@@ -187,7 +178,7 @@ def _is_it(value: Any, subject: object) -> bool:
 def modules_in_frames() -> list[nn.Module]:
     """Modules that the script's frames name, or that their objects hold."""
     found: list[nn.Module] = []
-    for frame in _frames():
+    for frame in frames_up(sys._getframe(1), MAX_FRAMES):
         if not is_script_code(frame.f_code):
             continue
         for value in [*locals_of(frame).values(), *frame.f_globals.values()]:
