@@ -646,6 +646,28 @@ def test_fault_where_another_thread_may_be_followed(
     assert len(run.result) == 1
 
 
+def test_fault_where_an_engine_leaves_a_step_out(
+    guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body() -> float:
+        seed_everything()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp = ampguard.Amp(model, optimizer, precision="bf16", on_nonfinite="skip")
+        for factor in (1.0, float("nan"), 1.0):
+            with amp.autocast():
+                loss = model(torch.ones(2, 3)).float().sum() * factor
+            amp.backward(loss)
+            amp.step()
+        return float(model.weight.detach().sum())
+
+    bare = body()
+    monkeypatch.setattr(GradientWatch, "held_off_unscaled", raises)
+    run = guard(body)
+    assert run.faults == 1
+    assert run.result == bare
+
+
 def test_every_entry_that_probes_call_is_tested() -> None:
     """The list above is compared with what the probes and the tape really call through the barrier."""
     import inspect
@@ -662,7 +684,7 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     tested = {name for _, name in (*CALLED_BY_PROBES, *RARER)}
     of_threads = {"takes_over", "follows"}
     of_loading = {"note"}
-    covered_elsewhere = {"count", "raised", "forget_the_cleared"} | of_loading | of_threads
+    covered_elsewhere = {"count", "raised", "forget_the_cleared", "held_off_unscaled"} | of_loading | of_threads
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES

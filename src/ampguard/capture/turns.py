@@ -33,6 +33,8 @@ class Turns:
         """Backward passes that were followed."""
         self._trains = False
         """Whether the followed thread has made one since it has been."""
+        self.are_several = False
+        """Whether another thread trains beside the followed one."""
         self._others = OtherThreads()
         self._begin_anew = begin_anew
         """Told of the thread that is followed now, instead of another."""
@@ -54,11 +56,16 @@ class Turns:
     def follows(self, losses: Any) -> bool:
         """Whether a backward pass is followed that begins in another thread: training is where backward is called."""
         is_training = self._trains and is_alive(self.thread)
-        return self._others.takes_over(self._passes, is_training, losses) and self._follow()
+        takes_over = self._others.takes_over(self._passes, is_training, losses)
+        self.are_several = self._others.are_training
+        return takes_over and self._follow()
 
     def passes_over(self) -> bool:
-        """Whether an optimizer that is about to step, or has, is that of a thread that trains beside the followed one."""
-        return self._others.are_training and threading.get_ident() != self.thread and not compat.in_backward()
+        """Whether an optimizer that is about to step, or has, is that of a thread that trains beside the followed one.
+
+        Asked where there `are_several`.
+        """
+        return self.are_several and threading.get_ident() != self.thread and not compat.in_backward()
 
     def takes_over(self) -> bool:
         """Whether this thread, which is about to call a module, is followed from now on: nobody is to be followed any
@@ -72,11 +79,13 @@ class Turns:
         """Begin anew with this thread. False where the one that was followed is in the middle of something."""
         if not self.lock.acquire(blocking=False):
             return False
-        before, self.thread = self.thread, threading.get_ident()
-        self._others.begin(before, self._passes)
-        self._trains = False
-        self._begin_anew(self.thread)
-        self.lock.release()
+        try:
+            before, self.thread = self.thread, threading.get_ident()
+            self._others.begin(before, self._passes)
+            self._trains = self.are_several = False
+            self._begin_anew(self.thread)
+        finally:
+            self.lock.release()
         return True
 
 

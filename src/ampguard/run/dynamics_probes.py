@@ -57,7 +57,9 @@ class DynamicsProbes:
 
     @property
     def _is_on(self) -> bool:
-        return self._recorder.active and not self._barrier.tripped and not self._recorder.turns.passes_over()
+        recorder = self._recorder
+        is_others = recorder.turns.are_several and recorder.turns.passes_over()
+        return recorder.active and not self._barrier.tripped and not is_others
 
     def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

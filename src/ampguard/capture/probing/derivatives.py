@@ -23,7 +23,7 @@ class DerivativeProbe(Probe):
 
     def _watch_backward(self) -> None:
         recorder = self._recorder
-        guarded, turns = recorder.barrier.call, recorder.turns
+        guarded, turns, lock = recorder.barrier.call, recorder.turns, recorder.turns.lock
 
         def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -33,11 +33,13 @@ class DerivativeProbe(Probe):
                         with contextlib.suppress(Exception):
                             recorder.tape.leave()
                     return original(tensors, *args, **kwargs)
-                if (get_ident() == turns.thread or guarded(turns.follows, tensors)) and turns.take():
+                me = get_ident()
+                if (me == turns.thread or guarded(turns.follows, tensors)) and lock.acquire(False):
                     try:
-                        return followed(tensors, *args, **kwargs)
+                        if me == turns.thread:
+                            return followed(tensors, *args, **kwargs)
                     finally:
-                        turns.lock.release()
+                        lock.release()
                 return original(tensors, *args, **kwargs)
 
             def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,11 +72,13 @@ class DerivativeProbe(Probe):
                 what = args[0] if args else kwargs.get("outputs")
                 if compat.in_functorch() or compat.is_of_transform(what):
                     return original(*args, **kwargs)  # of torch.func's: its operators are taped as they come
-                if (get_ident() == turns.thread or guarded(turns.follows, what)) and turns.take():
+                me = get_ident()
+                if (me == turns.thread or guarded(turns.follows, what)) and lock.acquire(False):
                     try:
-                        return followed(*args, **kwargs)
+                        if me == turns.thread:
+                            return followed(*args, **kwargs)
                     finally:
-                        turns.lock.release()
+                        lock.release()
                 return original(*args, **kwargs)
 
             def followed(*args: Any, **kwargs: Any) -> Any:

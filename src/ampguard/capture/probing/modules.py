@@ -27,6 +27,7 @@ class ModuleProbe(Probe):
     def _watch_modules(self) -> None:
         recorder = self._recorder
         guarded, pace, drivers, turns = recorder.barrier.call, recorder.pace, recorder.drivers, recorder.turns
+        lock = turns.lock
         resting = RestingCalls(recorder)
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,14 +37,17 @@ class ModuleProbe(Probe):
                     return original(module, *args, **kwargs)
                 if drivers.has_any and module in drivers.known:
                     return original(module, *args, **kwargs)
-                if (get_ident() != turns.thread and not guarded(turns.takes_over)) or not turns.take():
-                    return original(module, *args, **kwargs)
-                try:
-                    if pace.is_resting and not torch.is_grad_enabled() and not recorder.counting and pace.rests():
-                        return resting_call(module, args, kwargs)
-                    return followed_call(module, args, kwargs)
-                finally:
-                    turns.lock.release()
+                me = get_ident()
+                if (me == turns.thread or guarded(turns.takes_over)) and lock.acquire(False):
+                    try:
+                        if me == turns.thread:
+                            is_looked_at = pace.is_resting and not torch.is_grad_enabled() and not recorder.counting
+                            if is_looked_at and pace.rests():
+                                return resting_call(module, args, kwargs)
+                            return followed_call(module, args, kwargs)
+                    finally:
+                        lock.release()
+                return original(module, *args, **kwargs)
 
             def followed_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 root = guarded(recorder.enter_root, module, args, kwargs)

@@ -33,14 +33,14 @@ class UpdateProbe(Probe):
     def _watch_scaler(self) -> None:
         recorder = self._recorder
         guarded = recorder.barrier.call
-        scaling = self._scaling
+        scaling, turns = self._scaling, recorder.turns
 
         def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
             is_torchs = getattr(original, "__module__", "") == torch.amp.grad_scaler.__name__
 
             @functools.wraps(original)
             def scale(self: Any, outputs: Any) -> Any:
-                if not recorder.active or recorder.turns.passes_over():
+                if not recorder.active or (turns.are_several and turns.passes_over()):
                     return original(self, outputs)
 
                 def note(scaled: Any) -> None:
@@ -57,7 +57,7 @@ class UpdateProbe(Probe):
         def watch_step(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                if not recorder.active or recorder.turns.passes_over():
+                if not recorder.active or (turns.are_several and turns.passes_over()):
                     return original(scaler, optimizer, *args, **kwargs)
                 before = recorder.steps.attempts
                 if scaler.is_enabled():
@@ -95,10 +95,10 @@ class UpdateProbe(Probe):
     def _watch_optimizers(self) -> None:
         recorder = self._recorder
         guarded = recorder.barrier.call
-        scaling = self._scaling
+        scaling, turns = self._scaling, recorder.turns
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not recorder.active or recorder.turns.passes_over():
+            if not recorder.active or (turns.are_several and turns.passes_over()):
                 return
             closure = kwargs.get("closure") if len(args) < 2 else args[1]
             scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
@@ -108,7 +108,7 @@ class UpdateProbe(Probe):
                 guarded(self._held_off, scaler, optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if recorder.active and not recorder.turns.passes_over():
+            if recorder.active and not (turns.are_several and turns.passes_over()):
                 guarded(recorder.after_update, optimizer)
                 if recorder.judge.gradients.spoilt:  # a scaler let this step through: they were cleared by hand
                     guarded(recorder.judge.gradients.spoilt.forget_the_cleared)
@@ -116,7 +116,7 @@ class UpdateProbe(Probe):
                     guarded(recorder.preprocessing.bookkeeping_done, False)
 
         def skipped(optimizer: Optimizer) -> None:
-            if not recorder.active or recorder.turns.passes_over() or scaling:
+            if not recorder.active or (turns.are_several and turns.passes_over()) or scaling:
                 return  # (a scaler's step tells what became of it)
             guarded(recorder.before_update, optimizer, True)
             if not recorder.counting:
