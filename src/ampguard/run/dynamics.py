@@ -6,7 +6,6 @@ It has a fault barrier of its own: if something here goes wrong it is said once 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,9 +63,11 @@ class LearningDynamics:
         self._paused = 0.0
         self.by_script = SkippedByScript()
         self.keeper = StretchKeeper(recorder, Alarm)
-        self._situations = Situations(recorder, self.trajectory, self.keeper, self._hand_updates, rank)
+        self._situations = Situations(
+            recorder, self.trajectory, self.keeper, self._hand_updates, rank, self._vitals.begins
+        )
         self._stories = Stories(casebook, self.trajectory, self._situations, self._vitals.flush, self._note_incident)
-        self._probes = DynamicsProbes(self._vitals, self.keeper, self._barrier, recorder, self._stepping)
+        self._probes = DynamicsProbes(self._vitals, self.keeper, self._barrier, recorder, self._situations.stepping)
         self.on_vitals: Callable[[StepVitals], None] | None = None
         """Who else wants to know of each step's vital signs; they come some at a time, unless `flush` is called."""
         self.flush = self._vitals.flush
@@ -195,11 +196,6 @@ class LearningDynamics:
 
     def _note_incident(self, incident: Incident) -> None:
         self.note(EventRow(incident.step, incident.cause, incident.explanation))
-
-    def _stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer steps for the first time, or in a step that is looked at."""
-        if self._situations.stepping(optimizer, sys._getframe(1)):
-            self._vitals.begins(optimizer)
 
 
 class _OneCall:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from types import FrameType
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,28 +36,30 @@ class Situations:
         keeper: StretchKeeper,
         hand_updates: HandUpdates,
         rank: int,
+        on_new: Callable[[Optimizer], None],
     ) -> None:
+        """`on_new`: told of an optimizer that had not been seen."""
         self._recorder = recorder
         self._trajectory = trajectory
         self._keeper = keeper
         self._hand_updates = hand_updates
         self._rank = rank
+        self._on_new = on_new
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._lines: dict[int, Line] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._replays_left = MAX_STRETCH_REPLAYS
 
-    def stepping(self, optimizer: Optimizer, frame: FrameType) -> bool:
-        """An optimizer steps, called by `frame`. True where it had not been seen."""
-        is_new = all(ref() is not optimizer for ref in self._optimizers)
-        if is_new:
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer steps for the first time, or in a step that is looked at."""
+        if all(ref() is not optimizer for ref in self._optimizers):
             self._optimizers = [ref for ref in self._optimizers if ref() is not None]
             self._optimizers.append(weakref.ref(optimizer))
+            self._on_new(optimizer)
         if id(optimizer) not in self._lines:
-            line = script_line(frame)
+            line = script_line(sys._getframe(1))
             if line is not None:
                 self._lines[id(optimizer)] = line
-        return is_new
 
     def at(self, step: int, known: Incident | None) -> Situation:
         """At a step. `known`: what was told of the steps that the scaler is skipping."""
