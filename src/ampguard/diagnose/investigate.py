@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.operands import held_in, refs_in, refs_of
-from ampguard.capture.record import BadResult, GlueOp, RootCall
+from ampguard.capture.record import BadResult, GlueOp, Line, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.budget import UNLIMITED, Budget
 from ampguard.diagnose.compiled_fault import CompiledFault
@@ -19,8 +19,9 @@ from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.minimal import advice
 from ampguard.diagnose.proposals import spelled
+from ampguard.diagnose.script_casts import casts_behind
 from ampguard.diagnose.terms import Term, in_words, terms_of
-from ampguard.diagnose.trying import tried, verified_fixes
+from ampguard.diagnose.trying import OTHER_PRECISION, tried, verified_fixes
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
 
@@ -166,6 +167,10 @@ def unexplained(evidence: Evidence) -> Finding:
     )
 
 
+def _named(line: Line) -> str:
+    return f"{basename(line.code.co_filename)}:{line.number}"
+
+
 def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], rank: int, rung: str) -> Incident:
     bad, op = evidence.bad, finding.op or evidence.op
     line = finding.line or op.line
@@ -175,7 +180,9 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
     if "disable-amp" in evidence.losses_with:
         facts["loss_in_float32"] = evidence.losses_with["disable-amp"]
     if evidence.own_casts:
-        facts["own_casts"] = [f"{basename(line.code.co_filename)}:{line.number}" for line in evidence.own_casts]
+        facts["own_casts"] = list(map(_named, evidence.own_casts))
+    if any(fix.verified and fix.action in OTHER_PRECISION for fix in fixes) and (behind := casts_behind(evidence)):
+        facts["casts_behind"] = list(map(_named, behind))
     if bad.names:
         facts["poisoned_buffers"] = list(bad.names)
     if bad.kind == "gradient" and bad.error is not None:

@@ -12,13 +12,13 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampguard.capture.operands import leaves
-from ampguard.capture.record import Held, Ref, RootCall
+from ampguard.capture.record import Held, Line, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import chain_of
-from ampguard.diagnose.script_casts import casts, made_from
+from ampguard.diagnose.script_casts import casts, casts_behind, made_from
 from ampguard.numerics import is_low_precision
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
@@ -80,15 +80,26 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
     names = [_name(region, replayer.names) for region in members]
     how = advice(evidence, list(members.values()), names)
     variant = _variant(members)
-    if outcome.own_casts:
+    own_casts = outcome.own_casts
+    if own_casts:
         as_written = dataclasses.replace(variant, keeps_own_casts=True)
         with contextlib.suppress(Exception):  # two types that do not go together
             again = attempt(evidence.bad, replayer, as_written) if not budget.is_spent else outcome
             if not again.is_bad:
-                return ", ".join(names), how, as_written, again
-        evidence.own_casts = outcome.own_casts
-        how += f"; and leave out the cast to {words.precision(evidence)} in: {words.codes_at(outcome.own_casts)}"
+                variant, outcome, own_casts = as_written, again, ()
+    own_casts += tuple(line for line in _casts_without_operator(evidence, members) if line not in own_casts)
+    if own_casts:
+        evidence.own_casts = own_casts
+        how += f"; and leave out the cast to {words.precision(evidence)} in: {words.codes_at(own_casts)}"
     return ", ".join(names), how, variant, outcome
+
+
+def _casts_without_operator(evidence: Evidence, members: dict[Region, TracedOp]) -> tuple[Line, ...]:
+    """Casts of what was low already: they ran no operator, and will undo a fix that lets modules give float32."""
+    if not any(kind == "module" for kind, _ in members):
+        return ()
+    ran = {op.line for op in evidence.trace.ops if op.short_name == "_to_copy"}
+    return tuple(line for line in casts_behind(evidence) if line not in ran)
 
 
 def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, budget: Budget) -> bool:

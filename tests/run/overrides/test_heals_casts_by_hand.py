@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampguard.diagnose import trying
+
 
 class Pooled(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
@@ -63,3 +65,46 @@ def test_the_run_goes_on_as_in_float32(train: Callable[[torch.dtype], list[float
     assert losses == pytest.approx(wanted, rel=2e-2)
     (healed,) = session.report.run["healed"]
     assert (healed["step"], healed["action"]) == (4, "force-fp32")
+
+
+def train_discriminator(dtype: torch.dtype) -> list[float]:
+    """`1 - p` is 0 where p is 0.999: in bfloat16, to which the script casts what its model gives, autocast or not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
+    with torch.no_grad():
+        net[0].weight.fill_(1.1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+    losses = []
+    for step in range(10):
+        x = torch.full((4, 2), 3.6 if step >= 4 else 0.1) + 0.1 * torch.rand(4, 2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+            fake = net(x)
+        if dtype != torch.float32:
+            fake = fake.bfloat16()
+        loss = -torch.log(1.0 - fake).float().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_cast_that_would_undo_the_fix_is_lifted_too(overridden: Any) -> None:
+    wanted = train_discriminator(torch.float32)
+    with overridden(on_nonfinite="heal") as session:
+        losses = train_discriminator(torch.bfloat16)
+    assert losses == pytest.approx(wanted, rel=2e-2)
+    (healed,) = session.report.run["healed"]
+    assert (healed["step"], healed["action"]) == (4, "force-fp32")
+    fixes = {fix.action: fix.how for fix in session.report.incidents[0].fixes if fix.verified}
+    assert fixes["force-fp32"].endswith("leave out the cast to bfloat16 in: fake = fake.bfloat16()")
+    assert fixes["disable-amp"].endswith("in place of the script's own casts in: fake = fake.bfloat16()")
+
+
+def test_a_change_of_precision_lifts_the_casts_too(overridden: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trying, "smallest_float32_region", lambda *_: None)
+    with overridden(on_nonfinite="heal") as session:
+        losses = train_discriminator(torch.bfloat16)
+    assert losses == pytest.approx(train_discriminator(torch.float32), rel=2e-2)
+    (healed,) = session.report.run["healed"]
+    assert (healed["step"], healed["action"]) == (4, "disable-amp")

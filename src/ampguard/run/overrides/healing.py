@@ -155,8 +155,7 @@ class Healer:
         self._larger = None
         for position, fix in enumerate(fixes):
             if self._apply(fix, incident.location):
-                if "own_casts" in incident.evidence:
-                    self._lines.add(places_in(incident.evidence["own_casts"]))
+                self._lift_own_casts(incident, fix)
                 self._applied.add((fix.action, fix.target))
                 self._larger = (incident, fixes[position + 1 :])
                 if not is_proved and self._on_trial is not None and self._on_trial[0] is fix:
@@ -164,6 +163,14 @@ class Healer:
                 self._tell(incident, fix)
                 return True
         return False
+
+    def _lift_own_casts(self, incident: Incident, fix: Fix) -> None:
+        """Where the script itself casts to low precision, it would undo the fix: these lines run in float32."""
+        names = list(incident.evidence.get("own_casts", ()))
+        if fix.action in PRECISION_OF:
+            names += incident.evidence.get("casts_behind", ())
+        if names:
+            self._lines.add(places_in(names))
 
     def _apply(self, fix: Fix, location: Location | None) -> bool:
         if fix.action in PRECISION_OF:
