@@ -21,6 +21,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
 from ampguard.capture.originals import is_ours, is_pytorchs, original_of
+from ampguard.capture.record import GlueOp
 from ampguard.compat import function_modes_on, in_functorch, plain_version, pop_function_mode, push_function_mode
 
 LESSONS = 3
@@ -31,6 +32,9 @@ MAX_KEPT = 1 << 18
 
 PLAIN_KINDS = frozenset({Tensor, nn.Parameter})
 NESTED = frozenset({tuple, list})
+
+GIVES_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `p.data = values` calls."""
 
 DRAWING = ("dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", "rrelu", "gumbel", "attention")
 """In the names of functions that draw random numbers in some calls and not in others."""
@@ -61,6 +65,7 @@ class Operators(Protocol):
     def barrier(self) -> FaultBarrier: ...
     @property
     def log(self) -> EventLog: ...
+    def keep_copy(self, target: Tensor, values: Tensor, frame: Any) -> GlueOp | None: ...
     def tape_one(self) -> bool: ...
     def untape_one(self) -> None: ...
     def exhausted(self) -> None: ...
@@ -133,6 +138,8 @@ class CallTape(compat.FunctionMode):
                 return output
             self._silent.discard(func)  # `contiguous` of what is not
             self._lessons[func] = 0
+        if func == GIVES_DATA:
+            return self._give_data(func, args[0], args[1], sys._getframe(1))
         return self._tape(func, types, args, kwargs or {})
 
     def dispatcher(self, original: Handler) -> Handler:
@@ -230,6 +237,14 @@ class CallTape(compat.FunctionMode):
         except Exception as fault:
             barrier.trip(fault)
 
+    def _give_data(self, func: Any, parameter: Any, values: Any, frame: Any) -> None:
+        """`p.data = values`, which runs no operator: kept as `p.copy_(values)`, where that is what it comes to."""
+        is_copy = _are_alike(parameter, values) and self._operators.is_between_steps
+        op = self._barrier.call(self._operators.keep_copy, parameter, values, frame) if is_copy else None
+        func(parameter, values)
+        if op is not None:
+            self._barrier.call(self._log.add_results, op, parameter, True)
+
     def _meet(self, func: Any, frame: Any) -> Any:
         """The function to call, where it was not met before."""
         if func in self._watched:
@@ -285,6 +300,18 @@ class CallTape(compat.FunctionMode):
         lessons = self._lessons[func] = self._lessons.get(func, 0) + 1 if is_plain else -1
         if lessons >= LESSONS:
             self._plain.add(func)
+
+
+def _are_alike(parameter: Any, values: Any) -> bool:
+    """Whether a small weight is given ordinary values of its own shape and type."""
+    return (
+        isinstance(parameter, nn.Parameter)
+        and type(values) in PLAIN_KINDS
+        and values.numel() <= MAX_KEPT
+        and (values.shape, values.dtype, values.device) == (parameter.shape, parameter.dtype, parameter.device)
+        and values.layout is torch.strided
+        and not values.is_inference()
+    )
 
 
 def is_small(tree: Any) -> bool:

@@ -333,6 +333,11 @@ class GlueTape(compat.DispatchMode):
             taped.barrier.call(taped.log.add_results, op, output, bool(facts.writes))
         return output
 
+    def keep_copy(self, target: Tensor, values: Tensor, frame: Any) -> GlueOp | None:
+        """`target` is about to be given these values by what is no operator."""
+        func = torch.ops.aten.copy_.default
+        return self._keep_before(func, (target, values), {}, self._facts.get(func) or self._learn(func), frame)
+
     def _keep_before(self, func: Any, args: Any, kwargs: Any, facts: _Facts, frame: Any) -> GlueOp | None:
         log = self._taped.log
         rng = torch_rng_states() if facts.is_random else None
