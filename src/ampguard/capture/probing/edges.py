@@ -17,7 +17,7 @@ _NOT_FINITE = ("tensor(nan", "tensor(inf", "tensor(-inf")
 
 
 class EdgeProbe(Probe):
-    """Tells the recorder of batches, and takes its tape off where inference mode begins or ends."""
+    """Tells the recorder of batches, and takes its tape off while inference mode begins or ends."""
 
     def install(self) -> None:
         self._watch_loaders()
@@ -55,9 +55,15 @@ class EdgeProbe(Probe):
         def off_tape(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def cross(self: Any, *args: Any) -> Any:
-                if recorder.active and not recorder.paused:
-                    guarded(recorder.tape.leave)
-                return original(self, *args)
+                if not recorder.active or recorder.paused:
+                    return original(self, *args)
+                left = recorder.tape.left if recorder.tape.is_on_stack else 0
+                guarded(recorder.tape.leave)
+                try:
+                    return original(self, *args)
+                finally:
+                    if left:  # what was computed on one side of it is read on the other
+                        guarded(recorder.tape.enter, left)
 
             return cross
 
