@@ -133,13 +133,13 @@ def test_averaged_weights_swapped_in_for_one_batch(guard: Guard) -> None:
     assert (run.first.mode, run.first.step, run.first.module, run.first.op) == ("eval", 4, "", "aten.div.Tensor")
 
 
-@pytest.mark.parametrize("written", ["divided", "copied", "given"])
+@pytest.mark.parametrize("written", ["divided", "copied", "given", "detached"])
 def test_projection_through_data(guard: Guard, written: str) -> None:
     """Each fix is tried on the values of the step, whatever a replay before it has written to them."""
 
     def renormalise(weight: nn.Parameter) -> None:
-        w = weight.data
-        if written == "divided":
+        w = weight.detach() if written == "detached" else weight.data
+        if written in ("divided", "detached"):
             w.div_(w.norm(dim=1, keepdim=True))
         elif written == "given":
             weight.data = w / w.norm(dim=1, keepdim=True)

@@ -197,8 +197,10 @@ class KeptEvents:
         for held in self._holders.of(written, self._record.events):
             if held.version == version and held.copy is None:
                 held.copy = before
+        now = version_of(written)
         for held in self._holders.under_other_names(written, self._record.events):
-            if held.is_intact:
+            is_counted_alike = held.version == version and version_of(held.tensor) == now  # a `.detach()`
+            if held.is_intact or is_counted_alike:
                 held.copy = before
             else:
                 held.version = LOST
