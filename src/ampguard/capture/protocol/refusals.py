@@ -27,6 +27,8 @@ class Moves(Protocol):
     watches: Watches
     attempt: int
 
+    def mine(self) -> list[OptimizerWatch]: ...
+
     def tell(self, breaches: Sequence[Breach], step: int) -> None: ...
 
 
@@ -53,14 +55,17 @@ class Refusals:
         if watch is not None and not watch.has_gradients() and machine.ledger(watch).parts:
             machine.feed(Clear(watch))
         step = moves.recorder.steps.count
-        if moves.attempt == step - 1 and (call == "update" or self._is_behind_step(reason, watch)):
+        if moves.attempt == step - 1 and self._is_behind_step(call, reason, watch):
             step = moves.attempt
         moved = watch is not None and watch.weights_moved()
         breaches = machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
         moves.tell([self.explain(breach) for breach in breaches], step)
 
-    def _is_behind_step(self, reason: str, watch: OptimizerWatch | None) -> bool:
+    def _is_behind_step(self, call: str, reason: str, watch: OptimizerWatch | None) -> bool:
         """Whether a call was refused because it came behind the step of its own iteration."""
+        moves = self._moves
+        if call == "update":
+            return not any(moves.machine.ledger(each).backwards_since_step for each in moves.mine())
         if reason != "unscaled-after-step" or watch is None:
             return False
-        return not self._moves.machine.ledger(watch).backwards_since_step
+        return not moves.machine.ledger(watch).backwards_since_step
