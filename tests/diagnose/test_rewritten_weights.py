@@ -166,3 +166,31 @@ def test_projection_through_data(guard: Guard, written: str) -> None:
     assert [fix.action for fix in first.fixes] == ["add-epsilon", "clamp"]
     assert all(fix.verified for fix in first.fixes)
     assert "\n" not in first.fixes[0].how
+
+
+@pytest.mark.parametrize("through", ["data", "detach"])
+def test_average_in_one_statement(guard: Guard, through: str) -> None:
+    """Several writes to what has no name of its own, the last of them bad."""
+
+    def script() -> None:
+        seed_everything()
+        online, target = small_net(), small_net().requires_grad_(False)
+        optimizer = torch.optim.SGD(online.parameters(), lr=0.01)
+        for step in range(12):
+            x = torch.randn(6, 10)
+            loss = F.mse_loss(online(x), target(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            correction = torch.tensor(0.0 if step == 8 else 1.0)
+            for t, p in zip(target.parameters(), online.parameters(), strict=True):
+                written = t.data if through == "data" else t.detach()
+                written.mul_(0.9).add_(p.detach(), alpha=0.1).div_(correction)
+                del written
+
+    run = guard(script)
+    assert run.faults == 0, run.stderr
+    first = run.report.incidents[0]
+    assert (first.cause, first.step, first.op) == ("division-by-zero", 9, "aten.div_.Tensor")
+    assert first.location is not None
+    assert first.location.code == "written.mul_(0.9).add_(p.detach(), alpha=0.1).div_(correction)"

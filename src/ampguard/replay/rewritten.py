@@ -15,6 +15,9 @@ from ampguard.capture.record import BadResult, GlueOp, Held, Ref, RootCall, Step
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 
+MOST_WRITES = 32
+"""Of one statement that are followed to its first."""
+
 
 def with_rewritten_weights(bad: BadResult, recorder: FlightRecorder) -> BadResult | None:
     """The same, with weights that are not finite as what the operators of this step that wrote them gave.
@@ -47,10 +50,20 @@ def _last_write(weight: Tensor, root: RootCall, record: StepRecord) -> Ref | Non
         if compat.positions_written(event.func) != {0}:
             continue
         target = event.args[0]
-        tensor = record.tensor_behind(target)
+        tensor = record.tensor_behind(_first_written(target, record))
         if tensor is None or not (tensor is weight or compat.storage_key(tensor) == memory != 0):
             continue
         if isinstance(target, Held) and (target.value.dtype != weight.dtype or not is_finite(target.value.detach())):
             return None  # cast since, or bad before
         return Ref(event.index, 0) if tensor.shape == weight.shape else None
     return None
+
+
+def _first_written(target: object, record: StepRecord) -> object:
+    """What the first of several writes to one tensor wrote to (`weight.data.mul_(m).add_(p)`): its own name may be gone."""
+    for _ in range(MOST_WRITES):
+        event = record.event(target.event) if isinstance(target, Ref) else None
+        if not isinstance(event, GlueOp) or not event.args or compat.positions_written(event.func) != {0}:
+            break
+        target = event.args[0]
+    return target
