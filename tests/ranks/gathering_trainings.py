@@ -223,6 +223,25 @@ def exchanged() -> None:
     train(Exchanged(), growth=1e3)
 
 
+def settling() -> None:
+    """What ranks send each other in the backward pass is multiplied by the loss scale, which is too high at first."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(14):
+        x = torch.randn(4, 6, generator=generator)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            features = model(x)
+        features = functional.normalize(Gather.apply(features.float()))
+        logits = features @ features.t() * 5
+        scaler.scale(functional.cross_entropy(logits, torch.arange(8).roll(1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def healthy_exchanged() -> None:
     train(Exchanged())
 

@@ -59,3 +59,10 @@ def test_losses_over_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     for name in ("evaluated", "pipeline"):
         assert [i.cause for i in read_report(tmp_path / name).incidents] == ["division-by-zero"]
     assert read_report(tmp_path / "pipeline").incidents[0].evidence["reached_ranks"] == [1]
+
+
+def test_a_settling_scale_is_a_note_where_gradients_are_exchanged(two_ranks: Ranks, tmp_path: Path) -> None:
+    ended = two_ranks(str(SCRIPT), "settling")
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    incidents = read_report(tmp_path / "settling").incidents
+    assert {(i.cause, i.severity) for i in incidents} == {("loss-scale-overflow", "info")}

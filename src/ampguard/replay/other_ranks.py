@@ -12,7 +12,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.operands import held_by
 from ampguard.capture.ranks.collectives import Call, Collectives, Received
-from ampguard.capture.record import Event, GlueOp
+from ampguard.capture.record import BackwardCall, Event, GlueOp
 from ampguard.errors import ReplayError
 from ampguard.incident import WAS_SENT
 from ampguard.numerics import is_finite
@@ -21,9 +21,12 @@ from ampguard.replay.tracer import ReplayMode
 
 
 @contextlib.contextmanager
-def answered(known: Collectives, mode: ReplayMode) -> Iterator[None]:
-    """Collectives that the script calls meanwhile are answered from what is known."""
-    before, known.replay = known.replay, _Answers(known, mode)
+def answered(known: Collectives, mode: ReplayMode, scale_factor: float = 1.0) -> Iterator[None]:
+    """Collectives that the script calls meanwhile are answered from what is known.
+
+    `scale_factor`: how much larger the loss scale is than in the step. So are the gradients that others would have sent.
+    """
+    before, known.replay = known.replay, _Answers(known, mode, scale_factor)
     try:
         yield
     finally:
@@ -49,9 +52,10 @@ def _check(received: Received) -> None:
 class _Answers:
     """One replay's."""
 
-    def __init__(self, known: Collectives, mode: ReplayMode) -> None:
+    def __init__(self, known: Collectives, mode: ReplayMode, scale_factor: float) -> None:
         self._known = known
         self._mode = mode
+        self._scale_factor = scale_factor
         self._called: collections.Counter[int] = collections.Counter()
 
     def called(self, call: Call) -> None:
@@ -66,15 +70,17 @@ class _Answers:
         if call.objects is not None and received.objects is not None:
             call.objects[:] = received.objects
             return
+        is_of_gradients = isinstance(event, BackwardCall) and not torch.is_grad_enabled()  # else it is computed again
+        factor = self._scale_factor if is_of_gradients else 1.0
         for position, (tensor, value) in enumerate(zip(call.written, values, strict=True)):
             if position == received.mine and call.put_in is not None:
                 with torch.no_grad():
                     tensor.copy_(call.put_in)  # seen by the mode: this part was made here
             elif received.own is not None:
-                _add_up(tensor, value, received)
+                _add_up(tensor, value, received, factor)
             else:
                 with compat.unseen(), torch.no_grad():
-                    tensor.copy_(value)
+                    tensor.copy_(value if factor == 1.0 else value * factor)
 
     def _next(self, event: int, call: Call) -> Received:
         """What this call brought in the step."""
@@ -88,14 +94,14 @@ class _Answers:
         return many[number]
 
 
-def _add_up(tensor: Tensor, value: Tensor, received: Received) -> None:
+def _add_up(tensor: Tensor, value: Tensor, received: Received, factor: float) -> None:
     """The sum over all ranks, with what this one puts in now. `tensor`: that; to be overwritten."""
     assert received.own is not None
     with compat.unseen(), torch.no_grad():
-        if identical(tensor.detach(), received.own) and is_finite(value):
+        if factor == 1.0 and identical(tensor.detach(), received.own) and is_finite(value):
             tensor.copy_(value)
             return
-        others = value.to(tensor.dtype) - received.own.to(tensor.dtype)
+        others = factor * (value.to(tensor.dtype) - received.own.to(tensor.dtype))
         others = torch.where(torch.isfinite(others), others, torch.zeros_like(others))
     if received.is_sum:
         with torch.no_grad():

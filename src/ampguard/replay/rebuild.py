@@ -199,7 +199,7 @@ class Replayer:
             self._weight_casts(),
             traced_modules(mode) if compiled is None else contextlib.nullcontext(),
             autocast_in(variant.convert),
-            answered(self._recorder.collectives, mode),
+            answered(self._recorder.collectives, mode, self._factor_of(variant)),
         ):
             self._keep_reach_of_hooks()
             for event in self.events:
@@ -253,10 +253,14 @@ class Replayer:
         if isinstance(event, RootCall):
             return run_root(event, values, variant, self._casts, self._sandboxes, self.keeps_graph, self._swap_state)
         if isinstance(event, BackwardCall):
-            factor = variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
+            factor = self._factor_of(variant)
             with self._casts.of_backward(event.modes), modes_of(event.modes):
                 return run_backward(event, values, gradients, factor, variant.differentiate, self.bad.loss_scale)
         return self._run_glue(event, values)
+
+    def _factor_of(self, variant: Variant) -> float:
+        """By how much a variant multiplies the loss scale of the step."""
+        return variant.loss_scale_factor * (1.0 if variant is AS_IT_RAN else self.scale_factor)
 
     def _weight_casts(self) -> contextlib.AbstractContextManager[Any]:
         self._casts = WeightCasts()
