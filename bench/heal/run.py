@@ -76,8 +76,8 @@ there. On this CPU float16 is slower than float32: a fix that moves much into fl
 not on a GPU. **within 2 %**: a fix was applied, the run came to its end, and is at most 2 % apart, above or below. **as
 well**: the same, but not above float32 by more than 2 % or the noise (the rule of `ampguard compare`): the steps before
 the fix ran in the low precision, and a loop that doubles small differences does not come back to float32's course. **in
-its spread**: healed, at its end, and within what **by float16's rounding** says. **on average**: how far the mean of twelve
-healed runs is from the mean of twelve in float32, from the same weights, each time changed by one rounding to float16,
+its spread**: healed, at its end, and within what **by float16's rounding** says. **on average**: how far the mean of eleven
+healed runs is from the mean of eleven in float32, from the same weights, each time changed by one rounding to float16,
 and its standard error: what healing itself does to the loss, where one run tells what became of one rounding. **can be
 judged**: "no" where **float32 again** is more than 2 %: float32 itself does not keep what is asked of the healed run.
 """
