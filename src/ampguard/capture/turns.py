@@ -55,10 +55,12 @@ class Turns:
 
     def follows(self, losses: Any) -> bool:
         """Whether a backward pass is followed that begins in another thread: training is where backward is called."""
-        is_training = self._trains and is_alive(self.thread)
-        takes_over = self._others.takes_over(self._passes, is_training, losses)
-        self.are_several = self._others.are_training
-        return takes_over and self._follow()
+        self.are_several = self._trains and is_alive(self.thread)
+        return self._others.takes_over(self._passes, self.are_several, losses) and self._follow()
+
+    def is_anothers(self) -> bool:
+        """Whether this thread is not the one that is followed, and that one trains."""
+        return threading.get_ident() != self.thread and self._trains and is_alive(self.thread)
 
     def passes_over(self) -> bool:
         """Whether an optimizer that is about to step, or has, is that of a thread that trains beside the followed one.
@@ -73,6 +75,7 @@ class Turns:
         is_in_use = self.has_begun and is_alive(self.thread)
         if is_in_use and (self._passes or threading.current_thread() is not threading.main_thread()):
             return False
+        self.are_several = False
         return self._follow()
 
     def _follow(self) -> bool:
@@ -82,7 +85,7 @@ class Turns:
         try:
             before, self.thread = self.thread, threading.get_ident()
             self._others.begin(before, self._passes)
-            self._trains = self.are_several = False
+            self._trains = False
             self._begin_anew(self.thread)
         finally:
             self.lock.release()
@@ -93,8 +96,6 @@ class OtherThreads:
     """Counts whose backward passes come between whose. A thread is followed as soon as it makes its first."""
 
     def __init__(self) -> None:
-        self.are_training = False
-        """Whether, when another thread than the followed one last made a backward pass, both were at it."""
         self._seen: dict[int, int] = {}
         """By thread: how many passes had been followed when it last made one of its own."""
         self._alone: dict[int, int] = {}
@@ -102,7 +103,6 @@ class OtherThreads:
     def begin(self, before: int, passes: int) -> None:
         """This thread is followed now, instead of thread `before`, after so many passes that were followed."""
         self._seen[before], self._alone[before] = passes, 0
-        self.are_training = False
 
     def takes_over(self, passes: int, is_training: bool, losses: Any) -> bool:
         """Whether this thread, which begins a backward pass of `losses`, is followed instead of another.
@@ -115,7 +115,6 @@ class OtherThreads:
         is_alone = seen == passes
         self._alone[me] = self._alone.get(me, 0) + 1 if is_alone else 0
         is_free = not is_training or seen is None or self._alone[me] >= PASSES_ALONE
-        self.are_training = not is_free
         return is_free or _is_bad(losses)
 
 

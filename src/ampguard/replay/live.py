@@ -7,6 +7,7 @@ run as they are; only our notes about them pass through the fault barrier.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,6 +28,17 @@ class LiveMode(ReplayMode):
     def __init__(self, trace: Trace, names: dict[int, str], barrier: FaultBarrier) -> None:
         super().__init__(AS_IT_RAN, trace, names)
         self._barrier = barrier
+        self._turn = threading.Lock()
+
+    def takes_turn(self) -> bool:
+        """Whether nobody else is watching with this mode, which may be on the stack of one thread only."""
+        return self._turn.acquire(blocking=False)
+
+    def end(self) -> None:
+        try:
+            super().end()
+        finally:
+            self._turn.release()
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._barrier.call(self.enter_module, module)
@@ -69,8 +81,10 @@ class LiveTracing:
         """A context in which what the event runs is traced."""
         return Watching(self, event)
 
-    def enter(self, event: Event) -> LiveMode:
+    def enter(self, event: Event) -> LiveMode | None:
         mode = self._mode
+        if not mode.takes_turn():
+            return None  # another thread is followed since, or was
         mode.event = event
         if isinstance(event, RootCall) and id(event.module) not in self._names:
             self._names |= module_names(event.module, event.prefix)
@@ -83,8 +97,8 @@ class Watcher(Protocol):
 
     barrier: FaultBarrier
 
-    def enter(self, event: Event) -> WatchingMode:
-        """Begin to watch; the mode that does it, innermost on the thread's stack."""
+    def enter(self, event: Event) -> WatchingMode | None:
+        """Begin to watch; the mode that does it, innermost on the thread's stack. None where that cannot be now."""
 
 
 class WatchingMode(Protocol):

@@ -128,7 +128,7 @@ class UpdateProbe(Probe):
             @functools.wraps(original)
             def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 original(self, *args, **kwargs)
-                if recorder.active:
+                if recorder.active and not turns.is_anothers():  # else it is known when its thread is followed
                     guarded(recorder.preprocessing.optimizer_made, self, sys._getframe(1))
 
             return __init__
