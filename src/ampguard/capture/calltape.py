@@ -303,7 +303,7 @@ class CallTape(compat.FunctionMode):
 
 
 def _are_alike(parameter: Any, values: Any) -> bool:
-    """Whether a small weight is given ordinary values of its own shape and type."""
+    """Whether a small weight is given ordinary values of its own shape and type, and not its own, as `p.data /= n` does."""
     return (
         isinstance(parameter, nn.Parameter)
         and type(values) in PLAIN_KINDS
@@ -311,6 +311,7 @@ def _are_alike(parameter: Any, values: Any) -> bool:
         and (values.shape, values.dtype, values.device) == (parameter.shape, parameter.dtype, parameter.device)
         and values.layout is torch.strided
         and not values.is_inference()
+        and values.data_ptr() != parameter.data_ptr()
     )
 
 

@@ -90,6 +90,8 @@ def place_of(evidence: Evidence) -> Place:
     line = evidence.op.line
     file = line.code.co_filename if line is not None else None
     name = evidence.op.name
+    if evidence.op.outputs:  # healed, a line may fail once more, in float32
+        name += f" in {evidence.op.outputs[0].dtype}"
     if isinstance(evidence, GradientEvidence) and evidence.is_only_the_scale:
         name += " at this loss scale"
     return name, evidence.op.module, file, line.number if line is not None else None
