@@ -202,8 +202,9 @@ def _without_initialising(incident: Incident) -> Incident:
 
 def _reset_behind(incident: Incident, first: Case) -> Incident:
     """It began well, and has to be made well again after the step that spoiled it."""
-    name = incident.evidence.get("name")
-    how = f"repair the {first.incident.cause} of step {first.incident.step}, which poisoned it; or reset {name} after that step"
+    name, others = incident.evidence.get("name"), incident.evidence.get("others")
+    what = f"{name} and the {others} more" if others else name
+    how = f"repair the {first.incident.cause} of step {first.incident.step}, which poisoned it; or reset {what} after that step"
     fixes = (msgspec.structs.replace(f, how=how) if f.action == "initialise-parameter" else f for f in incident.fixes)
     return msgspec.structs.replace(incident, fixes=tuple(fixes))
 

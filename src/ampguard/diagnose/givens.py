@@ -116,12 +116,19 @@ def _state_by_identity(evidence: Evidence, element: Tensor) -> NamedTensor | Non
 
 
 def repaired_state(evidence: Evidence) -> dict[int | Ref, Tensor]:
-    """Every parameter and buffer of the step that is not finite, with 0 in the bad places, by identity."""
+    """Every parameter and buffer of the step that is not finite, by identity, with what a reset gives in the bad places: 1
+    in a running variance, else 0."""
     repaired: dict[int | Ref, Tensor] = {}
     element = evidence.given_tensor
     if element is not None and element.is_leaf and element.requires_grad:
         repaired[id(element)] = cleaned(element)
-    return repaired | {key: cleaned(value) for key, value in nonfinite_state(evidence).items()}
+    bad = nonfinite_state(evidence)
+    roots = [event.module for event in evidence.events() if isinstance(event, RootCall)]
+    variances = {id(getattr(module, "running_var", None)) for root in roots for module in root.modules()}
+    for key, value in bad.items():
+        clean = cleaned(value)
+        repaired[key] = clean.where(value.isfinite(), 1.0) if key in variances else clean
+    return repaired
 
 
 def nonfinite_state(evidence: Evidence) -> dict[int, Tensor]:

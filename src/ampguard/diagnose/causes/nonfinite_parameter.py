@@ -42,17 +42,19 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     load = loaded.location() if loaded is not None else None
     at = last if load is None and write is not None and write.func.__name__.partition(".")[0] in OVERWRITES else None
     low = held_low(state.tensor.detach()) if load is not None else None
+    others = sum(key != id(state.held) for key in nonfinite_state(evidence))
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
         f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} "
-        f"values{_where(places)}. The computation only passed them on, first in {words.operator(evidence)}.",
+        f"values{_where(places)}{_and_others(others)}. The computation only passed them on, first in {words.operator(evidence)}.",
         weight=100,
         evidence={
             "name": state.name,
             "role": state.role,
             "values": facts.as_dict(),
             "at": places,
+            "others": others,
             "is_trained": state.held.requires_grad,
             "is_only_evaluated": _is_only_evaluated(evidence, state.held),
             "times_written": version_of(state.held),
@@ -134,6 +136,10 @@ def _is_only_evaluated(evidence: Evidence, state: torch.Tensor) -> bool:
     roots = (event for event in evidence.events() if isinstance(event, RootCall))
     models = [root.module for root in roots if any(p is state for p in root.module.parameters())]
     return bool(models) and not any(p.requires_grad for model in models for p in model.parameters())
+
+
+def _and_others(count: int) -> str:
+    return f", and {count} more parameter{'s' * (count > 1)} or buffer{'s' * (count > 1)}" if count else ""
 
 
 def _where(places: list[list[int]]) -> str:
