@@ -124,6 +124,17 @@ def test_code_in_a_fix_has_its_own_line() -> None:
     assert lines[-3:] == ["fix, untried: x: y = f(x)", "more: ampguard explain fp16-overflow", ""]
 
 
+def test_a_colon_in_code_that_a_sentence_quotes_begins_no_code() -> None:
+    how = "keep the weights that are loaded in `model.load_state_dict({key: v.float()})` (ema.py:24) in float32"
+    lines = rendered(msgspec.structs.replace(OVERFLOW, fixes=(Fix("force-fp32", None, how),))).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("fix, untried:"))
+    assert lines[first : first + 3] == [
+        "fix, untried: keep the weights that are loaded in `model.load_state_dict({key:",
+        "    v.float()})` (ema.py:24) in float32",
+        "more: ampguard explain fp16-overflow",
+    ]
+
+
 def test_what_fits_stands_on_one_line_and_what_does_not_is_folded() -> None:
     lines = rendered(OVERFLOW, width=100).splitlines()
     assert "  --> model.py:57 in Attention.forward   (module encoder.layers.3.attention, aten.bmm, float16)" in lines

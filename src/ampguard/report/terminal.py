@@ -286,13 +286,18 @@ def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
         yield from _folded(Text("    -> ", "dim"), fix.outcome, width, indent=7)
 
 
+_FIRST_COLON = re.compile(r"((?:`[^`]*`|:(?! )|[^:`])*): (.*)", re.DOTALL)
+"""Not one within the code that a sentence quotes."""
+
+
 def _words_and_code(how: str, action: str) -> list[str]:
     """`how` cut after its first colon where code follows, before it where all is code: code has its own lines, never folded."""
     if action != "force-fp32" and _is_code(how):
         return ["", how]
-    words, colon, code = how.partition(": ")
-    if not colon or not any(c in code for c in "()=["):
+    found = _FIRST_COLON.match(how)
+    if found is None or not any(c in found[2] for c in "()=["):
         return [how]
+    words, code = found.groups()
     return [f"{words}:", *(code.split("; ") if action == "force-fp32" else [code])]
 
 

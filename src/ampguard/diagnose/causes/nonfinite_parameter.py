@@ -25,6 +25,8 @@ from ampguard.replay.variants import Variant
 
 OVERWRITES = frozenset({"copy_", "fill_", "_foreach_copy_"})
 """Operators that leave nothing of what was there before."""
+QUOTED = 40
+"""Of code that the explanation has quoted, what is short enough to be quoted in each fix."""
 SHOWN = 3
 """Places named, where there are no more than these."""
 
@@ -86,7 +88,9 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
 
 def _after_load(evidence: Evidence, state: NamedTensor, line: Location, low: HeldLow | None) -> tuple[Proposal, ...]:
     """Where `load_state_dict` gave it these values: they are to be repaired there, or behind it."""
-    at = f"`{line.code}` ({words.place_of(line)})"
+    at = words.place_of(line)
+    if len(line.code) <= QUOTED:
+        at = f"`{line.code}` ({at})"
     reset = Proposal(
         "initialise-parameter",
         state.name,
