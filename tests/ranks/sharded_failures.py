@@ -1,4 +1,4 @@
-"""One batch of rank 1 makes a logarithm inside a model of `fully_shard` NaN, in several ways of sharding; no loss scaler.
+"""One batch of rank 1 makes a logarithm inside a model of `fully_shard` NaN, in several ways of sharding.
 
 Prints as JSON, for each way: whether the weights at the end are those of the same training without a guard.
 """
@@ -21,6 +21,8 @@ import ampguard
 from ampguard.diagnose.budget import Budget
 
 NO_LIMIT = Budget(math.inf)
+GRADIENTS = ("scaled", "scaled float16", "held off", "unscaled")
+"""The ways in which the loss is finite and its gradients are not."""
 
 
 class Block(nn.Module):
@@ -51,7 +53,7 @@ class Net(nn.Module):
 
 def sharded(way: str) -> nn.Module:
     net = Net(way == "checkpointed")
-    low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(way)
+    low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(way.removeprefix("scaled "))
     policy = MixedPrecisionPolicy(param_dtype=low)
     options: dict[str, Any] = {"mp_policy": policy, **({"reshard_after_forward": False} if way == "kept" else {})}
     if way == "frozen":  # its outputs want no gradient, so the backward pass does not gather it
@@ -65,11 +67,13 @@ def sharded(way: str) -> nn.Module:
     return net
 
 
-def train(way: str) -> bytes:
+def train(way: str, leaves_out: bool = False) -> bytes:
+    """`leaves_out`: whether the script itself leaves out the bad step, where the guard is to do that."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = sharded(way)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, enabled=way.startswith("scaled"))
     torch.manual_seed(rank)
     for step in range(7):
         if way == "evaluated" and step in (3, 4):
@@ -81,9 +85,15 @@ def train(way: str) -> bytes:
         optimizer.zero_grad()
         for micro in range(2 if way == "accumulated" else 1):
             is_bad = way != "evaluated" and (rank, step, micro) == (1, 4, 0)
-            loss = nn.functional.cross_entropy(net(torch.randn(8, 16), marks(is_bad)), torch.randint(0, 4, (8,)))
-            loss.backward()
-        optimizer.step()
+            targets = torch.randint(0, 4, (8,))
+            if way in GRADIENTS:  # the loss leaves the bad sample out, its derivative does not
+                targets[3] = -100
+            loss = nn.functional.cross_entropy(net(torch.randn(8, 16), marks(is_bad)), targets)
+            scaler.scale(loss).backward()
+        if way == "held off" and leaves_out and step == 4:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
     return b"".join(p.to_local().detach().numpy().tobytes() for p in net.parameters())
 
 
@@ -100,8 +110,8 @@ def main() -> None:
     Budget.for_step = staticmethod(lambda *_: NO_LIMIT)  # type: ignore[method-assign]
     same = {}
     for way in sys.argv[1:]:
-        plain = train(way)
-        with ampguard.watch(out=Path(way)):
+        plain = train(way, leaves_out=True)
+        with ampguard.watch(out=Path(way), on_nonfinite="skip" if way == "held off" else "observe"):
             guarded = train(way)
         same[way] = plain == guarded
         dist.barrier()

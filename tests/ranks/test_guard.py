@@ -154,3 +154,31 @@ def test_sharded_models_are_replayed_from_gathered_weights(two_ranks: Ranks, tmp
         report = read_report(tmp_path / way)
         seen = [(i.cause, i.step, i.rank, i.module, i.evidence["rung"]) for i in report.incidents]
         assert seen == [("domain-error", 4, 1, "blocks.1", "replay")], way
+
+
+def test_bad_gradients_of_sharded_models_are_replayed_from_the_weights_of_the_next_step(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Those that no update uses: a scaler skips it, or the guard holds it off."""
+    ways = ["scaled", "scaled float16", "held off"]
+    ended = two_ranks(str(Path(__file__).parent / "sharded_failures.py"), *ways)
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    for one in ended:
+        assert json.loads(one.out.splitlines()[-1]) == dict.fromkeys(ways, True)
+        assert "a fault of its own" not in one.err
+    for way in ways:
+        first = read_report(tmp_path / way).incidents[0]
+        seen = (first.cause, first.step, first.rank, first.module, first.evidence["rung"])
+        assert seen == ("singular-gradient", 4, 1, "blocks.1", "replay"), way
+        assert first.location is not None
+        assert ".log()" in first.location.code
+        assert first.fixes[0].verified
+
+
+def test_bad_gradients_of_sharded_models_that_an_update_uses(two_ranks: Ranks, tmp_path: Path) -> None:
+    ended = two_ranks(str(Path(__file__).parent / "sharded_failures.py"), "unscaled")
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert all("a fault of its own" not in one.err for one in ended)
+    first = read_report(tmp_path / "unscaled").incidents[0]
+    assert (first.cause, first.step) == ("unexplained", 4)
+    assert "bad steps are held off, and run again from the weights that the next one gathers" in first.explanation

@@ -110,13 +110,14 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [group for group in found if hasattr(group, "wait_for_unshard") and hasattr(group, "is_unsharded")]
 
 
-def fsdp_parameters(group: Any) -> list[tuple[list[tuple[torch.nn.Module, str]], Any]]:
-    """Of a group that is gathered now: each parameter in full, with every (module, name) where it hangs."""
+def fsdp_parameters(group: Any) -> list[tuple[list[tuple[torch.nn.Module, str]], Any, Any]]:
+    """Of a group that is gathered now: each parameter in full, with every (module, name) where it hangs, and the part that
+    an optimizer holds."""
     found = []
     for kept in group.fsdp_params:
         info = kept._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        found.append(([(info.module, info.param_name), *shared], kept._unsharded_param))
+        found.append(([(info.module, info.param_name), *shared], kept._unsharded_param, kept.sharded_param))
     return found
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampguard import compat
-from ampguard.capture.record import BadResult
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.operands import held_by
+from ampguard.capture.record import BadResult, GlueOp
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.sharded import modules_of
 from ampguard.replay.whole_weights import WholeWeights
@@ -37,7 +40,7 @@ class Awaiting:
 
     def settle_before(self, step: int) -> None:
         """An iteration ended: weights that did not come within the next one are not waited for."""
-        if self._waiting:
+        if any(awaited.is_over(step) for awaited in self._waiting):
             self.settle(is_last=any(step > awaited.bad.step + 1 for awaited in self._waiting))
 
     def settle(self, is_last: bool = True) -> None:
@@ -61,12 +64,23 @@ class Awaited:
         self.weights = WholeWeights([module for module in modules_of(bad) if compat.needs_other_ranks(module)])
         self._hook = register_optimizer_step_pre_hook(lambda *_: before_update())
         self.weights.begin()
+        _keep_numbers(bad)
 
     @property
     def reason(self) -> str:
         """Why the step is not run again, where it is not."""
         missing = "a part of them was not gathered again before they changed"
         return f"{self._reason}; {self.weights.problem or missing}"
+
+    @property
+    def bad_as_a_whole(self) -> BadResult:
+        """The bad result, of the gathered parameters in place of their parts."""
+        return dataclasses.replace(self.bad, parameters=tuple(map(self.weights.of, self.bad.parameters)))
+
+    def is_over(self, step: int) -> bool:
+        """Whether to wait no longer, `step` being the one that comes next."""
+        is_kept = self.bad.kind == "gradient"  # (those that an update uses are not waited for)
+        return self.weights.is_complete or step > self.bad.step + 1 or not is_kept
 
     @property
     def may_go_on(self) -> bool:
@@ -77,3 +91,10 @@ class Awaited:
         """Wait no longer."""
         self._hook.remove()
         self.weights.end()
+
+
+def _keep_numbers(bad: BadResult) -> None:
+    """Copy what is a single number and may be written to before the replay: the loss scale."""
+    for held in (held for event in bad.record.events if isinstance(event, GlueOp) for held in held_by(event)):
+        if held.copy is None and held.tensor.numel() == 1 and is_immediate(held.tensor) and held.is_intact:
+            held.copy = held.tensor.detach().clone()

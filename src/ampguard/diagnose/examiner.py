@@ -68,6 +68,8 @@ class Examiner:
         self._on_fault = on_fault
         self.least_seconds = LEAST_SECONDS
         """What an investigation may take, however quick the step is."""
+        self.holds_off = False
+        """Whether updates with bad gradients are held off, by us or by an engine."""
         self._looks = 0
         self._proofs = 0
         self._arming = Arming(recorder)
@@ -147,10 +149,10 @@ class Examiner:
                     self._arming.unexplained.append((bad, NOT_REPEATED))
             return
         except ReplayError as why:
-            if may_await(bad):
+            if may_await(bad, self.holds_off):
                 self._await_weights(bad, str(why))
-            elif not bad.is_held_off or self._casebook.skipped.cannot_be_replayed():
-                self._arm(bad, str(why))
+            else:
+                self._cannot_replay(bad, str(why))
             return
         except Exception as why:  # the module itself raised in its second run, or memory ran out
             self._arm(bad, f"{type(why).__name__}: {why}"[:300])
@@ -235,9 +237,9 @@ class Examiner:
         try:
             if awaited.weights.is_complete:
                 with neutral_thread(), awaited.weights.in_place():
-                    self._investigate(awaited.bad, time.perf_counter())
+                    self._investigate(awaited.bad_as_a_whole, time.perf_counter())
             else:
-                self._arm(awaited.bad, awaited.reason)
+                self._cannot_replay(awaited.bad, awaited.reason)
         finally:
             self._recorder.paused = paused
             for case in self._casebook.cases[cases:]:
@@ -334,6 +336,11 @@ class Examiner:
         roots = [event for event in bad.record.events if isinstance(event, RootCall)]
         if bad.kind == "output" and roots:
             self._recorder.judge.outputs.mark_innocent(roots[-1].module)
+
+    def _cannot_replay(self, bad: BadResult, reason: str) -> None:
+        """The step cannot be run again: that is told, unless a scaler has skipped it and may do so at times."""
+        if not bad.is_held_off or self._casebook.skipped.cannot_be_replayed():
+            self._arm(bad, reason)
 
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""

@@ -19,9 +19,14 @@ from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_finite, stats
 
 
-def may_await(bad: BadResult) -> bool:
-    """Whether the other ranks are what is missing, and weights gathered later would do: not for gradients."""
-    return not bad.is_of_gradients and any(compat.needs_other_ranks(module) for module in modules_of(bad))
+def may_await(bad: BadResult, holds_off: bool) -> bool:
+    """Whether the other ranks are what is missing, and weights gathered later would do.
+
+    Bad gradients are seen after the backward pass: the next forward pass gathers the weights, if no update uses these.
+    `holds_off`: whether updates with such gradients are held off.
+    """
+    are_kept = bad.is_held_off or holds_off if bad.kind == "gradient" else not bad.is_of_gradients
+    return are_kept and any(compat.needs_other_ranks(module) for module in modules_of(bad))
 
 
 def with_advice(incident: Incident, bad: BadResult) -> Incident:
@@ -33,10 +38,13 @@ def with_advice(incident: Incident, bad: BadResult) -> Incident:
         if bad.is_of_gradients
         else "Run"
     )
-    text = (
-        f"{elsewhere} again with --on-nonfinite skip: bad steps are held off, and the next one like it is followed "
-        f"operator by operator."
+    is_gathered = any(compat.fsdp_states(module) for module in modules_of(bad))
+    then = (
+        "run again from the weights that the next one gathers"
+        if is_gathered
+        else "the next one like it is followed operator by operator"
     )
+    text = f"{elsewhere} again with --on-nonfinite skip: bad steps are held off, and {then}."
     return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}")
 
 

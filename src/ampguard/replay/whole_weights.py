@@ -35,6 +35,8 @@ class WholeWeights:
         self._groups = groups
         self._undo: list[tuple[Any, Any]] = []
         self._copies: dict[int, list[tuple[Places, nn.Parameter]]] = {}
+        self._whole: dict[int, nn.Parameter] = {}
+        """The copies, by the identity of the part that an optimizer holds."""
         self.problem = self._obstacle()
         """Why the weights cannot be had, where that is known."""
 
@@ -48,6 +50,10 @@ class WholeWeights:
         return self.problem is None and not any(
             compat.fsdp_trains(g) for g in self._groups if id(g) not in self._copies
         )
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The whole of a parameter of which an optimizer holds a part; any other as it is."""
+        return self._whole.get(id(parameter), parameter)
 
     def begin(self) -> None:
         """Copy what is gathered now, and from here on each group when it is."""
@@ -96,12 +102,14 @@ class WholeWeights:
 
     def _copy(self, group: Any) -> None:
         copies = []
-        for places, whole in compat.fsdp_parameters(group):
+        for places, whole, part in compat.fsdp_parameters(group):
             if type(whole) is not nn.Parameter:
                 self.problem = "a gathered parameter is still a part, or of a type of its own"
                 return
             with torch.no_grad():
-                copies.append((places, nn.Parameter(whole.detach().clone(), requires_grad=whole.requires_grad)))
+                copy = nn.Parameter(whole.detach().clone(), requires_grad=whole.requires_grad)
+            copies.append((places, copy))
+            self._whole[id(part)] = copy
         self._copies[id(group)] = copies
 
     def _obstacle(self) -> str | None:

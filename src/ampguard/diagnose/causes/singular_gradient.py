@@ -56,7 +56,7 @@ def _hidden(evidence: GradientEvidence) -> Finding:
 
 def _empty_rows(evidence: GradientEvidence) -> str:
     rows = empty_rows(evidence)
-    return f" ({rows[0]} of its {rows[1]} rows are -Inf throughout: the mask leaves them no key)" if rows else ""
+    return f" ({rows[0]} of its {rows[1]} rows are -Inf throughout, the mask leaves them no key)" if rows else ""
 
 
 def _multiplies_by_zero(link: Link) -> bool:

@@ -70,7 +70,5 @@ def _scale(facts: dict[str, Any]) -> str:
         moved = f"The scale stayed at {number(now)}"
     else:
         moved = f"The scale went from {number(first)} to {number(now)}"
-    cost = (
-        f"and {skipped} healthy {'step was' if skipped == 1 else 'steps were'} skipped" if skipped else "without effect"
-    )
+    cost = f"and {skipped} {'step was' if skipped == 1 else 'steps were'} skipped" if skipped else "without effect"
     return f"{moved}, {cost}."

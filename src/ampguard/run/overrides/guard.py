@@ -108,6 +108,7 @@ def overrides_under(
 
     if on_nonfinite == "heal":
         examiner.least_seconds = LEAST_SECONDS_OF_HEALING
+    examiner.holds_off = on_nonfinite in ("skip", "heal")
     patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
     running = RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
     casebook.came_back = running.heal_again
