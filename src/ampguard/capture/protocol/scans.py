@@ -121,6 +121,8 @@ class Scans:
         if watch.steps <= EARLY_STEPS or watch.lost_one:
             watch.resample()
             watch.rest()
+        if watch.lost_one:  # the routine has known the gradients of others
+            self._moves.routine.spoil()
         watch.lost_one = False
         if watch.steps >= STALE_STEPS and not without:
             self._look_for_moved(watch)

@@ -34,8 +34,15 @@ class OptimizerProbe:
         replace(Optimizer, "zero_grad", self._watch_clear)
         loaded = noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
         replace(Optimizer, "load_state_dict", loaded)
+        replace(Optimizer, "add_param_group", noting(after=self._joined))
         replace(nn.Module, "register_parameter", self._watch_register)
         replace(nn.Module, "zero_grad", self._watch_module_clear)
+
+    def _joined(self, frame: Frame, optimizer: Optimizer, group: Any = None) -> None:
+        """Parameters join an optimizer that trains: those that stand for all of its parameters are chosen anew."""
+        watch = self._witness.moves.watches.by_id.get(id(optimizer))
+        if watch is not None:
+            watch.lost_one = watch.steps > 0
 
     def _passed_over(self) -> None:
         dropped = self._witness.dropped
