@@ -78,6 +78,7 @@ class RunningOverrides:
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
+        self._updates.has_own_regions = lambda: bool(self._regions.of_script)
         self._weights: CastWeights | None = None
         if plan.weights_dtype != torch.float32:
             self._updates.weights = self._cast_weights()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.hand_updates import HandMade
+from ampguard.capture.judging.own_scale import factor_of, is_usual_scale
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
@@ -86,6 +87,8 @@ class Updates:
         """These make steps that failed again; None where nothing is healed."""
         self.weights: CastWeights | None = None
         """What the script's weights are made in another precision by."""
+        self.has_own_regions: Callable[[], bool] = lambda: False
+        """Whether the script opens autocast regions itself."""
         self._patches: Patches | None = None
 
     def install(self, patches: Patches) -> None:
@@ -202,6 +205,14 @@ class Updates:
         if any(p.dtype == torch.float16 for o in made_since for p in parameters_of(o)):
             self._ledger.failed("the weights themselves are float16: their gradients get no loss scale")
             return False
+        if not self._gained.is_in_use and self.has_own_regions():
+            scale = max(factor_of(loss) for loss in losses)
+            if is_usual_scale(scale):
+                self._scalers.scales = True
+                self._ledger.done(
+                    f"left the loss scale to the script, which multiplies its losses by {scale:.0f} itself"
+                )
+                return False
         self._ledger.done("gained a dynamic loss scale")
         return True
 
