@@ -92,5 +92,6 @@ def test_update_of_a_bad_micro_batch_has_spoiled_them_though_another_of_its_step
 
     run = guard(body)
     saved = next(i for i in run.report.incidents if i.location and "torch.save" in i.location.code)
-    assert "Another loss of step 2 was not finite: its update has spoiled them." in saved.explanation
+    assert "They were poisoned in step 2 by addmm at test_saved_weights.py:" in saved.explanation
+    assert saved.fixes[0].how.endswith("from before step 2; repair the nonfinite-input of that step")
     assert saved.evidence["since_step"] == 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import accused, lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import at_the_head
@@ -127,16 +127,25 @@ def _pick(evidence: Evidence) -> TracedOp | None:
     """The operator that read the label's entry: where only the sign was changed since, it lies further back."""
     if evidence.op.short_name in PICKS:
         return evidence.op
-    if evidence.converts and evidence.op.short_name != "neg":
+    is_difference = evidence.op.short_name in ("sub", "rsub") and evidence.kind != "nan"  # logsumexp(x) - x[label]
+    if evidence.converts and evidence.op.short_name != "neg" and not is_difference:
         return None
     links = evidence.chain.links
     behind = links[links.index(evidence.link) + 1 :] if evidence.converts else links
     picks = (link.op for link in behind if link.op.short_name in PICKS and _reads_labels(link.op))
+    if evidence.converts and is_difference:
+        return next((pick for pick in picks if _labels_are_given(evidence, pick)), None)
     return next(picks, evidence.op if evidence.converts else None)
 
 
 def _reads_labels(op: TracedOp) -> bool:
     return any(t.dtype in (torch.int32, torch.int64) for t in op.inputs)
+
+
+def _labels_are_given(evidence: Evidence, pick: TracedOp) -> bool:
+    """Whether the positions that were picked were handed in, and not found by an argmin of computed numbers."""
+    makers = (lineage.maker(evidence.trace, pick, i) for i, t in enumerate(pick.inputs) if not t.dtype.is_floating_point)
+    return not any(t.dtype.is_floating_point for made in makers if made is not None for t in made.inputs)
 
 
 def _without_infinities(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
