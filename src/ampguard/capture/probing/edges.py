@@ -34,10 +34,16 @@ class EdgeProbe(Probe):
             def __next__(self: Any) -> Any:  # noqa: N807
                 if recorder.paused or not recorder.active:
                     return original(self)
+                left = recorder.tape.left if recorder.tape.is_on_stack else 0
                 guarded(recorder.tape.leave)
                 recorder.paused = True
                 try:
                     batch = original(self)
+                except StopIteration:
+                    recorder.paused = False
+                    if left:  # what was added up over the batches is read behind them
+                        guarded(recorder.tape.enter, left)
+                    raise
                 finally:
                     recorder.paused = False
                 guarded(recorder.preprocessing.note_batch, batch)
