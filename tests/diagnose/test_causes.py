@@ -118,6 +118,12 @@ CASES: dict[str, Case] = {
         lambda x: F.cross_entropy(x.masked_fill(ROW, -INF)[None], torch.tensor([0])),
         [1.0, 2.0],
     ),
+    "label whose logit is masked, cross entropy by hand": Case(
+        "infeasible-target",
+        "index",
+        lambda x: torch.logsumexp(m := x.masked_fill(ROW, -INF), -1) - m[torch.tensor([0])],
+        [1.0, 2.0],
+    ),
     # indeterminate
     "difference of intended infinities": Case(
         "indeterminate", "sub", lambda x: x.masked_fill(ROW, INF) - x.masked_fill(ROW, INF), [1.0, 2.0]
@@ -252,6 +258,14 @@ def test_ctc_names_the_sample(guard: Guard) -> None:
     assert run.first.cause == "infeasible-target"
     assert run.first.evidence["samples"] == [1]
     assert "sample 1" in run.first.explanation
+
+
+def test_an_entry_that_was_found_by_its_value_is_no_label(guard: Guard) -> None:
+    def gap(x: Tensor) -> Tensor:
+        allowed = x.masked_fill(ROW, -INF)
+        return torch.logsumexp(allowed, -1) - allowed.gather(-1, allowed.argmin(-1, keepdim=True))
+
+    assert guard(step(gap, [1.0, 2.0], None)).first.cause == "indeterminate"
 
 
 @pytest.mark.parametrize("where", ["input", "target"])
