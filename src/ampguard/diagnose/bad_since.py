@@ -48,7 +48,7 @@ class BadSince:
         last_good = self._recorder.judge.last_good_step
         facts["since_step"] = None
         if spoiled_by is not None:
-            text = _spoiled(spoiled_by, facts)
+            text = f"It was {spoiled(spoiled_by.incident, facts)}"
             incident = _reset_behind(incident, spoiled_by)
         elif (written := facts.get("written_at")) is not None:
             facts["since_step"] = incident.step
@@ -235,13 +235,13 @@ def _is_infinite_in_low_precision(facts: dict[str, Any]) -> bool:
     return is_low and not values.get("nan") and bool(values.get("+inf") or values.get("-inf"))
 
 
-def _spoiled(case: Case, facts: dict[str, Any]) -> str:
-    first = case.incident
+def spoiled(first: Incident, facts: dict[str, Any]) -> str:
+    """ "poisoned in step 4 by the cast at model.py:7 (fp16-overflow)"; `facts` is given the same."""
     at = f"{first.location.file}:{first.location.line}" if first.location else "an unknown line"
     facts["since_step"] = first.step
     facts["poisoned_by"] = {"step": first.step, "cause": first.cause, "op": first.op, "line": at}
     name = spelled_out(first.op.split(".")[1]) if first.op else "what failed"
-    return f"It was poisoned in step {first.step} by {name} at {Path(at).name} ({first.cause})."
+    return f"poisoned in step {first.step} by {name} at {Path(at).name} ({first.cause})."
 
 
 def _since(facts: dict[str, Any], update: str) -> str:

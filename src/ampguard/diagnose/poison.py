@@ -9,6 +9,7 @@ from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases import Case
+from ampguard.incident import Incident
 from ampguard.numerics import is_finite
 from ampguard.replay.behind import plain_weights
 
@@ -57,6 +58,11 @@ class Poison:
     def buffer(self, name: str) -> Case | None:
         """The case that spoiled a buffer. Its name may have the name of what its module hangs in before it."""
         return next((case for known, case in self.buffers.items() if f".{name}".endswith(f".{known}")), None)
+
+    def made_by(self, buffer: str | None) -> Incident | None:
+        """What has made a buffer bad; of None, what has made the parameters bad."""
+        case = self.case if buffer is None else self.buffer(buffer)
+        return case.incident if case is not None else None
 
     def explains(self, bad: BadResult) -> bool:
         """Whether a bad result only reads weights that an earlier update has spoiled; it is counted to that case then."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ampguard import compat
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt, described
@@ -16,10 +18,11 @@ from ampguard.diagnose.script_casts import own_casts_of
 from ampguard.diagnose.second_place import fixes_behind, fixes_beside
 from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.incident import Fix
-from ampguard.numerics import stats
+from ampguard.numerics import NAN, stats
 from ampguard.replay.differentiated import has_finite_gradients
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
+from ampguard.replay.trace import Trace
 from ampguard.replay.variants import Variant
 
 RUNAWAY = 1e10
@@ -121,14 +124,38 @@ def judged(
         evidence.half_cured.append((variant, how))
         loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
         return False, f"the loss is finite{loss}, its gradients are not"
-    return True, described(outcome, evidence.bad, with_gradients=gradients is True)
+    return True, described(outcome, evidence.bad, with_gradients=gradients is True) + _left_out(evidence, outcome)
 
 
 def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
-    """For a value that the loss does not see: a fix must leave the loss as it is. What it did where it does not."""
+    """For a value that the loss does not see: a fix must leave the loss as it is. What it did where it does not.
+
+    Where NaN was compared with something the loss has seen it after all: a fix gives it the part that was left out.
+    """
+    losses = _other_loss(evidence, outcome)
+    if losses is None or compares_nan(evidence.outcome.trace):
+        return None
+    return f"the replayed step is finite, but its loss is no longer {losses[0]:.4g}: it is {losses[1]:.4g}"
+
+
+def _left_out(evidence: Evidence, outcome: Outcome) -> str:
+    losses = _other_loss(evidence, outcome)
+    return f", no longer {losses[0]:.4g}: comparisons with NaN left a part of it out" if losses is not None else ""
+
+
+def _other_loss(evidence: Evidence, outcome: Outcome) -> tuple[float, float] | None:
+    """The loss before and after a fix of what is hidden from it, where it is another one."""
     if not isinstance(evidence, GradientEvidence) or not evidence.is_hidden or outcome.is_bad:
         return None
     before, after = evidence.outcome.loss, outcome.loss
     if before is None or after is None or math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-6):
         return None
-    return f"the replayed step is finite, but its loss is no longer {before:.4g}: it is {after:.4g}"
+    return before, after
+
+
+def compares_nan(trace: Trace) -> bool:
+    """Whether the forward pass compared NaN with something (each comparison is false, as a minimum or a threshold sees it)."""
+    comparisons = (op for op in trace.ops if not op.in_backward and any(out.dtype is torch.bool for out in op.outputs))
+    makers = (operand.made_by for op in comparisons for operand in op.inputs)
+    bad = (trace.ops[maker[0]].outputs[maker[1]].bad for maker in makers if maker is not None)
+    return any(bool((elements.kinds == NAN).any()) for elements in bad if elements is not None)

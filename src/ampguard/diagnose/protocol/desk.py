@@ -104,7 +104,7 @@ class ProtocolDesk:
     def _incident(self, breach: Breach, step: int) -> Incident | None:
         protocol.load()
         assert self._models is not None
-        scene = Scene(breach, self._models, self._casebook.trained)
+        scene = Scene(breach, self._models, self._casebook.trained, self._casebook.poison.made_by)
         told = BREACH_RULES[breach.cause](scene)
         return incident_of(scene, told, step, self._rank) if told is not None else None
 

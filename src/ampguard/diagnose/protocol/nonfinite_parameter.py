@@ -8,6 +8,7 @@ Not this       a number beside the weights (the best loss so far), which may be 
 
 from __future__ import annotations
 
+from ampguard.diagnose.bad_since import spoiled
 from ampguard.diagnose.protocol.owners import common_module
 from ampguard.diagnose.protocol.scene import Scene, at, listed, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
@@ -37,6 +38,11 @@ def nonfinite_parameter(scene: Scene) -> Telling | None:
             "that took in a bad batch), a write of the script's, or they were so from the beginning."
         )
         how = "delete this file and go back to a checkpoint from before; find what wrote to them, or reset them"
+    evidence = {"path": facts["path"], "names": names[:12], "bad_values": bad, "since_step": since}
+    first = scene.spoiled_by(names[0] if is_state else None)
+    if first is not None and (since is None or first.step >= since):
+        when = f" They were {spoiled(first, evidence)}"
+        how = f"delete this file and go back to a checkpoint from before step {first.step}; repair the {first.cause} of that step"
     if largest is not None:
         dtype = str(values[0].dtype).removeprefix("torch.")
         when = f" In the running model they are finite, up to {number(largest)}: the cast to {dtype} for the file overflowed."
@@ -46,5 +52,4 @@ def nonfinite_parameter(scene: Scene) -> Telling | None:
         f"{facts['of']} tensors, as {listed(names)}; it was written at {at(scene.again)}.{when}"
     )
     fix = order(scene, how, "load-weights" if largest is None else "force-fp32", facts["path"])
-    evidence = {"path": facts["path"], "names": names[:12], "bad_values": bad, "since_step": since}
     return Telling(text, scene.again, (fix,), evidence=evidence, phase="parameters", module=common_module(names))

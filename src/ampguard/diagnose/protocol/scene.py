@@ -24,6 +24,7 @@ from ampguard.diagnose.protocol.owners import (
     variable_name,
     whole_modules,
 )
+from ampguard.incident import Incident
 from ampguard.protocol.events import Breach
 
 MAX_NAMES = 12
@@ -32,8 +33,16 @@ MAX_NAMES = 12
 class Scene:
     """Built in the frame of the breach, while the script's names can be looked up."""
 
-    def __init__(self, breach: Breach, models: Models, trained: Callable[[], list[Tensor]] = list) -> None:
-        """`trained` gives what optimizers move, in a module or not."""
+    def __init__(
+        self,
+        breach: Breach,
+        models: Models,
+        trained: Callable[[], list[Tensor]] = list,
+        spoiled_by: Callable[[str | None], Incident | None] = lambda name: None,
+    ) -> None:
+        """`trained` gives what optimizers move, in a module or not; `spoiled_by` the incident that has made the buffer of a
+        name bad, or the parameters (None)."""
+        self.spoiled_by = spoiled_by
         self.breach = breach
         self.facts = breach.facts
         self.first: Line | None = breach.first
