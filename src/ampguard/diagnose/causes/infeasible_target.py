@@ -144,7 +144,9 @@ def _reads_labels(op: TracedOp) -> bool:
 
 def _labels_are_given(evidence: Evidence, pick: TracedOp) -> bool:
     """Whether the positions that were picked were handed in, and not found by an argmin of computed numbers."""
-    makers = (lineage.maker(evidence.trace, pick, i) for i, t in enumerate(pick.inputs) if not t.dtype.is_floating_point)
+    makers = (
+        lineage.maker(evidence.trace, pick, i) for i, t in enumerate(pick.inputs) if not t.dtype.is_floating_point
+    )
     return not any(t.dtype.is_floating_point for made in makers if made is not None for t in made.inputs)
 
 
