@@ -6,6 +6,7 @@ What happens   a layer was replaced, parametrized (weight_norm) or wrapped in an
                their gradients: backward then gives each parameter a gradient of its own.
 Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler and no gradient at all PyTorch says "No inf
                checks were recorded for this optimizer."; otherwise nothing is said, and those layers never learn.
+               Layers that were frozen, and so left out of the optimizer, and that are unfrozen later: they never learn.
 Instead        build the optimizer last, from the model that is trained; with flat buffers zero_grad(set_to_none=False).
 Not this       flat buffers whose gradients are views of one buffer as well: they are healthy.
 """
@@ -43,6 +44,8 @@ def stale_parameters(scene: Scene) -> Telling:
     name = scene.optimizer
     built = f" (now at {at(scene.first)})" if scene.first is not None else ""
     what = f"{len(lost)} of its {scene.facts.get('of', len(lost))} tensors"
+    if scene.facts.get("unfrozen"):
+        return _unfrozen(scene)
     if scene.facts.get("moved_out"):
         why = (
             f"{listed(scene.parameters)} no longer lie in its flat buffer, and others of the model still do. They were moved or "
@@ -91,3 +94,20 @@ def stale_parameters(scene: Scene) -> Telling:
         evidence={"flat_buffers": flat, "lost_shapes": shapes, "lost_count": len(lost)},
         module=scene.module,
     )
+
+
+def _unfrozen(scene: Scene) -> Telling:
+    """Layers that were frozen as the optimizer was built, and so left out of it."""
+    name, alone = scene.optimizer, len(scene.parameters) == 1
+    text = (
+        f"{listed(scene.parameters)} {'was' if alone else 'were'} frozen when training began and "
+        f"{'gets a gradient and belongs' if alone else 'get gradients and belong'} to no optimizer now: unfrozen in the middle "
+        f"of the run, and never updated. Nobody clears those gradients, so they pile up. No error comes of it."
+    )
+    owners = scene.owners()
+    group = f"{owners[0]}.parameters()" if len(owners) == 1 and scene.module is not None else "..."
+    how = f'where {listed(owners)} {"is" if len(owners) == 1 else "are"} unfrozen: {name}.add_param_group({{"params": {group}}})'
+    fix = order(scene, how, "rebuild-optimizer")
+    evidence = {"flat_buffers": False, "lost_shapes": [], "lost_count": 0, "unfrozen": True}
+    line = scene.again if scene.again is not None else scene.first
+    return Telling(text, line, (fix,), severity="warning", evidence=evidence, module=scene.module)

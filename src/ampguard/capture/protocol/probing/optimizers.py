@@ -92,6 +92,8 @@ class OptimizerProbe:
         watch.taken += 1
         if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or witness.habits.has_saved:
             witness.guarded(witness.stepped, watch)
+        elif not steps & witness.unfrozen.mask:
+            witness.guarded(witness.unfrozen.look, watch)
 
     def _before_direct_step(self, optimizer: Optimizer) -> None:
         self._witness.close_window()

@@ -138,3 +138,5 @@ class ScalerStepProbe:
             witness.guarded(witness.stepped, watch)
             if habits.suspects_scaler:
                 witness.guarded(habits.after_scaler_step, of, watch)
+        elif not steps & witness.unfrozen.mask:
+            witness.guarded(witness.unfrozen.look, watch)

@@ -21,6 +21,7 @@ from ampguard.capture.protocol.own_updates import OwnUpdates
 from ampguard.capture.protocol.piled_by_hand import PiledByHand
 from ampguard.capture.protocol.reads import ReadWindow
 from ampguard.capture.protocol.scans import Scans, is_time_to_look
+from ampguard.capture.protocol.unfrozen import Unfrozen
 from ampguard.capture.recorder import FlightRecorder
 
 Call = Callable[..., Any]
@@ -41,6 +42,7 @@ class Witness:
         self.models = Models(recorder)
         self.moves.close.own_scale.roots = lambda: [root.parameters() for root, _ in self.models.roots()]
         self.scans = Scans(self.moves, self.models)
+        self.unfrozen = Unfrozen(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
@@ -62,6 +64,7 @@ class Witness:
             habits.stepped(watch)
             habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler
         self.scans.after_step(watch)
+        self.unfrozen.after_step(watch)
         habits.tick()
         if self.moves.looks_closely or is_time_to_look(steps):
             self.moves.looks_closely = any(is_time_to_look(w.steps) for w in self.moves.mine())

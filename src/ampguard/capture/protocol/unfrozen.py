@@ -1,0 +1,122 @@
+"""Layers that were frozen when the optimizers began, train now, and belong to none of them.
+
+An optimizer that is built from `filter(lambda p: p.requires_grad, ...)` never learns of what is unfrozen later: backward
+fills those gradients, and nobody uses or clears them. To leave layers out without freezing them is no such case: it is the
+change from frozen to trained that says what was meant.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
+from ampguard.capture.protocol.models import Models
+from ampguard.capture.protocol.watches import Watches
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.compat import version_of
+from ampguard.protocol.events import Breach
+from ampguard.protocol.machine import Machine
+
+NEVER = -1
+EVERY_32 = 31
+EVERY_8 = 7
+MAX_FROZEN = 4096
+
+
+class Moves(Protocol):
+    """What is known of the loop's calls, as far as it is needed here."""
+
+    recorder: FlightRecorder
+    machine: Machine
+    watches: Watches
+    attempt: int
+
+    def tell(self, breaches: list[Breach], step: int) -> None: ...
+
+
+class Unfrozen:
+    """Remembers which parameters were frozen and in no optimizer; asks now and then whether that is still so."""
+
+    def __init__(self, moves: Moves, models: Models) -> None:
+        self._moves = moves
+        self._models = models
+        self._frozen: list[weakref.ref[Tensor]] = []
+        self._seen: list[tuple[Tensor, int, Tensor | None]] = []
+        """What was found to be trained: each with its version, the smallest one with its value."""
+        self._seen_by: tuple[OptimizerWatch, int, int] | None = None
+        """Whose look that was, after how many of its steps, and in which iteration."""
+        self._is_told = False
+        self.mask = NEVER
+        """An optimizer's step is one to look after where its number has none of these bits."""
+
+    def after_step(self, watch: OptimizerWatch) -> None:
+        """Note what is frozen, in steps that are looked at anyway."""
+        steps = watch.steps
+        if not self._is_told and steps & (steps - 1) == 0 and self._seen_by is None:
+            self.look(watch)
+            if self._seen_by is None:
+                self._note_frozen()
+        elif not steps & self.mask:
+            self.look(watch)
+
+    def _note_frozen(self) -> None:
+        held = self._held()
+        frozen = [p for p in self._models.parameters() if not p.requires_grad and p.is_leaf and id(p) not in held]
+        known: dict[int, Tensor] = {id(p): p for p in frozen if p.is_floating_point()}
+        self._frozen = [weakref.ref(p) for p in known.values()][:MAX_FROZEN]
+        self.mask = EVERY_32 if self._frozen else NEVER
+
+    def look(self, watch: OptimizerWatch) -> None:
+        """Have any of them got gradients, and does nobody use these?"""
+        if self._seen_by is None:
+            found = self._trained()
+            if found:
+                self._begin(watch, found)
+        elif self._seen_by[0] is watch and watch.steps - self._seen_by[1] >= EVERY_8:
+            self._end(watch)
+
+    def _trained(self) -> list[Tensor]:
+        alive = [p for ref in self._frozen if (p := ref()) is not None and p.requires_grad and p.grad is not None]
+        held = self._held() if alive else set()
+        return [p for p in alive if id(p) not in held]
+
+    def _begin(self, watch: OptimizerWatch, found: list[Tensor]) -> None:
+        smallest = min(found, key=Tensor.numel)
+        with compat.unseen():
+            value = smallest.detach().clone() if smallest.numel() <= SMALL else None
+        self._seen = [(p, version_of(p), value if p is smallest else None) for p in found]
+        self._seen_by = (watch, watch.steps, self._moves.attempt)
+        self.mask = EVERY_8
+
+    def _end(self, watch: OptimizerWatch) -> None:
+        """Several steps later: who has still not been updated, though it has a gradient, is forgotten."""
+        assert self._seen_by is not None
+        since, seen = self._seen_by[2], self._seen
+        self._seen, self._seen_by = [], None
+        still = {id(p) for p in self._trained()}
+        with compat.unseen():
+            left = [p for p, version, value in seen if id(p) in still and version_of(p) == version and _is(p, value)]
+        if len(left) != len(seen):  # the script updates them itself, has frozen them again, or has built an optimizer
+            self._note_frozen()
+            return
+        self._is_told, self.mask = True, NEVER
+        ledger = self._moves.machine.ledger(watch)
+        facts: dict[str, Any] = {"parameters": left, "unfrozen": True, "of": len(watch.parameters()), "since": since}
+        self._moves.tell(
+            [Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)], since
+        )
+
+    def _held(self) -> set[int]:
+        return {id(p) for watch in self._moves.watches.optimizers for p in watch.parameters()}
+
+
+def _is(parameter: Tensor, value: Tensor | None) -> bool:
+    """Whether it has this value still (a write to `.data` is not counted). Waits for the device."""
+    return value is None or bool(parameter.detach().equal(value))
+
+
+__all__ = ["Unfrozen"]
