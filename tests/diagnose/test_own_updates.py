@@ -104,3 +104,31 @@ def test_where_no_optimizer_steps_at_all(guard: Guard) -> None:
     run = guard(training(written_anew, beside_optimizer=False))
     assert (run.faults, run.causes) == (0, ["bypassed-scaler"])
     assert run.first.evidence["parameters"] == ["0.weight", "0.bias"]  # the rest an optimizer holds
+
+
+@pytest.mark.parametrize("in_module", [True, False])
+@pytest.mark.parametrize("divides", [True, False])
+def test_along_what_autograd_grad_returns(in_module: bool, divides: bool, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 5)
+        weights = list(layer.parameters()) if in_module else [torch.randn(5, 5).requires_grad_()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for _ in range(6):
+            x = torch.randn(8, 5)
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = layer(x) if in_module else x @ weights[0]
+            gradients = torch.autograd.grad(scaler.scale((out.float() - x).square().mean()), weights)
+            with torch.no_grad():
+                for w, g in zip(weights, gradients, strict=True):
+                    w -= 0.01 * (g / scaler.get_scale() if divides else g)  # update
+
+    run = guard(body)
+    assert run.faults == 0
+    if divides:
+        assert run.causes == []
+    else:
+        assert run.causes == ["bypassed-scaler"]
+        assert (run.first.step, run.first.evidence["factor"]) == (0, SCALE)
+        assert run.first.location is not None
+        assert run.first.location.code.endswith("# update")

@@ -1,15 +1,16 @@
 """Weights that the script itself moves along gradients which are still scaled: `p -= lr * p.grad`, and no optimizer.
 
 In iterations that are looked at closely, a few parameters that no optimizer holds are copied with their gradients after the
-backward pass of a scaled loss, and compared once the iteration is over. A weight that has moved by a multiple of its
-gradient was updated by hand; whether the scale was divided out first shows in the multiple: somebody has written the
-learning rate down, so it is a round number, and the same number divided by 65536 is none.
+backward pass of a scaled loss (or as `torch.autograd.grad` returns them), and compared once the iteration is over. A weight
+that has moved by a multiple of its gradient was updated by hand; whether the scale was divided out first shows in the
+multiple: somebody has written the learning rate down, so it is a round number, and the same number divided by 65536 is none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 MOST = 3
 """Parameters that are copied."""
+
+FIRST_GRADS = 8
+"""Calls of `torch.autograd.grad` after which something is copied: nothing tells when a loop without optimizers is known."""
 
 SMALLEST_SCALE = 8.0
 ALONG = 1e-3
@@ -70,6 +74,7 @@ class OwnUpdates:
         self._lines: dict[int, Line | None] = {}
         """Where memory was written to that followed parameters lie in."""
         self._has_told = False
+        self._grads_seen = 0
 
     @property
     def is_open(self) -> bool:
@@ -80,14 +85,36 @@ class OwnUpdates:
         self._followed = []
         if self._has_told or scale < SMALLEST_SCALE:
             return
-        held = [p for watch in self._moves.watches.optimizers for p in watch.parameters()]
-        found = [p for p in unowned(self._models, held) if p.numel() <= SMALL and type(p.grad) is Tensor]
+        found = unowned(self._models, self._held())
+        self._follow([(p, p.grad) for p in found], scale, where)
+        self._step = self._moves.recorder.steps.count
+
+    def after_grad(self, inputs: Any, results: Any, scale: float, where: Line | None, step: int) -> None:
+        """The same of what `torch.autograd.grad` has returned for `inputs`, in the first such calls of a run.
+
+        `step`: the iteration in which it was called; the call itself may have ended it.
+        """
+        self._followed = []
+        if self._has_told or scale < SMALLEST_SCALE or self._grads_seen >= FIRST_GRADS:
+            return
+        self._grads_seen += 1
+        held = {id(p) for p in self._held()}
+        wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+        pairs = [(p, g) for p, g in zip(wanted, results, strict=False) if isinstance(p, Tensor) and p.is_leaf]
+        self._follow([(p, g) for p, g in pairs if id(p) not in held], scale, where)
+        self._step = step
+
+    def _held(self) -> list[Tensor]:
+        return [p for watch in self._moves.watches.optimizers for p in watch.parameters()]
+
+    def _follow(self, pairs: Iterable[tuple[Tensor, Tensor | None]], scale: float, where: Line | None) -> None:
         self._lines = {}
+        plain = [(p, g) for p, g in pairs if type(g) is Tensor and p.numel() <= SMALL and not g.is_sparse]
         with torch.no_grad(), compat.unseen():
-            for p, grad in [(p, p.grad) for p in found if p.grad is not None and not p.grad.is_sparse][:MOST]:
+            for p, grad in plain[:MOST]:
                 self._lines[compat.storage_key(p)] = None
                 self._followed.append(_Followed(p, version_of(p), p.detach().clone(), grad.detach().clone()))
-        self._scale, self._backward, self._step = scale, where, self._moves.recorder.steps.count
+        self._scale, self._backward = scale, where
 
     def wrote(self, target: object, where: Line | None) -> None:
         """The script writes to a tensor in place."""

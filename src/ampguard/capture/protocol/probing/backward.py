@@ -74,6 +74,9 @@ class BackwardProbe:
             if not moves.looks_closely or not moves.scales or not recorder.active or recorder.paused:
                 return original(outputs, inputs, grad_outputs, *args, **kwargs)
             inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
+            if witness.own_updates.is_open and (get_ident() == training.ident or not training.ident):
+                witness.guarded(self._next_grad)
+            step = recorder.steps.count
             results = original(outputs, inputs, grad_outputs, *args, **kwargs)
             if get_ident() == training.ident or not training.ident:
                 frame = sys._getframe(1)
@@ -81,9 +84,27 @@ class BackwardProbe:
                     witness.guarded(moves.close.differentiated, outputs, grad_outputs, inputs, results, frame)
                 witness.guarded(moves.close.taken, outputs, grad_outputs, inputs, results, frame)
                 witness.guarded(moves.penalties.differentiated, outputs, grad_outputs, results, script_line(frame))
+                scale = witness.guarded(self._scale_of, outputs, grad_outputs)
+                if scale is not None and not witness.own_updates.is_open:
+                    witness.guarded(self._own_update_may_follow, inputs, results, scale, script_line(frame), step)
             return results
 
         return grad
+
+    def _next_grad(self) -> None:
+        """The script goes on to the next gradients."""
+        self._witness.window.close()
+        self._witness.own_updates.settle()
+
+    def _scale_of(self, outputs: Any, given: Any) -> float | None:
+        scale, _ = self._witness.moves.carried.scale_of(outputs, given)
+        return None if scale is None else float(scale)
+
+    def _own_update_may_follow(self, *of_grad: Any) -> None:
+        """Gradients of a scaled loss were returned: the script may move weights along them itself."""
+        self._witness.own_updates.after_grad(*of_grad)
+        if self._witness.own_updates.is_open:
+            self._witness.window.open()
 
     def _is_usual(self, tensors: Any) -> bool:
         moves, guarded = self._witness.moves, self._witness.guarded
