@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import accused, rewrite, words
+from ampguard.diagnose import accused, rewrite, stable, words
 from ampguard.diagnose.causes.masked_softmax import row_fixes
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
@@ -63,6 +63,7 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     elif name in DECOMPOSITIONS:
         fixes.append(_spread_eigenvalues(forward))
     elif name in ROOTS:
+        fixes += stable.proposals(forward)
         fixes.append(epsilon_fix(forward, 0, edge))
         fixes.append(clamp_fix(forward, 0, edge, None))
     elif name in GROWING and evidence.is_hidden:

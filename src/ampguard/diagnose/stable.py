@@ -2,7 +2,8 @@
 
 log(softmax(x)) is log_softmax(x); log(sigmoid(x)) is logsigmoid(x); log(1 - sigmoid(x)) is logsigmoid(-x);
 log(sum(exp(x))) is logsumexp(x), log(mean(exp(x))) that less log(n), log(cumsum(exp(x))) is logcumsumexp(x);
-exp(x) / sum(exp(x)) is softmax(x).
+exp(x) / sum(exp(x)) is softmax(x); log(det(x)) is logdet(x), and log(abs(det(x))) is slogdet(x)[1]: the determinant of a
+matrix of ten rows leaves float32's range long before its logarithm does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ampguard.replay.variants import Intervention, RunKey, Variant
 
 EPSILONS = 1e-2
 SUMS = ("sum", "mean", "cumsum")
+BEHIND: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {"exp": ((SUMS,),), "_linalg_det": ((), (("abs",),))}
+"""What may lie between an operator that overflows and the logarithm of it."""
 Compute: TypeAlias = Callable[[Tensor, tuple[Any, ...]], Tensor]
 """The stable form, from the source's operand and arguments."""
 
@@ -32,12 +35,13 @@ def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
     """The stable form of the accused operator's line, if it has one."""
     found = _logs_of_the_line(evidence) if evidence.op.short_name == "log" else None
     old: str | None = None
-    if evidence.op.short_name == "exp":
-        log = _log_of_the_sum(evidence)
+    if evidence.op.short_name in BEHIND:
+        ways = (_log_behind(evidence, way) for way in BEHIND[evidence.op.short_name])
+        log = next((log for log in ways if log is not None), None)
         form = _log_form(evidence, log) if log is not None else None
         if log is not None and form is not None:
             found, old = (form[0], _from_sources([(log, form[1], form[2])])), words.code_at(log.line)
-        else:
+        elif evidence.op.short_name == "exp":
             found = _softmax_by_hand(evidence)
     if found is None:
         return ()
@@ -74,7 +78,24 @@ def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute
         inner = lineage.maker(evidence.trace, maker, 0 if len(maker.inputs) == 1 else len(maker.inputs) - 1)
         if inner is not None and inner.short_name == "sigmoid":
             return "F.logsigmoid(-x)", inner, lambda x, args: F.logsigmoid(-x)
+    if maker.short_name in ("_linalg_det", "abs"):
+        return _log_of_determinant(evidence, maker)
     return _log_of_exponentials(evidence, maker) if maker.short_name in SUMS else None
+
+
+def _log_of_determinant(evidence: Evidence, maker: TracedOp) -> tuple[str, TracedOp, Compute] | None:
+    """log(det(x)), log(abs(det(x))): of a matrix that is not singular the logarithm is an ordinary number."""
+    of_size = maker.short_name == "abs"
+    determinant = lineage.maker(evidence.trace, maker, 0) if of_size else maker
+    call = evidence.capture(determinant.index) if determinant is not None else None
+    if determinant is None or determinant.short_name != "_linalg_det" or call is None:
+        return None
+    signs, logarithms = torch.linalg.slogdet(call.tensors[0].detach())
+    if not bool((torch.isfinite(logarithms) & ((signs > 0) | of_size)).all()):
+        return None
+    if of_size:
+        return "torch.linalg.slogdet(x)[1]", determinant, lambda x, args: torch.linalg.slogdet(x)[1]
+    return "torch.logdet(x)", determinant, lambda x, args: torch.logdet(x)
 
 
 def _log_of_exponentials(evidence: Evidence, maker: TracedOp) -> tuple[str, TracedOp, Compute] | None:
@@ -96,10 +117,10 @@ def _log_of_exponentials(evidence: Evidence, maker: TracedOp) -> tuple[str, Trac
     return how, inner, lambda x, args: torch.logsumexp(x, dim, keepdim=keep) - math.log(count)
 
 
-def _log_of_the_sum(evidence: Evidence) -> TracedOp | None:
-    """The logarithm of a sum (or mean) of the accused exponentials, if they go nowhere else."""
+def _log_behind(evidence: Evidence, way: tuple[tuple[str, ...], ...]) -> TracedOp | None:
+    """The logarithm at the end of a way from the accused operator, if what it gives goes nowhere else."""
     op: TracedOp | None = evidence.op
-    for names in (SUMS, ("log",)):
+    for names in (*way, ("log",)):
         uses = [u for u in evidence.trace.ops if op is not None and any(t.made_by == (op.index, 0) for t in u.inputs)]
         uses = [u for u in uses if u.short_name not in ("detach", "alias")]
         op = uses[0] if len(uses) == 1 and uses[0].short_name in names else None
@@ -162,7 +183,8 @@ class _Source:
         operand = args[0].detach().requires_grad_()
         total = torch.zeros_like(operand)
         if gradient is not None and bool((gradient != 0).any()):  # its result is used beside the form as well
-            (found,) = torch.autograd.grad(func(operand, *args[1:], **kwargs), operand, gradient)
+            made = func(operand, *args[1:], **kwargs)
+            (found,) = torch.autograd.grad(made[0] if isinstance(made, tuple) else made, operand, gradient)
             total = total + found
         for compute, arriving in self.arriving:
             result = compute(_wide(operand), args)
