@@ -31,15 +31,25 @@ def of_something(errors: Tensor, n: int) -> Tensor:
     return (errors.sum() + 1) / (n * 2)
 
 
+def of_weights(errors: Tensor, n: int) -> Tensor:
+    return errors.sum() / (n * 0.125)
+
+
+def by_weights_in_a_method(errors: Tensor, n: int) -> Tensor:
+    return errors.sum().div(n * 0.125 if n > 1 else 0.0)
+
+
 def by_a_temperature(errors: Tensor, n: int) -> Tensor:
     return torch.logsumexp((errors + 1) / (n * 0.5), 0)
 
 
 CASES = {
     mean_of_kept: ("guard-empty", "return errors.sum() / max(n, 1)"),
-    in_place: ("guard-empty", "total /= max(float(n), 1)"),
+    in_place: ("guard-empty", "total /= float(n) or 1"),
     by_a_method: ("guard-empty", "return errors.sum().div(max(n, 1)) * 2 / 3"),
     of_something: ("guard-empty", "return (errors.sum() + 1) / max(n * 2, 1)"),
+    of_weights: ("guard-empty", "return errors.sum() / (n * 0.125 or 1)"),
+    by_weights_in_a_method: ("guard-empty", "return errors.sum().div((n * 0.125 if n > 1 else 0.0) or 1)"),
     by_a_temperature: ("clamp", "return torch.logsumexp((errors + 1) / max(n * 0.5, 1e-6), 0)"),
 }
 

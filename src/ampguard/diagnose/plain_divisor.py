@@ -14,18 +14,19 @@ from ampguard.replay.variants import Variant
 
 
 def at_least(evidence: Evidence) -> Proposal:
-    """`max(n, 1)` for a count: a whole number, or one of nothing (0/0). Else `max(t, 1e-6)`."""
+    """`max(n, 1)` for a count; `(w or 1)` where a sum of weights is 0 as well (0/0), which at other times may be any
+    number; else `max(t, 1e-6)`.
+    """
     is_whole = evidence.call is not None and any(_is_zero(a) and isinstance(a, int) for a in evidence.call.args)
     is_count = is_whole or (bool(evidence.operands) and evidence.operands[0].value == 0)
     least = 1.0 if is_count else smallest_epsilon(evidence)
+    change = _or_one if is_count and not is_whole else _larger_of(least)
 
     def guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*(least if _is_zero(argument) else argument for argument in args), **kwargs)
 
-    how = (
-        _written(evidence, least)
-        or f"max(n, {rewrite.literal(least)}) in place of the divisor in: {accused.statement(evidence)}"
-    )
+    short = "(w or 1)" if change is _or_one else f"max(n, {rewrite.literal(least)})"
+    how = _written(evidence, change) or f"{short} in place of the divisor in: {accused.statement(evidence)}"
     action = "guard-empty" if is_count else "clamp"
     return Proposal(action, words.region(evidence), how, trial=lambda e: Variant(at_places={e.op.place: guarded}))
 
@@ -34,7 +35,7 @@ def _is_zero(argument: Any) -> bool:
     return isinstance(argument, (int, float)) and not isinstance(argument, bool) and argument == 0
 
 
-def _written(evidence: Evidence, least: float) -> str | None:
+def _written(evidence: Evidence, change: rewrite.Change) -> str | None:
     """The changed line, where the text tells which division it was."""
     line, op = accused.line_of(evidence), evidence.op
     if line is None:
@@ -47,7 +48,7 @@ def _written(evidence: Evidence, least: float) -> str | None:
         if (divisor := expression.operand(op.short_name, 1, accused.argument_name(op, 1))) is not None
         and source_code.plain_number(divisor) in (None, 0)
     ]
-    return rewrite.with_changes(line, able, _larger_of(least)) if len(able) == 1 else None
+    return rewrite.with_changes(line, able, change) if len(able) == 1 else None
 
 
 def _larger_of(least: float) -> rewrite.Change:
@@ -57,3 +58,12 @@ def _larger_of(least: float) -> rewrite.Change:
         return [(start, end, f"max({source.written(operand)}, {rewrite.literal(least)})")]
 
     return change
+
+
+def _or_one(source: source_code.Source, operand: ast.expr, expression: source_code.Expression) -> list[Edit]:
+    text = source.written(operand)
+    if isinstance(operand, (ast.IfExp, ast.Lambda, ast.NamedExpr)):
+        text = f"({text})"
+    is_alone = expression.takes_any(operand)
+    start, end = source.span(operand) if is_alone else source.in_parentheses(operand) or source.span(operand)
+    return [(start, end, f"{text} or 1" if is_alone else f"({text} or 1)")]
