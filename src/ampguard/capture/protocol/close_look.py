@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ampguard.capture.protocol.added import AddedGradients
 from ampguard.capture.protocol.assigned import AssignedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
@@ -81,6 +83,10 @@ class CloseLook:
             for breach in breaches:
                 breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
             self._moves.tell(breaches, self._moves.recorder.steps.count)
+
+    def arrived(self, watch: OptimizerWatch, scale: float) -> list[tuple[Tensor, Tensor]]:
+        """Parameters with hooks of the script's whose gradient has come, in the backward pass that is under way."""
+        return self._hooks.arrived(watch, scale)
 
     # --- divisions ----------------------------------------------------------------------------------------------------
 

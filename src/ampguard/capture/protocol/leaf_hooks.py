@@ -49,7 +49,10 @@ class _Passage:
     """A parameter's gradient on its way through the script's hooks: before the first, and after each of them."""
 
     watch: OptimizerWatch
+    parameter: Tensor
     hooks: list[Line | None]
+    is_complete: bool
+    """Behind the hooks that get the gradient alone: these get the parameter, with its gradient added up."""
     handles: list[Any] = field(default_factory=list)
     seen: list[Tensor | None] = field(default_factory=list)
     """None where a hook has taken the gradient away (an optimizer that steps in backward)."""
@@ -99,10 +102,17 @@ class LeafHooks:
             for p in [p for p in watch.sample if p.numel() <= SMALL]:
                 before, behind = compat.hooks_of_leaf(p), compat.hooks_behind_leaf(p)
                 if before:
-                    self._passages.append(_watched(before, watch, p.register_hook, is_complete=False))
+                    self._passages.append(_watched(before, watch, p, p.register_hook, is_complete=False))
                 if behind:
                     put = p.register_post_accumulate_grad_hook
-                    self._passages.append(_watched(behind, watch, put, is_complete=True))
+                    self._passages.append(_watched(behind, watch, p, put, is_complete=True))
+
+    def arrived(self, watch: OptimizerWatch, scale: float) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of `watch` with the gradient that has come and that no hook has divided by the scale on its way."""
+        mine = [passage for passage in self._passages if passage.watch is watch]
+        divided = {id(each.parameter) for each in mine if not each.is_complete and each.divides_by(scale)}
+        found = [(each.parameter, each.seen[0]) for each in mine if each.is_complete and each.seen]
+        return [(p, gradient) for p, gradient in found if gradient is not None and id(p) not in divided]
 
     def end(self, scale: float | None = None) -> list[HookClip | HookDivision]:
         """Take them away. Who has clipped, or divided by the scale: one for each optimizer."""
@@ -124,10 +134,10 @@ class LeafHooks:
         return list(found.values())
 
 
-def _watched(hooks: Any, watch: OptimizerWatch, put: Any, is_complete: bool) -> _Passage:
+def _watched(hooks: Any, watch: OptimizerWatch, parameter: Tensor, put: Any, is_complete: bool) -> _Passage:
     """Looks before, between and behind the hooks: autograd goes by the order in which they were put in."""
     own = dict(hooks)
-    passage = _Passage(watch, [_line_of(hook) for hook in own.values()])
+    passage = _Passage(watch, parameter, [_line_of(hook) for hook in own.values()], is_complete)
     see = passage.see_complete if is_complete else passage.see
     passage.handles.append(put(see))
     for identity, hook in own.items():

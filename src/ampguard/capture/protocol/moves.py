@@ -20,6 +20,7 @@ from ampguard.capture.protocol.carried_scales import CarriedScales
 from ampguard.capture.protocol.clipped import ClippedGradients
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.in_backward import StepsInBackward
 from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.protocol.norms import Norms
 from ampguard.capture.protocol.penalties import Penalties
@@ -73,6 +74,7 @@ class Moves:
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.carried = CarriedScales(self.machine, self.watches)
         self.close = CloseLook(self)
+        self.in_backward = StepsInBackward(self)
         self.clipped = ClippedGradients(self)
         self.penalties = Penalties(self)
         self.norms = Norms(self)
@@ -140,7 +142,7 @@ class Moves:
         if not of.is_own and of.uses == 1:
             of.is_own = only_scales_itself(of.ref())
 
-    def before_backward(self, losses: Any, gradients: Any) -> None:
+    def before_backward(self, losses: Any, gradients: Any, frame: Frame = None) -> None:
         """Note what the gradients are before they change, and by what the loss was scaled."""
         machine, me = self.machine, get_ident()
         for watch in self.watches.optimizers:
@@ -156,6 +158,8 @@ class Moves:
         self.carried.losses.of_several = False
         self._next = self.carried.scale_of(losses, gradients)
         if self.looks_closely:
+            if self._next[0] is not None:
+                self.in_backward.begins(self._next[0], frame)
             self.close.before_backward(losses, self._next[0] is not None)
             self.penalties.before_backward(losses, self._next[0] is not None)
 
@@ -169,6 +173,7 @@ class Moves:
     def after_backward(self, frame: FrameType) -> tuple[OptimizerWatch, ...]:
         """Tell the machine whose gradients have changed."""
         scale, is_plain = self._next
+        self.in_backward.ends()
         self.differentiated_inside = self.stepping is not None
         closely = self.looks_closely
         mine = self.mine()

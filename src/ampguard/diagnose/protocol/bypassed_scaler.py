@@ -63,6 +63,8 @@ def bypassed_scaler(scene: Scene) -> Telling:
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
     if scene.facts.get("was_skipped") or scene.facts.get("repeats"):
         how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"
+    if scene.facts.get("in_backward"):
+        how = f"in the hook {scaler}.step({name}) in place of {name}.step(), and {scaler}.update() once, behind the backward pass"
     if scene.facts.get("by_closure"):
         how = (
             f"GradScaler works with no closure: call backward outside and {scaler}.step({name}); where the optimizer needs its "

@@ -52,7 +52,7 @@ class BackwardProbe:
                     if scans.asked and me == training.ident:
                         guarded(scans.after_backward)
                     return result
-                guarded(self._before, tensors, grad_tensors)
+                guarded(self._before, tensors, grad_tensors, frame)
                 result = original(tensors, grad_tensors, *args, **kwargs)
                 if me == training.ident:
                     guarded(self._after, frame)
@@ -113,7 +113,7 @@ class BackwardProbe:
             return False
         return bool(guarded(moves.usual_backward.begins, tensors))
 
-    def _before(self, tensors: Any, gradients: Any) -> None:
+    def _before(self, tensors: Any, gradients: Any, frame: FrameType) -> None:
         moves = self._witness.moves
         if self._witness.own_updates.is_open:
             self._witness.own_updates.settle()
@@ -124,7 +124,7 @@ class BackwardProbe:
             self._witness.models.look()
         if not self._witness.piled.is_over:
             self._witness.piled.before_backward(tensors)
-        moves.before_backward(tensors, gradients)
+        moves.before_backward(tensors, gradients, frame)
 
     def _after(self, frame: FrameType) -> None:
         witness = self._witness

@@ -58,6 +58,8 @@ class OptimizerProbe:
         if moves.stepping is not None:
             moves.stepping[1].stepped = True
         elif witness.recorder.paused:
+            if moves.in_backward.is_open:
+                witness.guarded(moves.in_backward.stepping, optimizer, sys._getframe(1))
             witness.guarded(witness.training.missed)
             witness.guarded(witness.recorder.drivers.trains, sys._getframe(1))
         elif witness.recorder.active:

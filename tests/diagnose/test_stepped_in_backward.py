@@ -1,0 +1,74 @@
+"""Optimizers that step in hooks, in the middle of the backward pass of a scaled loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+Guard = Callable[..., Any]
+SCALE = 512.0
+
+
+def train(
+    step: Callable[[Tensor, torch.optim.Optimizer, Any], None], divides_before: bool = False, **options: Any
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    opts = {p: torch.optim.Adam([p], lr=1e-3, **options) for p in net.parameters()}
+
+    def hook(p: Tensor) -> None:
+        step(p, opts[p], scaler)
+        opts[p].zero_grad()
+
+    for p in net.parameters():
+        if divides_before:
+            p.register_hook(lambda g: g / SCALE)
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(6):
+        x = torch.randn(16, 6)
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = net(x)
+        scaler.scale((out.float() - x[:, :1]).square().mean()).backward()
+        if step is by_the_scaler:
+            scaler.update()
+
+
+def past_the_scaler(p: Tensor, opt: torch.optim.Optimizer, scaler: Any) -> None:
+    opt.step()  # too early
+
+
+def by_the_scaler(p: Tensor, opt: torch.optim.Optimizer, scaler: Any) -> None:
+    scaler.step(opt)
+
+
+def divided(p: Tensor, opt: torch.optim.Optimizer, scaler: Any) -> None:
+    assert p.grad is not None
+    p.grad.div_(SCALE)
+    opt.step()
+
+
+def test_with_the_gradients_as_they_come(guard: Guard) -> None:
+    run = guard(lambda: train(past_the_scaler))
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"])
+    incident = run.first
+    assert (incident.step, incident.severity, incident.evidence["factor"]) == (0, "error", SCALE)
+    assert incident.location is not None
+    assert incident.location.code == "opt.step()  # too early"
+    assert "once, behind the backward pass" in incident.fixes[0].how
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_by_the_scaler(options: dict[str, Any], guard: Guard) -> None:
+    run = guard(lambda: train(by_the_scaler, **options))
+    assert (run.faults, run.causes) == (0, [])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_with_gradients_that_were_divided(before: bool, guard: Guard) -> None:
+    run = guard(lambda: train(past_the_scaler if before else divided, divides_before=before))
+    assert (run.faults, run.causes) == (0, [])
