@@ -72,7 +72,7 @@ def statement(evidence: Evidence) -> str:
 def line_of(evidence: Evidence) -> source_code.LineOfCode | None:
     """The accused line, if its own text runs the operator: not where PyTorch's code did that it called."""
     op = evidence.op
-    if op.line is None or _ran_inside_pytorch(evidence):
+    if op.line is None or ran_inside_pytorch(evidence):
         return None
     line = source_code.line_of_code(op.line)
     if line is None or any(name in HIDING for part, _ in line.parts for name in source_code.called(part)):
@@ -80,7 +80,7 @@ def line_of(evidence: Evidence) -> source_code.LineOfCode | None:
     return line
 
 
-def _ran_inside_pytorch(evidence: Evidence) -> bool:
+def ran_inside_pytorch(evidence: Evidence) -> bool:
     """Whether the operator ran in a module of PyTorch's own (`nn.LayerNorm`), so that the line only called it.
 
     Not so where it is the script's hook on such a module.

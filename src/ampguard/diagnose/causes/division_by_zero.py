@@ -9,10 +9,12 @@ Not this       a divisor that only low precision turned into 0: see fp16-underfl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ampguard import numerics
-from ampguard.diagnose import ignored_targets, lineage, plain_divisor, rewrite, words
+from ampguard.diagnose import accused, ignored_targets, lineage, plain_divisor, rewrite, words
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.lineage import LOOK_THROUGH
@@ -27,6 +29,7 @@ from ampguard.diagnose.proposals import (
 )
 from ampguard.diagnose.under_root import under_the_root
 from ampguard.replay.trace import TracedOp
+from ampguard.replay.variants import Variant
 
 DIVISOR: dict[str, int] = {
     "div": 1, "true_divide": 1, "divide": 1, "remainder": 1, "fmod": 1, "reciprocal": 0, "rsqrt": 0,
@@ -60,6 +63,8 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
             proposals=(plain_divisor.at_least(evidence),),
         )
     divisor = evidence.operands[position]
+    if _is_weight_by_its_size(evidence, divisor):
+        return _by_its_size(evidence, divisor)
     numerator = None if position == 0 else evidence.operands[0].value
     count = (divisor.values == 0).sum().item()
     proposals = guards(evidence)
@@ -109,6 +114,45 @@ def _by_a_norm(evidence: Evidence) -> Finding | None:
         weight=50,
         evidence={"divisor": evidence.operands[0].stats.as_dict(), "zero_divisors": empty, "numerator": 0.0},
         proposals=(Proposal("initialise-parameter", words.region(evidence), advice, trial=changed_operand(0, lifted)),),
+    )
+
+
+def _is_weight_by_its_size(evidence: Evidence, divisor: Operand) -> bool:
+    """Whether PyTorch itself (spectral_norm) divides a matrix that is 0 everywhere by one number."""
+    if evidence.op.short_name != "div" or divisor.values.numel() != 1 or not accused.ran_inside_pytorch(evidence):
+        return False
+    matrix, is_given = evidence.operands[0].values, lineage.maker(evidence.trace, evidence.op, 0) is None
+    return is_given and matrix.dim() > 1 and not bool((matrix != 0).any())
+
+
+def _by_its_size(evidence: Evidence, divisor: Operand) -> Finding:
+    """Spectral normalisation of a weight that is all 0."""
+
+    def initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        weight = args[0]
+        if bool((weight != 0).any()):
+            return func(*args, **kwargs)
+        numbers = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+        return (weight + numbers) / torch.linalg.matrix_norm(numbers.flatten(1).float(), 2).to(weight.dtype)
+
+    advice = (
+        "initialise the weight that is normalised with random numbers; a factor of its own behind it, "
+        "nn.Parameter(torch.zeros(())), may begin at 0"
+    )
+    return Finding(
+        "division-by-zero",
+        f"{words.operator(evidence)} {words.place(evidence)} divides by 0 (0/0): the weight that it normalises is 0 everywhere, "
+        f"and so is its norm.",
+        weight=50,
+        evidence={"divisor": divisor.stats.as_dict(), "zero_divisors": 1, "numerator": 0.0},
+        proposals=(
+            Proposal(
+                "initialise-parameter",
+                words.region(evidence),
+                advice,
+                trial=lambda e: Variant(at_places={e.op.place: initialised}),
+            ),
+        ),
     )
 
 
