@@ -201,6 +201,8 @@ class Machine:
             self._pend(ledger, "unscaled-backward", event, of_other[0].where, facts)
             return
         cause = "accumulation-broken" if len(scales) > 1 else "missing-update"
+        # Who has stepped before the last update and again since it does so in each micro-step.
+        facts["others"] = [key for key in set(session.stepped) - {event.optimizer} if session.stepped.count(key) > 1]
         first = ledger.parts[0].where if cause == "accumulation-broken" else session.updated_at
         self._pend(ledger, cause, event, first, facts)
 

@@ -42,6 +42,12 @@ def accumulation_broken(scene: Scene) -> Telling:
         f"in the window only {scaler}.scale(loss).backward(); at its end {scaler}.unscale_({name}), clip, {scaler}.step({name}), "
         f"{scaler}.update(), {name}.zero_grad()"
     )
+    if facts.get("others") and len(facts.get("scales", ())) > 1:
+        text += f" `{scene.others(facts['others'])}` steps in every micro-step, with the same scaler."
+        how = (
+            f"give `{name}` a GradScaler of its own, so that its scale stays as it is until its window ends: scaler_2.scale(loss)"
+            f".backward() in the window; at its end scaler_2.step({name}), scaler_2.update(), {name}.zero_grad()"
+        )
     keys = ("scale", "scales", "divided_by", "refused", "backwards")
     evidence = {key: facts[key] for key in keys if facts.get(key) is not None}
     return Telling(head + text, where, (order(scene, how),), evidence=evidence)

@@ -10,6 +10,8 @@ Not this       a scheduler that is stepped once an epoch.
 
 from __future__ import annotations
 
+import re
+
 from ampguard.diagnose.protocol.framework import gate_instead
 from ampguard.diagnose.protocol.scene import Scene, at, is_one_line, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
@@ -29,7 +31,7 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
     if settling:
         text += " So few are normal while the loss scale settles."
     gate = (
-        f"scale = {scaler}.get_scale(); {scaler}.step({name}); {scaler}.update(); "
+        f"scale = {scaler}.get_scale(); {scaler}.step({_given(scene)}); {scaler}.update(); "
         f"if {scaler}.get_scale() >= scale: {_move(scene)}"
     )
     how = gate_instead(scene) or f"step the scheduler only after a step that was not skipped: {gate}"
@@ -42,6 +44,13 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
 def _stepped(scene: Scene) -> str:
     """Where, unless one line of the script (a framework's `fit`) does both."""
     return "" if is_one_line(scene) or scene.first is None else f", at {at(scene.first)}"
+
+
+def _given(scene: Scene) -> str:
+    """What the script gives the scaler to step: perhaps a wrapper (Lookahead) around the optimizer that the scheduler moves."""
+    code = statement(scene.first)
+    given = re.search(rf"{re.escape(scene.scaler)}\.step\(([\w.]+(?:\[[^\[\]]*\])?)\)", code)
+    return given[1] if given is not None else scene.optimizer
 
 
 def _move(scene: Scene) -> str:
