@@ -24,6 +24,8 @@ class Poison:
         self.case: Case | None = None
         """Whose update has made parameters bad: what fails after it and reads them is its doing."""
         self.buffers: dict[str, Case] = {}
+        self._is_seen_in_weights = False
+        """The case was told of weights that the script had just written: the step that reads them is not over."""
         self.unknown_since: int | None = None
         """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
         self.unknown_step: int | None = None
@@ -53,7 +55,7 @@ class Poison:
         case.updates = self._recorder.steps.attempts
         if bad.kind == "gradient":  # the update follows at once, whoever makes it
             case.updates -= 1
-        self.case = case
+        self.case, self._is_seen_in_weights = case, bad.is_of_weights
 
     def buffer(self, name: str) -> Case | None:
         """The case that spoiled a buffer. Its name may have the name of what its module hangs in before it."""
@@ -72,6 +74,7 @@ class Poison:
             return False
         failed = case.incident.step if case is not None else self.unknown_step
         is_later = failed is not None and bad.step > failed  # (a script may update its weights by itself)
+        is_later = is_later or (self._is_seen_in_weights and not bad.is_of_weights)
         if self._recorder.steps.attempts <= updates and not is_later and not self._recorder.is_in_closure:
             return False
         if case is None:
