@@ -40,6 +40,8 @@ from ampguard.run.overrides.scalers import Scalers
 from ampguard.run.overrides.step_again import StepAgain
 from ampguard.run.overrides.updates import Listener, Updates
 
+GAINED = "gained autocast around calls of the script's models"
+
 
 class RunningOverrides:
     """What was asked for, while the script runs."""
@@ -79,6 +81,8 @@ class RunningOverrides:
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
         self._updates.has_own_regions = lambda: bool(self._regions.of_script)
+        self._calls_gained = 0
+        """Calls of models around which autocast was gained, before the script has opened any region itself."""
         self._weights: CastWeights | None = None
         if plan.weights_dtype != torch.float32:
             self._updates.weights = self._cast_weights()
@@ -233,9 +237,16 @@ class RunningOverrides:
     def _on_gain(self) -> None:
         if self._regions.of_script:  # the first call of a model that opens them itself
             return
-        self.ledger.done("gained autocast around calls of the script's models")
+        self._calls_gained += 1
+        self.ledger.done(GAINED)
 
     def _say_what_never_came(self) -> None:
+        if self._regions.of_script and self._calls_gained and GAINED in self.ledger.did:
+            self.ledger.did.remove(GAINED)
+            calls = "a call of a model" if self._calls_gained == 1 else f"{self._calls_gained} calls of models"
+            self.ledger.failed(
+                f"{calls} before the script's first autocast region gained autocast, for nothing told of that region yet"
+            )
         has_low_weights = self._plan.weights_dtype != torch.float32
         if self._plan.is_set and self._plan.dtype is None and not has_low_weights and not self.ledger.did:
             self.ledger.done("found no autocast region and no GradScaler to switch off")
