@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ampguard
+from ampguard.capture import schedule
 from ampguard.run.session import Session
 
 STEPS, BAD = 70, 66
@@ -48,6 +49,14 @@ def standardized(x: Tensor) -> Tensor:
     return (x - x.mean()) / x.std()
 
 
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taping is never next to nothing."""
+    monkeypatch.setattr(schedule, "FIRST_PREFIXES", 0)
+    monkeypatch.setattr(schedule, "PREFIX_TIME_SHARE", 0.0)
+
+
+@pytest.mark.usefixtures("costs")
 def test_metrics_of_the_last_step_are_not_taped(tmp_path: Path) -> None:
     with ampguard.watch(out=tmp_path / "run") as session:
         taped = trained(session, lambda step, x: x, accuracy)
@@ -77,6 +86,7 @@ def moved(step: int, x: Tensor) -> Tensor:
     return torch.cat([x[2:], x[:2]]).to("cpu").reshape(5, 4).clone()
 
 
+@pytest.mark.usefixtures("costs")
 def test_batches_that_are_only_joined_and_moved_are_not_taped(tmp_path: Path) -> None:
     with ampguard.watch(out=tmp_path / "run") as session:
         taped = trained(session, moved, None)
@@ -114,3 +124,18 @@ def test_preprocessing_that_comes_at_times_is_told(tmp_path: Path) -> None:
         trained(session, prepare, None)
     first = session.report.incidents[0]
     assert (first.cause, first.step, first.op) == ("division-by-zero", BAD, "aten.div.Tensor")
+
+
+def test_what_no_step_needs_is_taped_as_long_as_that_costs_next_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script may write to its weights there."""
+    monkeypatch.setattr(schedule, "PREFIX_TIME_SHARE", 0.0)
+    with ampguard.watch(out=tmp_path / "new") as session:
+        taped = trained(session, lambda step, x: x, accuracy)
+    assert all(taped[: schedule.FIRST_PREFIXES - 1])
+    assert sum(taped[schedule.FIRST_PREFIXES :]) == 1  # looked at again
+    monkeypatch.setattr(schedule, "PREFIX_TIME_SHARE", 1.0)
+    with ampguard.watch(out=tmp_path / "cheap") as session:
+        taped = trained(session, lambda step, x: x, accuracy)
+    assert all(taped)

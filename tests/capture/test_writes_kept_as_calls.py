@@ -165,6 +165,8 @@ def test_nothing_is_told_of_a_healthy_step(
     loop: Callable[[bool], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write is one entry, and no entry is named before it is forgotten."""
+    monkeypatch.setattr(schedule, "FIRST_PREFIXES", 0)
+    monkeypatch.setattr(schedule, "PREFIX_TIME_SHARE", 0.0)
     kept: list[Any] = []
     settled: list[Any] = []
     keep, settle = EventLog.keep_write, EventLog._settle_write

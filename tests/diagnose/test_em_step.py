@@ -69,7 +69,7 @@ def test_a_schedule_whose_time_is_spent() -> None:
     assert tape.more_before() > 1000
     assert tape.more_before() == 0, "once a step"
     for step in range(3, 400):
-        tape.begins(has_prefix=True)
+        tape.begins(events=1)
         tape.prefix_was(used=True)
         tape.ended(step, 1e-3, 1e-3, True, 1000)
     assert tape.prefix_limit == 0

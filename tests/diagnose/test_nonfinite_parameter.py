@@ -230,3 +230,51 @@ def test_averaged_weights_that_only_the_script_writes(
     assert "No optimizer trains it, nor anything else in its model" in run.first.explanation
     assert run.first.evidence["since_step"] is None
     assert [fix.action for fix in run.first.fixes] == ["load-weights"]
+
+
+def by_entry(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight[2, 1] = math.nan
+
+
+def by_row_of_data(weight: Tensor) -> None:
+    weight.data[2] = math.inf
+
+
+def by_row(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight[3].fill_(math.nan)
+
+
+def by_all_of_data(weight: Tensor) -> None:
+    weight.data.fill_(math.nan)
+
+
+@pytest.mark.parametrize("write", [by_entry, by_row_of_data, by_row, by_all_of_data])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_line_that_wrote_bad_values_into_a_weight(
+    drawn: bool, write: Callable[[Tensor], None], guard: Guard
+) -> None:
+    """Long after the first steps, and in a part of the weight."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        data, labels = torch.randn(64, 8), torch.randint(0, 3, (64,))
+        for step in range(25):
+            if step == 20:
+                write(net[0].weight)
+            chosen = torch.randint(0, 64, (16,)) if drawn else slice(0, 16)
+            loss = nn.functional.cross_entropy(net(data[chosen]), labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    incident = guard(body).report.incidents[0]
+    assert (incident.cause, incident.step, incident.evidence["name"]) == ("nonfinite-parameter", 20, "0.weight")
+    assert incident.evidence["written_at"]["line"] == write.__code__.co_firstlineno + (
+        2 if "data" not in write.__name__ else 1
+    )
+    assert "The script itself has given it these values in this step" in incident.explanation
+    assert [fix.action for fix in incident.fixes if fix.verified] == ["initialise-parameter"]

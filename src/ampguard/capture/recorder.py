@@ -183,10 +183,10 @@ class FlightRecorder:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
         if self.steps.count < FIRST_STEPS:
             log.note_prepared(root)
-        has_prefix = log.latest >= log.iteration_start
+        before = log.size_of_iteration if self.between_steps else 0
         log.append_root(root)
         if self.between_steps:
-            self.schedule.begins(has_prefix)
+            self.schedule.begins(before)
             self._first_root = index
             self.between_steps = False
         root.started = time.perf_counter() if modes.grad else time.thread_time()

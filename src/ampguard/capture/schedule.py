@@ -40,6 +40,15 @@ RARE_PREFIXES = 64
 LOOK_AGAIN = 32
 """Steps between two in which it is taped all the same, or in which it is seen whether it is still needed."""
 
+FIRST_PREFIXES = 32
+"""Steps at the beginning of a run in all of which it is taped, where it is short."""
+
+SHORT_PREFIX = 8
+"""Events up to which it is."""
+
+PREFIX_TIME_SHARE = 0.003
+"""Share of a step's time up to which it is taped even where no step needs it: a script may write to its weights there."""
+
 FIRST_STEPS = 2
 """Steps of a run whose time says nothing."""
 
@@ -64,6 +73,8 @@ class TapeSchedule:
         """Whether nothing is taped between an optimizer's step and the first module."""
         self._wants_prefix = True
         self._has_prefix = False
+        self._prefix_events = 0
+        """How many there were before the first module of the last step in which it was taped."""
         self._clears_between_steps = False
         self._empty_prefixes = 0
         self._uses = 0
@@ -79,10 +90,12 @@ class TapeSchedule:
         self._spent += operators * TAPED_WRITE_SECONDS
         self.keeps_for_weights = self._spent < -FREE_SECONDS / 2
 
-    def begins(self, has_prefix: bool) -> None:
-        """The first module of a step is called; `has_prefix`: something was computed before."""
-        self._has_prefix = has_prefix
-        if not has_prefix:
+    def begins(self, events: int) -> None:
+        """The first module of a step is called; `events`: how many there were before."""
+        self._has_prefix = events > 0
+        if not self.has_no_prefix:
+            self._prefix_events = events
+        if not events:
             self._empty_prefixes += 1
 
     def wonders(self, steps: int) -> bool:
@@ -116,10 +129,16 @@ class TapeSchedule:
             self._clears_between_steps = False
         enough = RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
         is_empty = not self._wants_prefix or self._empty_prefixes >= enough
-        looks_again = self._wants_prefix and steps % LOOK_AGAIN == 0
+        looks_again = self._wants_prefix and (steps % LOOK_AGAIN == 0 or self._is_prefix_cheap(steps, usual))
         self.has_no_prefix = has_root and is_empty and not looks_again
         self._has_prefix = self.keeps_for_weights = False
         self._may_have_more = True
+
+    def _is_prefix_cheap(self, steps: int, usual_seconds: float) -> bool:
+        """Whether taping it costs next to nothing, in this loop or because the run has just begun."""
+        seconds = (self._prefix_events + 1) * TAPED_CALL_SECONDS
+        is_new = steps < FIRST_PREFIXES and self._prefix_events <= SHORT_PREFIX
+        return is_new or seconds <= PREFIX_TIME_SHARE * usual_seconds
 
     def comes_next(self, is_last: bool) -> bool:
         """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, only that (`is_last`)."""

@@ -75,6 +75,12 @@ def positions_written(func: Any) -> frozenset[int]:
     return frozenset(i for i, argument in declared if argument.alias_info is not None and argument.alias_info.is_write)
 
 
+def is_view(func: Any) -> bool:
+    """Whether an operator gives a view of its first operand; no function that is kept in place of its operators does."""
+    shared = schema_of(func).returns[0].alias_info if hasattr(func, "_schema") and schema_of(func).returns else None
+    return shared is not None and not shared.is_write
+
+
 @functools.cache
 def writes_to_lists(func: Any) -> bool:
     """Whether an operator writes to all tensors of a list, each by an operator of its own where there is no kernel for all."""

@@ -8,11 +8,13 @@ Instead        initialise it, load an older checkpoint, and repair what poisoned
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ampguard import compat
 from ampguard.capture.operands import held_in
-from ampguard.capture.record import GlueOp, Ref, RootCall
+from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
@@ -128,11 +130,22 @@ def _last_write(evidence: Evidence, state: torch.Tensor) -> GlueOp | None:
     memory = compat.storage_key(state)
 
     def is_written_by(event: GlueOp) -> bool:
-        targets = held_in([event.args[position] for position in compat.positions_written(event.func) & {0}])
+        written = [event.args[position] for position in compat.positions_written(event.func) & {0}]
+        targets = held_in([_viewed(target, evidence.bad.record) for target in written])
         return any(h.tensor is state or compat.storage_key(h.tensor) == memory != 0 for h in targets)
 
     before = (e for e in evidence.bad.record.events if isinstance(e, GlueOp) and e.index < evidence.op.event and e.args)
     return next(reversed([event for event in before if is_written_by(event)]), None)
+
+
+def _viewed(target: Any, record: StepRecord) -> Any:
+    """What a view is a view of: `w[2] = 0.0` and `w.data` write to w."""
+    while isinstance(target, Ref):
+        event = record.event(target.event)
+        if not isinstance(event, GlueOp) or not event.args or not compat.is_view(event.func):
+            break
+        target = event.args[0]
+    return target
 
 
 def _is_only_evaluated(evidence: Evidence, state: torch.Tensor) -> bool:
