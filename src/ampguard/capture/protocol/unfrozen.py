@@ -80,7 +80,8 @@ class Unfrozen:
             self._end(watch)
 
     def _trained(self) -> list[Tensor]:
-        alive = [p for ref in self._frozen if (p := ref()) is not None and p.requires_grad and p.grad is not None]
+        alive = [p for ref in self._frozen if (p := ref()) is not None and p.requires_grad and p.is_leaf]
+        alive = [p for p in alive if p.grad is not None]  # (an average that became a part of a graph would warn)
         held = self._held() if alive else set()
         return [p for p in alive if id(p) not in held]
 
