@@ -99,10 +99,21 @@ def test_two_changes_of_one_statement_are_written_as_one(guard: Guard) -> None:
     [
         ("r = a / (b + 1) + c / d", "r = a / b + c / (d + 1)", "r = a / (b + 1) + c / (d + 1)"),
         ("r = a / b + c / (d + 1)", "r = a / (b + 1) + c / d", "r = a / (b + 1) + c / (d + 1)"),
-        ("r = a / (b + 1) + c / d", "r = a / (b + 2) + c / d", None),
+        ("r = a / (b + 1e-6) + c / d", "r = a / b.clamp(max=80) + c / d", None),
+        ("r = (a / b + 1) + c / d", "r = a / abs(b) + c / d", "r = a / abs(b) + 1 + c / d"),
+        ("r = a / exp(b) + c / d", "r = a / log(b) + c / d", None),
         ("leave it out: r = a / b + c / d", "r = a / b + c / (d + 1)", None),
         ("r = a / b + c / (d + 1)", "really leave it out", None),
     ],
 )
 def test_changes_of_one_statement(one: str, other: str, both: str | None) -> None:
     assert merged("r = a / b + c / d", one, other) == both
+
+
+def test_a_change_around_a_change() -> None:
+    """A divisor gets an epsilon, and what it is computed from a bound: the one's text ends where the other's begins."""
+    statement = "loss = (s + ((t - m) / torch.exp(s)) ** 2).mean()"
+    one = "loss = (s + ((t - m) / (torch.exp(s) + 1e-6)) ** 2).mean()"
+    other = "loss = (s + ((t - m) / torch.exp(s.clamp(max=80))) ** 2).mean()"
+    both = "loss = (s + ((t - m) / (torch.exp(s.clamp(max=80)) + 1e-6)) ** 2).mean()"
+    assert merged(statement, one, other) == merged(statement, other, one) == both
