@@ -63,7 +63,10 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     elif name in DECOMPOSITIONS:
         fixes.append(_spread_eigenvalues(forward))
     elif name in ROOTS:
-        fixes += stable.proposals(forward)
+        if (
+            not forward.op.in_backward
+        ):  # a hand-written backward has saved what the form is to replace, and not its operand
+            fixes += stable.proposals(forward)
         fixes.append(epsilon_fix(forward, 0, edge))
         fixes.append(clamp_fix(forward, 0, edge, None))
     elif name in GROWING and evidence.is_hidden:
