@@ -96,3 +96,32 @@ def test_both_ways_add_up_to_the_derivative() -> None:
     (q * q.log()).sum().backward()
     assert x.grad is not None
     assert torch.allclose(found, x.grad)
+
+
+def softmax_by_hand(x: Tensor) -> Tensor:
+    e = torch.exp(x)
+    return e / e.sum(-1, keepdim=True)
+
+
+def test_a_softmax_by_hand_that_only_the_derivative_sees(guard: Guard) -> None:
+    """The probability that the loss picks is a finite number over infinity: 0."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(3):
+            scores = net(torch.randn(1, 3))
+            if step == 2:
+                scores = scores + torch.tensor([0.0, 0.0, 200.0, 0.0])
+            loss = -torch.log(softmax_by_hand(scores)[:, 0] + 1e-8).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step, first.evidence["hidden"]) == ("singular-gradient", 2, True)
+    assert first.fixes[0].verified
+    assert first.fixes[0].how == (
+        "torch.softmax(x, dim) in place of: e = torch.exp(x); return e / e.sum(-1, keepdim=True)"
+    )

@@ -72,6 +72,7 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     elif name in GROWING and evidence.is_hidden:
         low = any(t.dtype == torch.float16 for t in forward.op.inputs)
         fixes.insert(0, clamp_fix(forward, 0, None, 10.0 if low else 80.0))
+        fixes[:0] = stable.proposals(forward)
     elif _is_elementwise(forward.op) and not evidence.is_hidden:
         fixes.append(_away_from_here(forward, edge))
     return tuple(fixes)

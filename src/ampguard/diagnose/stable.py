@@ -42,7 +42,7 @@ def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
         if log is not None and form is not None:
             found, old = (form[0], _from_sources([(log, form[1], form[2])])), words.code_at(log.line)
         elif evidence.op.short_name == "exp":
-            found = _softmax_by_hand(evidence)
+            found, old = _softmax_by_hand(evidence), _code_of_quotient(evidence)
     if found is None:
         return ()
     how, trial = found
@@ -127,9 +127,14 @@ def _log_behind(evidence: Evidence, way: tuple[tuple[str, ...], ...]) -> TracedO
     return op
 
 
+def _uses(evidence: Evidence) -> list[TracedOp]:
+    """What reads the accused operator's result."""
+    return [op for op in evidence.trace.ops if any(t.made_by == (evidence.op.index, 0) for t in op.inputs)]
+
+
 def _softmax_by_hand(evidence: Evidence) -> tuple[str, Trial] | None:
     """`exp(x)` whose every use is a quotient by its own sum: subtracting the row's maximum changes nothing else."""
-    uses = [op for op in evidence.trace.ops if any(t.made_by == (evidence.op.index, 0) for t in op.inputs)]
+    uses = _uses(evidence)
     names = {op.short_name for op in uses}
     if not names or not names <= {"sum", "div", "log", "view", "mul", "detach"} or "sum" not in names:
         return None
@@ -143,6 +148,15 @@ def _softmax_by_hand(evidence: Evidence) -> tuple[str, Trial] | None:
         return Variant(at_places={e.op.place: lambda f, a, k: f(a[0] - a[0].amax(dim, keepdim=True), **k)})
 
     return "torch.softmax(x, dim)", trial
+
+
+def _code_of_quotient(evidence: Evidence) -> str | None:
+    """The lines of a softmax by hand, where its quotient is not in the line of its exponentials."""
+    quotient = next(
+        (op for op in _uses(evidence) if op.short_name == "div" and op.line and op.place[1:] != evidence.op.place[1:]),
+        None,
+    )
+    return f"{accused.statement(evidence)}; {words.code_at(quotient.line)}" if quotient is not None else None
 
 
 def _past_epsilon(evidence: Evidence, maker: TracedOp | None) -> TracedOp | None:
