@@ -19,7 +19,7 @@ from ampguard.diagnose.second_place import fixes_behind, fixes_beside
 from ampguard.diagnose.taken_out import stays_for_a_number
 from ampguard.incident import Fix
 from ampguard.numerics import NAN, stats
-from ampguard.replay.differentiated import has_finite_gradients
+from ampguard.replay.differentiated import has_finite_gradients, raises_for_writes
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace
@@ -120,9 +120,14 @@ def judged(
     if variant not in evidence.finite_gradients and not budget.is_spent:
         evidence.finite_gradients[variant] = has_finite_gradients(replayer, variant)
     gradients = evidence.finite_gradients.get(variant)
+    loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
+    if gradients is None and not budget.is_spent and raises_for_writes(replayer, variant):
+        return (
+            False,
+            f"the loss is finite{loss}, and backward() raises: a tensor that it needs is written to in the forward pass",
+        )
     if gradients is False:
         evidence.half_cured.append((variant, how))
-        loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
         return False, f"the loss is finite{loss}, its gradients are not"
     return True, described(outcome, evidence.bad, with_gradients=gradients is True) + _left_out(evidence, outcome)
 

@@ -32,6 +32,26 @@ def has_finite_gradients(replayer: Replayer, variant: Variant) -> bool | None:
     return all(is_finite(gradient) for _, gradient in outcome.gradients)
 
 
+def raises_for_writes(replayer: Replayer, variant: Variant) -> bool:
+    """Whether the backward pass raises with the change, and not without it: what it needs has been written to.
+
+    A buffer that low precision had cast to a copy is needed itself in float32, and the forward pass updates it.
+    """
+    return _is_refused(replayer, variant) and not _is_refused(replayer, Variant())
+
+
+def _is_refused(replayer: Replayer, variant: Variant) -> bool:
+    try:
+        again = with_backward(replayer, variant)
+        if again is not None:
+            again.run(traced=False)
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    except Exception:
+        return False
+    return False
+
+
 def with_backward(replayer: Replayer, variant: Variant) -> Replayer | None:
     """A replayer of the step with the change that goes on to differentiate the loss, at a loss scale of 1.
 
