@@ -48,7 +48,9 @@ def copy_case(case: Case, room: Path) -> Path:
 
 def run_bare(case: Case, room: Path, timeout: float) -> Run:
     """The script as it is: what its exit status must stay."""
-    return run_command([*launcher(case), *case.command], copy_case(case, room), timeout)
+    run = run_command([*launcher(case), *case.command], copy_case(case, room), timeout)
+    (room / "output.txt").write_text(run.output, encoding="utf-8")
+    return run
 
 
 def launcher(case: Case) -> list[str]:
