@@ -139,6 +139,14 @@ class Casebook:
                 return True
         return False
 
+    def told_alike(self, incident: Incident, bad: BadResult) -> bool:
+        """Whether the same was told of the same place; it is counted to that. Bad data show first here or there."""
+        case = next((c for c in self.cases if c.is_investigated and _told(c.incident) == _told(incident)), None)
+        if case is not None:
+            self.count(case, bad, calls_behind(bad))
+            self.further.led_to(bad, case)
+        return case is not None
+
     def goes_on(self, bad: BadResult) -> bool:
         """Whether this failure only hands on one that was told; it is counted to that."""
         event = goes_on_from(bad, self._bad_events)
@@ -227,3 +235,9 @@ class Casebook:
         else:
             case.occurrences += 1
         case.last_step = bad.step
+
+
+def _told(incident: Incident) -> tuple[object, ...]:
+    """What an incident says of its place."""
+    place = (incident.mode, incident.phase, incident.module, incident.op, incident.dtype, incident.location)
+    return incident.cause, incident.severity, *place, incident.evidence.get("name")

@@ -184,7 +184,8 @@ class Examiner:
             incident = unexplained_incident(
                 bad, f"explaining it failed: {type(fault).__name__}: {fault}"[:300], self._rank
             )
-        self._open(incident, evidence, bad)
+        if incident.cause != "nonfinite-input" or not self._casebook.told_alike(incident, bad):
+            self._open(incident, evidence, bad)
 
     def _breach_behind(self, cause: str, bad: BadResult) -> Case | None:
         """The broken protocol that this failure is a consequence of."""
