@@ -119,7 +119,7 @@ def recurrent_state() -> Iterator[float]:
 
 def bootstrapped_values() -> Iterator[float]:
     """Q-learning with a discount above 1 by mistake and no target network: values chase themselves upwards,
-    and leave float16 first in the target, whose call under no_grad is not sampled."""
+    and leave float16 first in the target, under no_grad."""
     q = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.Adam(q.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard import compat
-from ampguard.capture import allowance, weights
+from ampguard.capture import allowance, pace, weights
 from ampguard.capture.allowance import Allowance
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.weights import slice_of
@@ -306,6 +306,46 @@ def test_maxima_name_module_operator_and_line(guard: Guard, monkeypatch: pytest.
     assert [row.max_abs for row in rows] == [(x * 100).abs().max().item() for x in results[1:]]
 
 
+def test_a_target_without_gradients_is_sampled_also_when_its_calls_are_no_longer_kept(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_step(monkeypatch)
+    monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "SHARE", 0.0)
+
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(12):
+            x, _ = batch()
+            with torch.autocast("cpu", dtype=torch.float16):
+                with torch.no_grad():
+                    target = model(x + 1).float()
+                loss = F.mse_loss(model(x).float(), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    path = run.session.path
+    assert path is not None
+    with read_history(path) as history:
+        rows = [row for row in history.activations("0") if row.op == "aten.addmm.default"]
+    source = Path(__file__).read_text().splitlines()
+    lines = {source[row.line - 1].strip() for row in rows if row.line is not None and row.step == 11}
+    assert lines == {"target = model(x + 1).float()", "loss = F.mse_loss(model(x).float(), target)"}
+
+
+def test_an_evaluation_is_watched_for_a_few_calls_only() -> None:
+    sampling = ActivationSampling(None, NumbersLater(), lambda *args: None)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert [sampling.wants_call() for _ in range(9)] == [True] * 4 + [False] * 5
+    assert sampling.wants_call()
+    sampling.iteration_ended(1, 0.1)
+    with torch.inference_mode():
+        assert not sampling.wants_call()
+
+
 def test_masks_and_infinities_are_no_activations() -> None:
     places = [object()] * 3  # type: ignore[var-annotated]
 
@@ -378,6 +418,22 @@ def test_attention_costs_its_share_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
             counts[step // 10_000] += 1
     assert counts[1] > 5 * counts[0]
     assert counts[2] <= counts[0] + 5
+
+
+def test_a_short_run_that_grows_is_looked_at_before_much_was_earned(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(allowance.time, "perf_counter", lambda: clock[0])
+    a = Allowance(0.004, frozenset({2}))
+    seen = []
+    for step in range(1, 400):
+        clock[0] += 0.0014
+        if step == 128:
+            a.attend(0.03)
+        if a.is_due(step):
+            a.spend(0.0012)
+            seen.append(step)
+    assert seen[:7] == [2, 8, 16, 32, 64, 128, 133]
+    assert 20 < len([step for step in seen if step > 128]) <= 0.1 / 0.0012 + 0.03 * clock[0] / 0.0012
 
 
 def test_slices_are_the_same_elements_each_time_and_small() -> None:

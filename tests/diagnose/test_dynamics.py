@@ -312,6 +312,20 @@ def test_forecast_waits_while_the_learning_rate_rises() -> None:
     assert course(grown, range(0, 3000, 20), rate=lambda step: min(step, 1000) / 1000) == []
 
 
+def test_noisy_series_leaves_with_its_largest_values() -> None:
+    random_numbers = random.Random(3)
+    values = {s: (10_000 + 10.0 * s) * math.exp(random_numbers.gauss(0, 0.2)) for s in range(0, 6000, 20)}
+    overflow = next(s for s, value in values.items() if value > LIMIT)
+    median_overflows = (LIMIT - 10_000) // 10
+
+    said = course(lambda s: values[s], range(0, overflow, 20), noise=0)
+
+    assert overflow < 0.7 * median_overflows
+    assert said
+    ends = sorted(step + outlook.steps_left for step, outlook in said)
+    assert ends[len(ends) // 2] < (overflow + median_overflows) / 2
+
+
 def test_one_spike_is_no_trend() -> None:
     assert fits.growth(range(20), [5.0] * 19 + [5000.0]) is None
     assert fits.growth(range(20), [float(i + 1) for i in range(20)]) is not None

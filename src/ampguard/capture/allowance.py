@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 
-MILESTONES = frozenset(1 << n for n in range(6, 21))
-"""And these, as long as a look costs little beside all the steps before."""
+MILESTONES = frozenset(1 << n for n in range(3, 21))
+"""Steps that are looked at too, as long as a look costs little by itself or beside all the steps before."""
+
+CHEAP = 0.002
+"""Seconds that are little by themselves."""
 
 FIRST_ESTIMATE = 0.005
 """Seconds that a look is taken for before one has been measured."""
@@ -14,6 +17,12 @@ MILESTONE_SHARE = 0.01
 MOST_SKIPPED = 32
 ATTENTIVE_LOOKS = 512
 """Attentive looks are spread as far as if so many were taken in the whole run: a trend must be seen over a stretch."""
+
+FREE_SECONDS = 0.1
+"""What attention may take of a run beside its share of the time: a short run is over before much has been earned."""
+
+FREE_LOOKS = 24
+"""The same spread, of looks that are paid with that."""
 
 
 class Allowance:
@@ -39,6 +48,7 @@ class Allowance:
         self._extra_share = 0.0
         self._extra_since = 0.0
         self._extra_spent = 0.0
+        self._free = FREE_SECONDS
 
     def is_due(self, step: int) -> bool:
         """Whether a look at this step can be paid for."""
@@ -53,7 +63,7 @@ class Allowance:
             return True
         elapsed = now - self._began
         estimate = self.estimate
-        is_milestone = step in MILESTONES and estimate <= MILESTONE_SHARE * elapsed
+        is_milestone = step in MILESTONES and estimate <= max(CHEAP, MILESTONE_SHARE * elapsed)
         if is_milestone or self.spent + estimate <= self.share * elapsed:
             self._pays = "share"
             self._last_step = step
@@ -61,11 +71,15 @@ class Allowance:
         if not self._extra_share:
             self.not_before = step + self._steps_until_paid(step, elapsed)
             return False
-        if step - self._last_step < step // ATTENTIVE_LOOKS:
+        waited = step - self._last_step
+        if waited < step // ATTENTIVE_LOOKS:
             return False
-        if self._extra_spent + estimate > self._extra_share * (now - self._extra_since):
+        if self._extra_spent + estimate <= self._extra_share * (now - self._extra_since):
+            self._pays = "attention"
+        elif waited >= step // FREE_LOOKS and estimate <= self._free:
+            self._pays = "free"
+        else:
             return False
-        self._pays = "attention"
         self._last_step = step
         return True
 
@@ -83,6 +97,8 @@ class Allowance:
             self.spent += seconds
         elif self._pays == "attention":
             self._extra_spent += seconds
+        else:
+            self._free -= seconds
 
     def attend(self, share: float) -> None:
         """Something is going on: look more often from now on, for `share` of the time (0: no longer)."""

@@ -41,6 +41,9 @@ DISPATCH_SECONDS = 4e-6
 
 LOOKS_IN_VAIN = 3
 
+CALLS_WITHOUT_GRADIENTS = 4
+"""Calls of a step that are watched though no gradient goes through them: those of a target network, not an evaluation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -67,6 +70,7 @@ class PeakMode(compat.DispatchMode):
         self.places: list[Place] = []
         self.extremes: list[Tensor] = []
         self.seconds = 0.0
+        """Of this thread's own time: others may use the processor."""
         self._barrier = barrier
         self._stack: list[nn.Module] = []
 
@@ -89,11 +93,11 @@ class PeakMode(compat.DispatchMode):
         return output
 
     def _note(self, func: Any, output: Any) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
             if isinstance(tensor, Tensor) and is_narrow(tensor.dtype) and not facts_of(func).is_view(position):
                 self._note_extremes(func, tensor)
-        self.seconds += time.perf_counter() - started + DISPATCH_SECONDS
+        self.seconds += time.thread_time() - started + DISPATCH_SECONDS
 
     def _note_extremes(self, func: Any, tensor: Tensor) -> None:
         if facts_of(func).is_uninitialised or not compat.is_dense(tensor) or not compat.has_values(tensor):
@@ -127,6 +131,14 @@ class ActivationSampling:
         self._names: dict[int, str] = {}
         self._mode: PeakMode | None = None
         self._in_vain = 0
+        self._without_gradients = 0
+
+    def wants_call(self) -> bool:
+        """Whether the call of a root module that is about to come in a sampled step is to be watched."""
+        if torch.is_grad_enabled():
+            return True
+        self._without_gradients += 1
+        return self._without_gradients <= CALLS_WITHOUT_GRADIENTS and not torch.is_inference_mode_enabled()
 
     def is_due(self, step: int) -> bool:
         """Whether iteration number `step` is to be sampled."""
@@ -137,14 +149,15 @@ class ActivationSampling:
     def iteration_ended(self, step: int, rate: float) -> None:
         """The sampled iteration is over: hand its maxima on."""
         mode, self._mode = self._mode, None
+        self._without_gradients = 0
         if mode is None:
             return
-        started = time.perf_counter()
+        started = time.thread_time()
         self._in_vain = 0 if mode.extremes else self._in_vain + 1
         places = mode.places
         if places:
             self._later.ask(mode.extremes, lambda values: self._on_peaks(step, peaks_of(places, values), rate))
-        self.allowance.spend(mode.seconds + time.perf_counter() - started)
+        self.allowance.spend(mode.seconds + time.thread_time() - started)
 
     def begin_step(self) -> None:
         """A backward pass ended; micro-steps of one iteration are sampled together."""
@@ -152,7 +165,7 @@ class ActivationSampling:
     def watch(self, event: Event) -> AbstractContextManager[Any]:
         """A context in which the results of what the event runs are looked at."""
         is_alone = compat.dispatch_depth() == 0 and not compat.in_functorch()
-        if is_alone and isinstance(event, RootCall) and event.modes.grad and not is_compiled(event.module):
+        if is_alone and isinstance(event, RootCall) and not is_compiled(event.module):
             return Watching(self, event)
         return contextlib.nullcontext()
 

@@ -106,7 +106,7 @@ class LearningDynamics:
 
     def root_entering(self) -> None:
         """A root module is about to be called: in a sampled step it is watched. What runs outside modules never is."""
-        if self._is_sampled and self._recorder.live is None and torch.is_grad_enabled():
+        if self._is_sampled and self._recorder.live is None and self._sampling.wants_call():
             self._recorder.live = _OneCall(self._recorder, self._sampling)
 
     def pause(self, seconds: float) -> None:
@@ -141,6 +141,8 @@ class LearningDynamics:
             sampling.iteration_ended(step, self._situations.rate())
         is_due = step + 1 >= sampling.allowance.not_before and sampling.is_due(step + 1) and not recorder.counting
         self._is_sampled = recorder.tells_forward = is_due
+        if is_due:
+            recorder.pace.is_resting = False  # a call without gradients is watched too
 
     def _on_step(self, vitals: StepVitals) -> None:
         self.trajectory.add(vitals)

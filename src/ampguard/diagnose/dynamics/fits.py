@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ def growth(steps: Sequence[int], sizes: Sequence[float]) -> Growth | None:
 
 def is_rising(steps: Sequence[int], sizes: Sequence[float]) -> bool:
     """Whether a few values seem to grow: reason enough to look more closely, not to speak."""
+    if 2 <= len(sizes) < 4:
+        return all(b > 2 * a for a, b in itertools.pairwise(sizes))
     some = list(sizes)[:: -max(1, len(sizes) // 12)]  # a dozen, the newest among them
     return len(steps) >= 4 and max(some[:3]) > 1.2 * min(some[-3:]) and kendall(some[::-1]) >= 1.6
 

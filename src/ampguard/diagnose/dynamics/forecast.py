@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ampguard.diagnose.dynamics.finding import Situation, cause
-from ampguard.diagnose.dynamics.fits import MIN_POINTS, Growth, growth, kendall
+from ampguard.diagnose.dynamics.fits import MIN_POINTS, Growth, growth, kendall, noise_of
 from ampguard.diagnose.dynamics.trajectory import Peak
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
@@ -29,6 +29,9 @@ WINDOWS = (9, 13, 19, 28, 40, 60, 96)
 
 WATCHED_FOR = 1.0
 """A forecast reaches at most this many times as far ahead as the growth was watched."""
+
+SPREADS = 2.0
+"""A noisy series leaves the range with its largest values: when its median is this many spreads below the limit."""
 
 SHOWN = 8
 
@@ -75,9 +78,10 @@ def outlook_of(place: Place, peak: Peak, limit: float) -> Outlook | None:
         if window is None:
             continue
         newest = newest or window
-        if window.levels_off_below(limit) or newest.slows_down(window):
+        room = limit / (1 + SPREADS * noise_of(steps[-points:], sizes[-points:]) / window.now)
+        if window.levels_off_below(room) or newest.slows_down(window):
             return None
-        left = window.steps_to(limit, WATCHED_FOR * (steps[-1] - steps[-points]))
+        left = window.steps_to(room, WATCHED_FOR * (steps[-1] - steps[-points]))
         if left is not None and window.factor >= MIN_FACTOR:
             agreeing.append((left, window, steps[-points], points))
     if newest is None or len(agreeing) < min(2, len(sizes) - MIN_POINTS + 1):
