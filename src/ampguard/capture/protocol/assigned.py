@@ -31,18 +31,35 @@ ALIKE = 0.6
 """Cosine of the angle between the assigned gradients and what tasks span; less was made from something else."""
 
 EXACT = 1e-4
+EXPLAINED = 1e-5
+"""Of its size, what may be left of an assigned gradient beside a sum of multiples of the tasks' gradients."""
+ROUNDED = 1e-9
+"""What computing that leaves in any case."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """One gradient of each parameter, by the parameter's identity; which scale they carry, and where they were made."""
+
+    gradients: dict[int, Tensor]
+    scale: DeviceScale | None
+    where: Line | None
 
 
 @dataclass(slots=True)
 class _Tasks:
-    """The gradients of an optimizer's parameters, one part for each task. `scale`: what all of them carry."""
+    """The gradients of an optimizer's parameters, for each task. `scale`: what all of them carry."""
 
     scale: DeviceScale | None
     where: Line | None
     seen: list[Seen]
-    parts: list[dict[int, Tensor]] = field(default_factory=list)
+    tasks: list[_Task] = field(default_factory=list)
     is_mixed: bool = False
-    """Some of them carry another scale, or none; or there are too many to be kept."""
+    """Some of them carry another scale, or none."""
+    are_too_many: bool = False
+
+    def of(self, parameter: Tensor) -> list[_Task]:
+        return [task for task in self.tasks if id(parameter) in task.gradients]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +98,7 @@ class AssignedGradients:
                 found = True
                 tasks = self._of(watch, scale, where)
                 for part in _split(mine):
-                    self._add(tasks, part)
+                    self._add(tasks, part, scale, where)
         return found
 
     def added(self, watches: Iterable[OptimizerWatch], scale: DeviceScale | None, where: Line | None) -> None:
@@ -91,7 +108,8 @@ class AssignedGradients:
             if mine:
                 tasks = self._of(watch, scale, where)
                 tasks.seen = _seen(watch)
-                self._add(tasks, {id(p): g for p, g in mine if g is not None and not g.is_sparse})
+                part = {id(p): g for p, g in mine if g is not None and not g.is_sparse}
+                self._add(tasks, part, scale, where)
 
     def forget(self, watch: OptimizerWatch | None = None) -> None:
         """An iteration is over, or the step of one optimizer."""
@@ -109,17 +127,18 @@ class AssignedGradients:
         return tasks
 
     @staticmethod
-    def _add(tasks: _Tasks, part: dict[int, Tensor]) -> None:
-        tasks.is_mixed = tasks.is_mixed or len(tasks.parts) >= MOST_TASKS
-        if not tasks.is_mixed:
+    def _add(tasks: _Tasks, part: dict[int, Tensor], scale: DeviceScale | None, where: Line | None) -> None:
+        tasks.are_too_many = tasks.are_too_many or len(tasks.tasks) >= MOST_TASKS
+        if not tasks.are_too_many:
             with torch.no_grad(), compat.unseen():
-                tasks.parts.append({key: gradient.detach().clone() for key, gradient in part.items()})
+                kept = {key: gradient.detach().clone() for key, gradient in part.items()}
+            tasks.tasks.append(_Task(kept, scale, where))
 
     def to(self, watch: OptimizerWatch, scale: DeviceScale) -> Assigned | None:
         """Whether the gradients that the script has put in place carry `scale`. None: it has put none there, or it cannot
         be told. Waits for the device."""
         tasks = self._tasks.get(watch)
-        if tasks is None or tasks.is_mixed or not _has_changed(tasks.seen, _seen(watch)):
+        if tasks is None or tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
             return None
         size = float(scale)
         kinds = (True, 1.0), (False, 1.0 / size)
@@ -127,11 +146,26 @@ class AssignedGradients:
             kinds = (True, size), (False, 1.0)
         apart = min(APART, size**0.5 / 2)
         with torch.no_grad(), compat.unseen():
-            ratios = [ratio for p in watch.sample if (ratio := _ratio(p, tasks.parts)) is not None]
+            ratios = [ratio for p in watch.sample if (ratio := _ratio(p, tasks.of(p))) is not None]
             if not ratios or _is_normalised(watch):
                 return None
         found = {carried for carried, usual in kinds if all(1 / apart <= ratio / usual <= apart for ratio in ratios)}
         return Assigned(tasks.scale, tasks.where, found.pop()) if len(found) == 1 else None
+
+    def are_mixed(self, watch: OptimizerWatch) -> bool:
+        """Whether some of its tasks' gradients carry a scale and others none."""
+        tasks = self._tasks.get(watch)
+        return tasks is not None and len({task.scale is None for task in tasks.tasks}) == 2
+
+    def partly_scaled(self, watch: OptimizerWatch, scale: float) -> tuple[float, Line | None] | None:
+        """Where the script has put sums in place of a gradient that carries `scale` and of one that does not: the factor
+        of the latter, and where it was made. Waits for the device."""
+        tasks = self._tasks.get(watch)
+        if tasks is None or not tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
+            return None
+        with torch.no_grad(), compat.unseen():
+            found = [plain for p in watch.sample if (plain := _plain_part(p, tasks.of(p), scale)) is not None]
+        return found[0] if found else None
 
 
 def _seen(watch: OptimizerWatch) -> list[Seen]:
@@ -151,17 +185,53 @@ def _split(mine: list[tuple[Tensor, Tensor]]) -> list[dict[int, Tensor]]:
     return [{id(p): g[i] for p, g in mine} for i in range(min(count, MOST_TASKS + 1))]
 
 
-def _ratio(parameter: Tensor, parts: list[dict[int, Tensor]]) -> float | None:
+def _ratio(parameter: Tensor, tasks: list[_Task]) -> float | None:
     """The size of the gradient in place over that of the largest task's; None where it was not made from them."""
-    grad, made = parameter.grad, [part[id(parameter)] for part in parts if id(parameter) in part]
-    if grad is None or grad.is_sparse or not made or grad.numel() < 8 * len(made):
+    found = _in_place_and_made(parameter, tasks)
+    if found is None:
         return None
-    now, tasks = grad.detach().double().flatten(), torch.stack([g.double().flatten() for g in made])
-    largest, norm = float(tasks.norm(dim=1).max()), float(now.norm())
+    now, made = found
+    largest, norm = float(made.norm(dim=1).max()), float(now.norm())
     if not (0 < largest < float("inf")) or not (0 < norm < float("inf")):
         return None
-    rest = now - tasks.T @ torch.linalg.pinv(tasks.T) @ now
-    return norm / largest if float(rest.norm()) <= (1 - ALIKE**2) ** 0.5 * norm else None
+    return norm / largest if float(_left(now, made).norm()) <= (1 - ALIKE**2) ** 0.5 * norm else None
+
+
+def _plain_part(parameter: Tensor, tasks: list[_Task], scale: float) -> tuple[float, Line | None] | None:
+    """The factor of a task's gradient without the scale in a sum with others that carry it, and where it was made."""
+    scaled = [task for task in tasks if task.scale is not None and float(task.scale) == scale]
+    plain = [task for task in tasks if task.scale is None]
+    found = _in_place_and_made(parameter, scaled + plain)
+    if found is None or not scaled or not plain or len(scaled) + len(plain) < len(tasks):
+        return None
+    now, made = found
+    norm = float(now.norm())
+    if not bool(made.isfinite().all()) or not (0 < norm < float("inf")):
+        return None
+    left, without = float(_left(now, made).norm()), float(_left(now, made[: len(scaled)]).norm())
+    if left > EXPLAINED * norm or without < 2 * max(left, ROUNDED * norm):
+        return None
+    factors = (torch.linalg.pinv(made.T) @ now).tolist()
+    is_usual = any(1 / APART <= abs(factor) <= APART for factor in factors[: len(scaled)])
+    for factor, task in zip(factors[len(scaled) :], plain, strict=True):
+        if is_usual and 1 / APART <= abs(factor) <= min(APART, scale / APART):
+            return factor, task.where
+    return None
+
+
+def _in_place_and_made(parameter: Tensor, tasks: list[_Task]) -> tuple[Tensor, Tensor] | None:
+    """The gradient in place, and one row for each task's; None where too few elements tell them apart."""
+    grad = parameter.grad
+    if grad is None or grad.is_sparse or not tasks or grad.numel() < 8 * len(tasks):
+        return None
+    rows = [task.gradients[id(parameter)].double().flatten() for task in tasks]
+    return grad.detach().double().flatten(), torch.stack(rows)
+
+
+def _left(now: Tensor, made: Tensor) -> Tensor:
+    """What of `now` is no sum of multiples of the rows."""
+    left: Tensor = now - made.T @ (torch.linalg.pinv(made.T) @ now)
+    return left
 
 
 def _is_normalised(watch: OptimizerWatch) -> bool:

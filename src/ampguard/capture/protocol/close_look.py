@@ -6,6 +6,7 @@ two optimizers. All of it is found by comparing a few small gradients with copie
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -40,6 +41,8 @@ class CloseLook:
         self._as_left: list[Any] = []
         self._at_rest: list[OptimizerWatch] = []
         """Those whose gradients nobody has written to when clipping began."""
+        self._mixed_since: weakref.WeakKeyDictionary[OptimizerWatch, int] = weakref.WeakKeyDictionary()
+        """The iteration in which it was first given gradients made of scaled and of unscaled ones."""
         self.added = AddedGradients()
         self.assigned = AssignedGradients()
         self.own_scale = HandScale()
@@ -99,8 +102,7 @@ class CloseLook:
                 self._tell_shared(watch, of, frame)
             self._tell_added(watch, of, frame)
         stage, ledger = moves.machine.stage(watch), moves.machine.ledger(watch)
-        is_as_it_was = watch.is_untouched() and watch.divided == 1.0
-        if watch.copy is None or stage not in (Stage.SCALED, Stage.UNSCALED) or is_as_it_was:
+        if watch.copy is None or stage not in (Stage.SCALED, Stage.UNSCALED):
             watch.copy = None
             return
         by, scale = watch.divided_by(), float(of.current_scale())
@@ -201,14 +203,25 @@ class CloseLook:
             self.added.taken(inputs, results, script_line(frame))
 
     def _tell_added(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:
-        """Gradients of a loss that was not scaled were added to those which the scaler is about to divide."""
-        if self._moves.machine.stage(watch) is not Stage.SCALED:
-            return
-        scale = float(of.current_scale())
-        found = self.added.to(watch, scale)
+        """Gradients of a loss that was not scaled are part of those which the scaler is about to divide."""
+        scale, stage = float(of.current_scale()), self._moves.machine.stage(watch)
+        found = self.added.to(watch, scale) if stage is Stage.SCALED else None
+        if found is None and stage in (Stage.EMPTY, Stage.USED, Stage.SCALED):
+            found = self._part_of_assigned(watch, scale)
         if found is not None:
             times, first = found
             self._tell("unscaled-backward", watch, of, (first, frame), scale, {"added": times})
+
+    def _part_of_assigned(self, watch: OptimizerWatch, scale: float) -> tuple[float, Line | None] | None:
+        """The same where the script puts its gradients in place itself. How it combines them may hide it at times."""
+        if not self.assigned.are_mixed(watch):
+            return None
+        self._moves.look_again(watch)
+        first = self._mixed_since.setdefault(watch, self._moves.since(watch))
+        found = self.assigned.partly_scaled(watch, scale)
+        if found is not None:
+            watch.odd = first, self._moves.recorder.steps.count
+        return found
 
     # --- clipping -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +274,7 @@ class CloseLook:
     ) -> None:
         first, frame = places
         breach = Breach(cause, watch, of, first, script_line(frame), 1.0 / scale, {"scale": scale, **facts})
-        self._moves.tell([breach], self._moves.recorder.steps.count)
+        self._moves.tell([breach], self._moves.since(watch))
 
 
 def _is_scale(by: float | None, scale: float) -> bool:

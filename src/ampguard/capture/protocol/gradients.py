@@ -52,6 +52,7 @@ class OptimizerWatch:
         "is_used",
         "lost_one",
         "number",
+        "odd",
         "ref",
         "resumed_at",
         "sample",
@@ -60,6 +61,7 @@ class OptimizerWatch:
         "steps",
         "taken",
         "thread",
+        "usually_touched",
         "was_skipped",
         "weights",
         "without_since",
@@ -104,6 +106,10 @@ class OptimizerWatch:
         """The script has put its gradients in place itself: no backward pass will tell when there are new ones."""
         self.before: list[Seen] | None = None
         self.at_rest: list[tuple[int, int]] | None = None
+        self.usually_touched: bool | None = None
+        """Whether somebody writes to its gradients between backward and their division, as far as the loop was followed."""
+        self.odd: tuple[int, int] | None = None
+        """The first and the last of iterations in a row in which something unusual was done to its gradients."""
         self.sample: list[Tensor] = []
         self.thread = get_ident()
         """Whose it is: only that thread may look at its gradients. 0 where that is not known yet."""

@@ -43,9 +43,10 @@ class Habits:
         self._models = models
         self._regions: dict[str, int] = {}
         """Regions of autocast entered with gradients on, by their type."""
-        self._region: Line | None = None
+        self.region: Line | None = None
+        """Where the outermost region was entered that is in force."""
         self.watches_regions = True
-        """False once enough steps have passed: a region that outlasts a step shows at once."""
+        """False once enough steps have passed, and no region is in force at a step."""
         self._stepped_in_region: dict[OptimizerWatch, Line | None] = {}
         self._stale: dict[OptimizerWatch, tuple[Breach, int]] = {}
         """Old casts were used after one step; whether the region outlasts a second one is not known yet."""
@@ -68,9 +69,7 @@ class Habits:
     # --- autocast -----------------------------------------------------------------------------------------------------
 
     def entered_autocast(self, region: Any, frame: Frame) -> None:
-        """A region of autocast begins."""
-        if self._region is None:
-            self._region = script_line(frame)
+        """A region of autocast begins, in steps in which it is counted what the regions are of."""
         if not compat.is_region_on(region):
             return
         if torch.is_grad_enabled():
@@ -79,7 +78,6 @@ class Habits:
 
     def cache_cleared(self) -> None:
         """The outermost region ends: the casts are forgotten."""
-        self._region = None
         self._stepped_in_region.clear()
         stale, self._stale = self._stale, {}
         for breach, step in stale.values():
@@ -93,7 +91,8 @@ class Habits:
             breach, step = self._stale.pop(watch)
             self._moves.tell([breach], step)
         device = next((p.device.type for p in watch.sample), "cpu")
-        if self._region is not None and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+        if self.region is not None and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+            self._moves.routine.spoil()
             self._stepped_in_region.setdefault(watch, self._moves.machine.ledger(watch).stepped_at)
 
     def differentiated(self, reached: tuple[Any, ...]) -> None:
@@ -105,7 +104,7 @@ class Habits:
             if weights:
                 stepped = self._stepped_in_region[watch]
                 facts = {"stale": True, "weights": len(weights), "parameters": weights}
-                breach = Breach("autocast-cache", watch, None, self._region, stepped, None, facts)
+                breach = Breach("autocast-cache", watch, None, self.region, stepped, None, facts)
                 self._stale[watch] = breach, self._moves.recorder.steps.count
 
     # --- a scaler that does nothing ---------------------------------------------------------------------------------

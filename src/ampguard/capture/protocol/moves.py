@@ -46,6 +46,8 @@ from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
 
 ZERO_CHECKS = 8
+MAX_SURPRISES = 8
+"""Iterations of a run that are looked at closely because the script does to gradients what it has not done before."""
 
 Frame = FrameType | None
 
@@ -87,6 +89,8 @@ class Moves:
         self.scale_read_at: Line | None = None
         """Where, in an iteration that is looked at closely."""
         self.looks_closely = True
+        self.looks_on = False
+        """The iteration after this one is to be looked at as well."""
         self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None
         """The scaler's step that is under way: the optimizer's own step and unscaling are part of it."""
         self.unscaled_inside = False
@@ -97,6 +101,7 @@ class Moves:
         self._step_frame: Frame = None
         self._untouched = True
         self._zero_checks = 0
+        self._surprises = 0
 
     @property
     def scales(self) -> bool:
@@ -204,6 +209,7 @@ class Moves:
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """Somebody may have done to the gradients what the scaler is about to do."""
         watch = self._claimed(optimizer)
+        watch.usually_touched = not watch.is_untouched()
         self.clipped.used(watch)
         self.close.before_unscale(watch, self.watches.scaler(scaler), frame)
 
@@ -239,8 +245,30 @@ class Moves:
         self.attempt = self.recorder.steps.count
         self.stepping = (of, watch, script_line(frame))
         self._step_frame = frame
+        if self.machine.stage(watch) is Stage.SCALED:
+            watch.usually_touched = not watch.is_untouched()
         if of.is_enabled and (watch.copy is not None or self.looks_closely):
-            self.before_unscale(scaler, optimizer, frame)
+            self.close.before_unscale(watch, of, frame)
+
+    def divided_as_usual(self, watch: OptimizerWatch) -> None:
+        """The scaler is about to divide, as the routine has it. Has the script begun to write to the gradients before?"""
+        if watch.usually_touched is False and not watch.is_untouched():
+            self.look_again(watch)
+
+    def look_again(self, *watches: OptimizerWatch) -> None:
+        """Something unusual was done to their gradients, or is about to: the next iteration is looked at closely too."""
+        if self._surprises < MAX_SURPRISES:
+            self._surprises += 1
+            step = self.recorder.steps.count
+            for watch in watches:
+                is_new = watch.odd is None or watch.odd[1] < step - 1
+                watch.odd = step if is_new or watch.odd is None else watch.odd[0], step
+            self.looks_closely = self.looks_on = True
+
+    def since(self, watch: OptimizerWatch) -> int:
+        """The iteration in which began what a close look has found just now."""
+        step = self.recorder.steps.count
+        return watch.odd[0] if watch.odd is not None and watch.odd[1] >= step - 1 else step
 
     def after_scaler_step(self, scaler: Any, optimizer: Optimizer) -> tuple[ScalerWatch, OptimizerWatch]:
         """The scaler has stepped, or skipped."""

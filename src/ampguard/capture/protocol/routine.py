@@ -54,8 +54,15 @@ class Routine:
     # --- the routine ------------------------------------------------------------------------------------------------
 
     @property
-    def is_at_start(self) -> bool:
-        return self._next == 0
+    def is_before_backward(self) -> bool:
+        """Whether no backward pass of this iteration has come yet: gradients may have been cleared."""
+        return not any(type(event) is Backward for _, event in self._expected[: self._next])
+
+    @property
+    def divides_next(self) -> bool:
+        """Whether the call that is expected now is a scaler's step that divides the gradients first."""
+        event = self._expected[self._next][1]
+        return type(event) is Step and event.unscales_with is not None
 
     def matches(self, key: Key) -> bool:
         """Whether this call is the one that is expected now; if not, the routine is over."""

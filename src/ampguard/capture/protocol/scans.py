@@ -34,6 +34,12 @@ from ampguard.compat import version_of
 from ampguard.protocol.events import Breach, Clear
 
 EARLY_STEPS = 3
+LOOKS = frozenset(
+    [1 << k for k in range(40)] + [n * 10**k - late for k in range(1, 12) for n in (1, 5) for late in (0, 1)]
+)
+"""Iterations that are looked at closely, besides the first: powers of two, and those in which scripts log and evaluate
+(`step % 50 == 0`, `(step + 1) % 50 == 0`), which no power of two falls on."""
+
 ASKED_EACH_STEP = 64
 UNUSED_STEPS = 8
 """Steps after which a parameter without any gradient is called unused, at the end of a run. Less says nothing: a batch
@@ -354,7 +360,7 @@ def _is_scanned(steps: int) -> bool:
 
 def is_time_to_look(steps: int) -> bool:
     """Whether the coming iteration is one that is looked at closely."""
-    return steps < EARLY_STEPS or steps & (steps - 1) == 0
+    return steps < EARLY_STEPS or steps in LOOKS
 
 
-__all__ = ["Scans", "held_by_optimizers_only", "is_time_to_look"]
+__all__ = ["LOOKS", "Scans", "held_by_optimizers_only", "is_time_to_look"]

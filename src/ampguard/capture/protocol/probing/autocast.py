@@ -11,6 +11,7 @@ import torch
 
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
+from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.surroundings import AUTOCAST_DEVICES
 
 
@@ -28,9 +29,12 @@ class AutocastProbe:
     def _watch_enter(self, original: Call) -> Call:
         witness = self._witness
         guarded, recorder, habits, window = witness.guarded, witness.recorder, witness.habits, witness.window
+        training = witness.training
 
         @functools.wraps(original)
         def __enter__(region: Any) -> Any:  # noqa: N807
+            if habits.region is None and recorder.active and training.ident in (0, get_ident()):
+                habits.region = guarded(script_line, sys._getframe(1))
             if (habits.watches_regions or window.is_open) and recorder.active:
                 guarded(self._entered, region, sys._getframe(1))
             return original(region)
@@ -55,6 +59,8 @@ class AutocastProbe:
             if not recorder.uses_autocast:  # (the region that ends is still in force)
                 recorder.uses_autocast = any(torch.is_autocast_enabled(device) for device in AUTOCAST_DEVICES)
             is_ours = get_ident() == training.ident or guarded(training.hears)
+            if is_ours:
+                habits.region = None
             if is_ours and habits.watches_regions and not recorder.paused:
                 guarded(habits.cache_cleared)
 

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ampguard.capture.protocol.added import wants
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import script_line
 
+MAX_PLACES = 32
 FIRST_LOOKS = 8
 """Backward calls of a run before which everything is looked at."""
 
@@ -26,6 +27,8 @@ class BackwardProbe:
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
         self._looks = 0
+        self._places: set[tuple[CodeType, int]] = set()
+        """Where `torch.autograd.grad` was called."""
 
     def install(self) -> None:
         witness = self._witness
@@ -71,7 +74,9 @@ class BackwardProbe:
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not moves.looks_closely or not moves.scales or not recorder.active or recorder.paused:
+            if not moves.scales or not recorder.active or recorder.paused:
+                return original(outputs, inputs, grad_outputs, *args, **kwargs)
+            if not witness.guarded(self._looks_at, sys._getframe(1)):
                 return original(outputs, inputs, grad_outputs, *args, **kwargs)
             inputs = list(inputs) if isinstance(inputs, Iterator) else inputs
             if witness.own_updates.is_open and (get_ident() == training.ident or not training.ident):
@@ -91,6 +96,21 @@ class BackwardProbe:
 
         return grad
 
+    def _looks_at(self, frame: FrameType) -> bool:
+        """Whether a call of `torch.autograd.grad` is looked at: so is the first one from each place, whenever it comes."""
+        moves, place = self._witness.moves, (frame.f_code, frame.f_lasti)
+        if (
+            place not in self._places
+            and len(self._places) < MAX_PLACES
+            and self._witness.training.ident in (0, get_ident())
+        ):
+            self._places.add(place)
+            if not moves.looks_closely:
+                moves.look_again(*moves.mine())
+                if moves.routine.is_on:
+                    moves.routine.leave()
+        return moves.looks_closely
+
     def _next_grad(self) -> None:
         """The script goes on to the next gradients."""
         self._witness.window.close()
@@ -108,7 +128,7 @@ class BackwardProbe:
 
     def _is_usual(self, tensors: Any) -> bool:
         moves, guarded = self._witness.moves, self._witness.guarded
-        if moves.looks_closely and moves.routine.is_at_start:
+        if moves.looks_closely and moves.routine.is_before_backward:
             guarded(moves.routine.leave)
             return False
         return bool(guarded(moves.usual_backward.begins, tensors))

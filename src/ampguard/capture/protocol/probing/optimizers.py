@@ -16,6 +16,7 @@ from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
+from ampguard.capture.protocol.scans import LOOKS
 from ampguard.protocol.events import Clear
 
 
@@ -92,7 +93,9 @@ class OptimizerProbe:
         witness = self._witness
         steps = watch.steps = watch.steps + 1
         watch.taken += 1
-        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or witness.habits.has_saved:
+        habits = witness.habits
+        asks = watch.candidates or watch.lost_one or habits.has_saved or habits.region is not None
+        if asks or steps in LOOKS:
             witness.guarded(witness.stepped, watch)
         elif not steps & witness.unfrozen.mask:
             witness.guarded(witness.unfrozen.look, watch)

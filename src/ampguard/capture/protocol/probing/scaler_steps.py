@@ -12,6 +12,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import NEEDLESS_STEPS
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
+from ampguard.capture.protocol.scans import LOOKS
 from ampguard.capture.protocol.watches import ScalerWatch
 
 
@@ -48,6 +49,7 @@ class ScalerStepProbe:
             if routine.is_on:
                 of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
                 if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
+                    guarded(moves.divided_as_usual, watch)
                     try:
                         return original(self_, optimizer)
                     except Exception as error:
@@ -78,10 +80,13 @@ class ScalerStepProbe:
                 return original(self_, optimizer, *args, **kwargs)
             if routine.is_on and id(self_) in by_id and id(optimizer) in by_id:
                 of, watch, frame = by_id[id(self_)], by_id[id(optimizer)], sys._getframe(1)
+                divides = routine.divides_next
                 if routine.matches(("step", of, watch, frame.f_code, frame.f_lasti)):
                     moves.attempt = recorder.steps.count
                     watch.stepped = False
                     moves.stepping = (of, watch, None)
+                    if divides:
+                        guarded(moves.divided_as_usual, watch)
                     try:
                         return original(self_, optimizer, *args, **kwargs)
                     except Exception as error:
@@ -134,7 +139,8 @@ class ScalerStepProbe:
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
         judges = habits.suspects_scaler and (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0)
-        if steps & (steps - 1) == 0 or watch.candidates or watch.lost_one or habits.has_saved or judges:
+        asks = watch.candidates or watch.lost_one or habits.has_saved or habits.region is not None
+        if asks or judges or steps in LOOKS:
             witness.guarded(witness.stepped, watch)
             if habits.suspects_scaler:
                 witness.guarded(habits.after_scaler_step, of, watch)

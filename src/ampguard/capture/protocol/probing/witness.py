@@ -60,14 +60,15 @@ class Witness:
     def stepped(self, watch: OptimizerWatch) -> None:
         """An optimizer's step was attempted."""
         habits, steps = self.habits, watch.steps
-        if habits.watches_regions:
+        if habits.watches_regions or habits.region is not None:
             habits.stepped(watch)
-            habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler
+            habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler or habits.region is not None
         self.scans.after_step(watch)
         self.unfrozen.after_step(watch)
         habits.tick()
         if self.moves.looks_closely or is_time_to_look(steps):
-            self.moves.looks_closely = any(is_time_to_look(w.steps) for w in self.moves.mine())
+            on, self.moves.looks_on = self.moves.looks_on, False
+            self.moves.looks_closely = on or any(is_time_to_look(w.steps) for w in self.moves.mine())
 
     def noting(
         self, before: Call | None = None, after: Call | None = None, of_gradients: bool = False
