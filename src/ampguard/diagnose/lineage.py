@@ -32,14 +32,17 @@ def maker(trace: Trace, op: TracedOp, operand: int) -> TracedOp | None:
 
 
 def undone_float(trace: Trace, op: TracedOp) -> bool:
-    """Whether an operand was made float32 by the code (`.float()`) and cast back by autocast for this operator."""
+    """Whether an operand was made float32 by the code (`.float()`) and cast back for this operator, within its line.
+
+    Of two lines, the script's own cast (`.type_as(x)`) may stand in the other.
+    """
     for tensor in op.inputs:
         made = tensor.made_by
         for _ in range(12):
             if made is None:
                 break
             maker = trace.ops[made[0]]
-            if maker.short_name == "_to_copy" and numerics.is_low_precision(maker.outputs[0].dtype):
+            if maker.short_name == "_to_copy" and maker.line == op.line and _gives_low(maker):
                 source = maker.inputs[0] if maker.inputs else None
                 if source is not None and source.dtype == torch.float32 and _was_widened(trace, source.made_by):
                     return True
@@ -47,6 +50,10 @@ def undone_float(trace: Trace, op: TracedOp) -> bool:
                 break
             made = maker.inputs[0].made_by
     return False
+
+
+def _gives_low(op: TracedOp) -> bool:
+    return numerics.is_low_precision(op.outputs[0].dtype)
 
 
 def _was_widened(trace: Trace, made: tuple[int, int] | None) -> bool:

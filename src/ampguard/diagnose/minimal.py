@@ -11,19 +11,22 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
-from ampguard.capture.operands import leaves
-from ampguard.capture.record import Held, Line, Ref, RootCall
+from torch import nn
+
+from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import chain_of
-from ampguard.diagnose.script_casts import casts, casts_behind, made_from
+from ampguard.diagnose.region_code import call_outside_autocast, forward_outside_autocast
+from ampguard.diagnose.script_casts import casts, casts_behind, made_from, sorted_casts
 from ampguard.numerics import is_low_precision
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import TracedOp
+from ampguard.replay.variables import attribute_path
 from ampguard.replay.variants import Variant
 
 if TYPE_CHECKING:
@@ -78,19 +81,22 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if _with_finite_gradients(members, replayer, budget):
             outcome = attempt(evidence.bad, replayer, _variant(members))
     names = [_name(region, replayer.names) for region in members]
-    how = advice(evidence, list(members.values()), names)
+    owners = [place if isinstance(place, int) else None for _, place in members]
+    how = advice(evidence, list(members.values()), names, owners)
     variant = _variant(members)
     own_casts = outcome.own_casts
-    if own_casts:
+    if own_casts and not budget.is_spent:
         as_written = dataclasses.replace(variant, keeps_own_casts=True)
         with contextlib.suppress(Exception):  # two types that do not go together
-            again = attempt(evidence.bad, replayer, as_written) if not budget.is_spent else outcome
+            again = attempt(evidence.bad, replayer, as_written)
             if not again.is_bad:
                 variant, outcome, own_casts = as_written, again, ()
     own_casts += tuple(line for line in _casts_without_operator(evidence, members) if line not in own_casts)
     if own_casts:
         evidence.own_casts = own_casts
-        how += f"; and leave out the cast to {words.precision(evidence)} in: {words.codes_at(own_casts)}"
+        by_text, by_region = sorted_casts(own_casts)
+        how += f"\nand leave out the cast to {words.precision(evidence)} in: {by_text}" if by_text else ""
+        how += f"\nand write enabled=False in: {by_region}" if by_region else ""
     return ", ".join(names), how, variant, outcome
 
 
@@ -164,28 +170,37 @@ def _name(region: Region, names: dict[int, str]) -> str:
     return names.get(place, "")
 
 
-def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = None) -> str:
-    """The lines to write. What leaves autocast of the same device is written under it once, each with its place."""
+def advice(
+    evidence: Evidence, ops: list[TracedOp], names: list[str] | None = None, owners: list[int | None] | None = None
+) -> str:
+    """The lines to write: modules as the script calls them, or beside the model; else what leaves autocast of the same
+    device is written under it once, each with its place."""
     roots = [event for event in evidence.events() if isinstance(event, RootCall)]
     is_used = any(root.modes.autocast_dtype is not None for root in roots)
     is_used = is_used or evidence.replayer is None or evidence.replayer.is_autocast_used
     is_alone = len({id(root.module) for root in roots}) == 1
     kinds = {root.index: "the model" if is_alone else type(root.module).__name__ for root in roots}
+    places = [
+        (op, names[i] if names is not None else op.module or "", owners[i] if owners is not None else op.owner)
+        for i, op in enumerate(ops)
+    ]
+    written = _as_called(evidence, roots, places) if is_used else None
     bodies: dict[str, dict[str, None]] = {}
-    for position, op in enumerate(ops):
-        name = names[position] if names is not None else (op.module or "")
+    for op, name, _ in places:
         off = f'with torch.autocast("{op.device}", enabled=False): ' if is_used else ""
         root = next((r for r in roots if r.index == op.root), None) if not name else None
-        if root is not None and root.modes.autocast_dtype is None and not _has_low_weights(root):
+        if root is not None and _enters_by_itself(root):
             own = type(root.module).__name__
             low = "the autocast (or the casts to low precision)" if is_used else "the casts to low precision"
             body = f"all of {own}.forward  # in place of {low} in it"
-        elif root is not None and _is_given_no_low_precision(root) and _is_call_alone(code := words.code_at(root.line)):
-            body = code or ""
+        elif op.root is not None and written is not None:
+            continue
         elif op.root is not None:
             own = kinds.get(op.root, "the model")
-            call = f"{attribute_path(name)}(x.float())" if name else f"{own} on x.float()"
-            body = f"{call}  # where {name or own} is called (its results stay float32)"
+            call = f"{attribute_path('self', name)}(x.float())" if name else f"{own} on x.float()"
+            at = root.line if root is not None else None
+            place = f" at {words.line_name(at)}" if at is not None else ""
+            body = f"{call}  # where {name or own} is called{place} (its results stay float32)"
         else:
             code = words.code_at(op.line) or ""
             without = (
@@ -193,31 +208,32 @@ def advice(evidence: Evidence, ops: list[TracedOp], names: list[str] | None = No
             )
             body = f"{code}  # on .float() operands{without}"
         bodies.setdefault(off, {})[body] = None
-    return "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
+    others = "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
+    return "\n".join(part for part in (written, others) if part)
 
 
-def _is_call_alone(code: str | None) -> bool:
-    """Whether a call's line may stand under another `with`: one that enters autocast itself would undo it."""
-    return code is not None and not code.startswith(("with ", "async with "))
+def _as_called(evidence: Evidence, roots: list[RootCall], places: list[tuple[TracedOp, str, int | None]]) -> str | None:
+    """The code for the modules among these places; None where it cannot be written."""
+    modules: dict[int, tuple[nn.Module, str, str]] = {}
+    for op, name, owner in places:
+        root = next((r for r in roots if r.index == op.root), None)
+        if root is None or (not name and _enters_by_itself(root)):
+            continue
+        module = next((m for m in root.module.modules() if id(m) == owner), root.module if not name else None)
+        if module is None:
+            return None
+        modules[id(module)] = (module, name, op.device)
+    calls = [call_outside_autocast(evidence, *found) for found in modules.values()]
+    if not modules or all(call is not None for call in calls):
+        return "\n".join(call for call in calls if call is not None)
+    device = next(iter(modules.values()))[2]
+    return forward_outside_autocast(evidence, [(module, name) for module, name, _ in modules.values()], device)
+
+
+def _enters_by_itself(root: RootCall) -> bool:
+    """Whether a model enters autocast in its own code, or casts there: to call it outside autocast changes nothing."""
+    return root.modes.autocast_dtype is None and not _has_low_weights(root)
 
 
 def _has_low_weights(root: RootCall) -> bool:
     return any(is_low_precision(p.dtype) for p in root.module.parameters())
-
-
-def _is_given_no_low_precision(root: RootCall) -> bool:
-    """Whether the call is made on tensors that nothing recorded made (a batch), in float32 or of whole numbers."""
-    given = leaves((root.args, root.kwargs))
-    tensors = [value.tensor for value in given if isinstance(value, Held)]
-    return not any(isinstance(value, Ref) for value in given) and not any(
-        t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors
-    )
-
-
-def attribute_path(name: str) -> str:
-    """`blocks.3.attn` as Python writes it.
-
-    >>> attribute_path("blocks.3.attn")
-    'self.blocks[3].attn'
-    """
-    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))

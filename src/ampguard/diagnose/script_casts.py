@@ -8,7 +8,7 @@ was computed from, and those that made the names they read.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 
 from ampguard.capture.record import Line
@@ -30,9 +30,31 @@ def own_casts_of(evidence: Evidence, proposal: Proposal) -> str:
     leaves it, and of what the bad value was computed from outside modules."""
     if not proposal.is_of_autocast:
         return ""
-    places = words.codes_at((*casts_behind(evidence), *evidence.own_casts))
     another = "bfloat16" if proposal.action == "use-bf16" else "float32"
-    return f", and {another} in place of the script's own casts in: {places}" if places else ""
+    by_text, by_region = sorted_casts((*casts_behind(evidence), *evidence.own_casts))
+    text = f", and {another} in place of the script's own casts in: {by_text}" if by_text else ""
+    return text + (f", also in: {by_region}" if by_region else "")
+
+
+def sorted_casts(lines: Iterable[Line]) -> tuple[str, str]:
+    """The code of lines that cast in their own text, and the regions of autocast in which the others stand."""
+    lines = tuple(lines)
+    regions = {line: region for line in lines if not casts(line) and (region := autocast_around(line)) is not None}
+    heads = dict.fromkeys(f"{words.code_at(region)}  # {words.line_name(region)}" for region in regions.values())
+    return words.codes_at(line for line in lines if line not in regions), "; ".join(heads)
+
+
+def autocast_around(line: Line) -> Line | None:
+    """The innermost region of autocast around a line, in its own function or on it, as its `with` or decorator says."""
+    found = line_of_code(line)
+    scope = _scope(found.source.tree, line.code) if found is not None else None
+    heads: list[int] = []
+    for node in ast.walk(scope) if scope is not None else ():
+        if isinstance(node, (ast.With, ast.AsyncWith)) and node.lineno < line.number <= (node.end_lineno or 0):
+            heads += [node.lineno for item in node.items if _is_autocast(item.context_expr)]
+    for decorator in getattr(scope, "decorator_list", ()):
+        heads += [decorator.lineno] if _is_autocast(decorator) else []
+    return Line(line.code, max(heads)) if heads else None
 
 
 def casts_behind(evidence: Evidence) -> tuple[Line, ...]:

@@ -92,6 +92,11 @@ def place_of(line: Location) -> str:
     return f"{line.file.rsplit('/', 1)[-1]}:{line.line}"
 
 
+def line_name(line: Line) -> str:
+    """ "train.py:88"."""
+    return f"{line.code.co_filename.rpartition('/')[2]}:{line.number}"
+
+
 def codes_at(lines: Iterable[Line]) -> str:
     """The code of several lines, each once."""
     return "; ".join(dict.fromkeys(code for line in lines if (code := code_at(line))))
@@ -104,7 +109,7 @@ def marked(how: str, op: TracedOp, beside: TracedOp) -> str:
         beside.line is not None and line.code is beside.line.code and line.number == beside.line.number
     ):
         return how
-    return f"{how}  # {line.code.co_filename.rpartition('/')[2]}:{line.number}"
+    return f"{how}  # {line_name(line)}"
 
 
 def kind(link: Link) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampguard import compat, numerics
 from ampguard.capture.record import Line
+from ampguard.replay.module_calls import ModuleCall
 
 MAX_ELEMENTS = 1 << 16
 """Non-finite elements kept of one tensor."""
@@ -129,6 +130,8 @@ class Trace:
     writes: dict[int, list[tuple[int, int, bool]]] = field(default_factory=dict)
     older: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
     """By (what an operand's bad elements are, its maker, which result): which of them were bad before that operator."""
+    calls: dict[int, list[ModuleCall]] = field(default_factory=dict)
+    """By the identity of a module: its calls, of each place one."""
 
     def note_write(self, storage: int, op: int, result: int, is_new: bool) -> None:
         self.writes.setdefault(storage, []).append((op, result, is_new))

@@ -23,6 +23,7 @@ from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
 from ampguard.capture.surroundings import devices_in_use, is_autocast_on
 from ampguard.capture.trees import map_tensors
 from ampguard.replay.changed_nodes import ChangedNodes
+from ampguard.replay.module_calls import note_call
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
 from ampguard.replay.trace import Trace, TracedOp, identical, layout_of
 from ampguard.replay.transformed import TransformedNodes
@@ -115,6 +116,9 @@ class ReplayMode(compat.DispatchMode):
         """Run a module's call under its name; in float32, outside autocast, where the variant says so."""
         self.enter_module(module)
         try:
+            if self.writer is not None and not self._forced:
+                of_root = self.event.line if isinstance(self.event, RootCall) else None
+                note_call(self.writer.trace.calls, module, args, kwargs, sys._getframe(1), self.boundary, of_root)
             if id(module) in self.variant.force_fp32 and not self._forced:
                 return self._call_in_float32(original, module, args, kwargs)
             return original(module, *args, **kwargs)

@@ -38,6 +38,31 @@ def script_names(modules: Iterable[nn.Module]) -> dict[int, str]:
     return direct | inside
 
 
+def expression_of(module: nn.Module) -> str | None:
+    """How the script can write this module: `model.blocks[0].attn`, `trainer.net`, else `self.net`.
+
+    By a variable where there is one, the outermost; None where none leads to it.
+    """
+    best, expression = (-1, -1), None
+    for order, (name, value) in enumerate(_named_values(of_self="self.")):
+        kind = 0 if name.partition(".")[0] == "self" else 2 if name.isidentifier() else 1
+        if not is_of(value, nn.Module) or (kind, order) < best:
+            continue
+        path = next((path for path, part in value.named_modules() if part is module), None)
+        if path is not None and (path or name != "self"):  # a module's own method calls it so, nobody else
+            best, expression = (kind, order), attribute_path(name, path)
+    return expression
+
+
+def attribute_path(base: str, name: str) -> str:
+    """A dotted name as Python writes it.
+
+    >>> attribute_path("self", "blocks.3.attn"), attribute_path("net", "")
+    ('self.blocks[3].attn', 'net')
+    """
+    return base + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split(".") if part)
+
+
 def named_modules() -> Iterator[nn.Module]:
     """The modules that the running script can name, from the innermost frame on; some more than once."""
     return (value for _, value in _named_values() if is_of(value, nn.Module))
@@ -48,8 +73,11 @@ def is_of(value: Any, *kinds: type) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _named_values() -> Iterator[tuple[str, Any]]:
-    """Variables of the script's frames, from the innermost on, and what lies one step inside of them."""
+def _named_values(of_self: str = "") -> Iterator[tuple[str, Any]]:
+    """Variables of the script's frames, from the innermost on, and what lies one step inside of them.
+
+    `of_self` is put before the attributes of what a method calls `self`.
+    """
     seen: set[int] = set()
     for frame in frames_up(sys._getframe(), MAX_FRAMES):
         if not is_script_code(frame.f_code):
@@ -62,11 +90,11 @@ def _named_values() -> Iterator[tuple[str, Any]]:
             variables = [(n, v) for n, v in list(names.items()) if n.isidentifier() and not n.startswith("__")]
             yield from variables
             for name, value in variables:
-                yield from _inside(name, value)
+                yield from _inside(name, value, of_self)
 
 
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Items of a list or a dict, attributes of an object (without `self.`)."""
+def _inside(name: str, value: Any, of_self: str) -> Iterator[tuple[str, Any]]:
+    """Items of a list or a dict, attributes of an object."""
     if is_of(value, list, tuple):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(value[:MAX_ITEMS]))
     elif is_of(value, dict):
@@ -77,5 +105,5 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         except AttributeError:
             return
         if isinstance(attributes, dict) and len(attributes) <= MAX_ATTRIBUTES:
-            prefix = "" if name == "self" else f"{name}."
+            prefix = of_self if name == "self" else f"{name}."
             yield from ((f"{prefix}{key}", item) for key, item in list(attributes.items()))

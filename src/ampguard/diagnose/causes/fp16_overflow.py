@@ -16,6 +16,7 @@ from ampguard.diagnose.causes.mask_overflow import mask_constant
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.proposals import precision_fixes, spelled
+from ampguard.diagnose.script_casts import casts
 from ampguard.diagnose.slicing import chain_from
 from ampguard.numerics import largest
 from ampguard.replay.trace import bad_elements, traced
@@ -43,7 +44,7 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
         )
     facts: dict[str, object] = {"max_abs_fp32": peak, "limit": limit}
     explanation = f"The result of {name} {words.place(evidence)} does not fit {words.precision(evidence)}: {what}."
-    if lineage.undone_float(evidence.trace, evidence.op):
+    if lineage.undone_float(evidence.trace, evidence.op) and not (evidence.op.line and casts(evidence.op.line)):
         facts["float_undone_by_autocast"] = True
         explanation += (
             " Its operands were made float32 by .float(), and autocast cast them back for this operator:"
