@@ -76,7 +76,7 @@ def test_an_unnamed_module_is_called_as_its_holder_calls_it(guard: Guard) -> Non
 
 def half_then(parts: list[nn.Module], wave: Tensor) -> Tensor:
     first, second = parts
-    return 2 * second(first(wave), gain=300.0)
+    return 2 * second(first(wave), gain=3e4)
 
 
 def test_what_else_the_statement_computes_stays_in_low_precision(guard: Guard) -> None:
@@ -84,7 +84,7 @@ def test_what_else_the_statement_computes_stays_in_low_precision(guard: Guard) -
     how = fix_of(guard, lambda: Trainer(plain, Front(), call=half_then).step(torch.ones(2, 4)).backward())
     words, _, code = how.partition(": ")
     assert words == "leave autocast for this one call"
-    expected = 'return 2 * torch.autocast("cpu", enabled=False)(second)(first(wave).float(), gain=300.0)'
+    expected = 'return 2 * torch.autocast("cpu", enabled=False)(second)(first(wave).float(), gain=3e4)'
     assert code.partition("  #")[0] == expected
 
 
@@ -105,7 +105,7 @@ def test_a_part_that_pytorch_calls_is_changed_by_itself(guard: Guard) -> None:
 
 def in_turn(parts: list[nn.Module], wave: Tensor) -> Tensor:
     for part in parts:
-        wave = part(wave, gain=300.0)
+        wave = part(wave, gain=3e4)
     return wave
 
 

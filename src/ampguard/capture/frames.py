@@ -48,6 +48,11 @@ _lines: dict[tuple[int, int], Line] = {}
 """By the identity of the code and the instruction. The line's code is kept with it, so that its identity stays its own."""
 
 
+def is_own_file(file: str) -> bool:
+    """Whether the file is ampguard's."""
+    return file.startswith(_HIDDEN_ROOTS[1])
+
+
 def is_user_file(file: str) -> bool:
     """Whether the file belongs neither to PyTorch nor to ampguard, and somebody wrote it."""
     hidden = file.startswith((*_HIDDEN_ROOTS, *_GENERATED)) or file == "<string>"

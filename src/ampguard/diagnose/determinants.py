@@ -6,21 +6,21 @@ first bad value is that constant, and no operand of it tells anything. Of a sing
 
 from __future__ import annotations
 
-from itertools import islice
+import ast
 from typing import Any
 
 import torch
 
-from ampguard.diagnose import accused, rewrite, words
+from ampguard.diagnose import accused, lineage, rewrite, words
+from ampguard.diagnose.code_text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal
 from ampguard.diagnose.proposals import OperandFix
+from ampguard.diagnose.source_code import called_name, line_of_code
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import CodePlace, Variant
 
 EPSILON = 1e-6
-APART = 8
-"""Operators between the parts of one composed call, at most."""
 
 
 def negative_determinant(evidence: Evidence) -> Finding | None:
@@ -51,11 +51,35 @@ def negative_determinant(evidence: Evidence) -> Finding | None:
             Proposal(
                 "stable-form",
                 words.region(evidence),
-                f"torch.linalg.slogdet(x)[1], the logarithm of its size, in place of torch.logdet(x){where}",
+                _with_slogdet(evidence)
+                or f"torch.linalg.slogdet(x)[1], the logarithm of its size, in place of torch.logdet(x){where}",
                 trial=lambda e: Variant(at_places={chosen: _the_logarithm}),
             ),
         ),
     )
+
+
+def _with_slogdet(evidence: Evidence) -> str | None:
+    """The statement with `slogdet` in place of its one `logdet`."""
+    line = line_of_code(evidence.op.line) if evidence.op.line is not None else None
+    calls = [
+        (node, statement)
+        for part, statement in (line.parts if line is not None else ())
+        for node in ast.walk(part)
+        if isinstance(node, ast.Call) and called_name(node) == "logdet" and isinstance(node.func, ast.Attribute)
+    ]
+    if line is None or len(calls) != 1:
+        return None
+    (call, statement), source = calls[0], line.source
+    assert isinstance(call.func, ast.Attribute)
+    is_function = ast.unparse(call.func.value).partition(".")[0] in source.torch_names
+    given = call.args[0] if is_function and len(call.args) == 1 else call.func.value
+    if len(call.args) != is_function or call.keywords:
+        return None
+    is_short = statement is not None and statement.lineno == statement.end_lineno
+    shown = statement if statement is not None and is_short else call
+    edit = (*source.span(call), f"torch.linalg.slogdet({source.written(given)})[1]")
+    return joined_lines(spliced(source.text, *source.span(shown), [edit]))
 
 
 def singular_matrix(evidence: Evidence) -> Finding | None:
@@ -94,20 +118,8 @@ def singular_matrix(evidence: Evidence) -> Finding | None:
 
 def _parts_of_logdet(evidence: Evidence) -> tuple[CodePlace, TracedOp] | None:
     """(where the `where` of the call runs, its `slogdet`) around an accused constant that is NaN."""
-    op, ops = evidence.op, evidence.trace.ops
-    if op.short_name != "scalar_tensor" or evidence.kind != "nan":
-        return None
-    chosen = next(
-        (
-            later
-            for later in islice(ops, op.index + 1, op.index + APART)
-            if later.short_name == "where" and any(t.made_by == (op.index, 0) for t in later.inputs)
-        ),
-        None,
-    )
-    before = reversed(ops[max(0, op.index - APART) : op.index])
-    determinant = next((o for o in before if o.short_name == "_linalg_slogdet" and o.line == op.line), None)
-    return (chosen.place, determinant) if chosen is not None and determinant is not None else None
+    parts = lineage.logdet_around(evidence.trace, evidence.op) if evidence.kind == "nan" else None
+    return (parts[0].place, parts[1]) if parts is not None else None
 
 
 def _the_logarithm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,9 @@ LOOK_THROUGH = frozenset({
 })  # fmt: skip
 """Operators that pass values on: views, copies and casts."""
 
+APART = 8
+"""Operators between the parts of one composed call, at most."""
+
 
 def maker(trace: Trace, op: TracedOp, operand: int) -> TracedOp | None:
     """The operator that made an operand of `op`, looking through views and casts."""
@@ -29,6 +32,18 @@ def maker(trace: Trace, op: TracedOp, operand: int) -> TracedOp | None:
             continue
         return producer
     return None
+
+
+def logdet_around(trace: Trace, constant: TracedOp) -> tuple[TracedOp, TracedOp] | None:
+    """(the `where`, the `slogdet`) of the `torch.logdet` that made this constant for a negative determinant; None of others."""
+    if constant.short_name != "scalar_tensor":
+        return None
+    ops, at = trace.ops, constant.index
+    later = (op for op in ops[at + 1 : at + APART] if op.short_name == "where")
+    chosen = next((op for op in later if any(t.made_by == (at, 0) for t in op.inputs)), None)
+    before = reversed(ops[max(0, at - APART) : at])
+    determinant = next((o for o in before if o.short_name == "_linalg_slogdet" and o.line == constant.line), None)
+    return (chosen, determinant) if chosen is not None and determinant is not None else None
 
 
 def undone_float(trace: Trace, op: TracedOp) -> bool:

@@ -128,16 +128,18 @@ def masked(condition: str, inside: float) -> Change:
         if not called(operand):
             tested = written if isinstance(operand, PRIMARY) else f"({written})"
         else:
-            name = _unused_name(source)
+            name = unused_name(source, "safe")
             tested, written = f"({name} := {written})", name
         return [(start, end, f"torch.where({condition.format(tested)}, {written}, {inside})")]
 
     return change
 
 
-def _unused_name(source: Source) -> str:
+def unused_name(source: Source, wanted: str) -> str:
+    """A name that the source does not use yet."""
     taken = {n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name)}
-    return next(name for name in ("safe", "operand", *(f"operand_{i}" for i in range(2, 99))) if name not in taken)
+    taken |= {n.arg for n in ast.walk(source.tree) if isinstance(n, ast.arg)}
+    return next(name for name in (wanted, "operand", *(f"operand_{i}" for i in range(2, 99))) if name not in taken)
 
 
 def _before(source: Source, operand: ast.expr, expression: Expression, call: str) -> list[Edit]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose.contributions import contributing, reached_by
+from ampguard.diagnose.lineage import logdet_around
 from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
@@ -148,7 +149,7 @@ def at_the_data(chain: Chain, trace: Trace, models: Sequence[int]) -> Chain:
     An infinity that is written after the model has run may be a mask of its scores; a NaN is none. `models`: the events
     in which the model runs.
     """
-    if not models:
+    if not models or logdet_around(trace, chain.head.op) is not None:  # (a number of PyTorch's own)
         return chain
     numbers = (
         [number for number in chain.head.op.scalars if not math.isfinite(number)]

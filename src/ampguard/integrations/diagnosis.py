@@ -33,5 +33,7 @@ def _told(incident: Incident) -> str:
     if incident.location is not None:
         where = f"  at    {incident.location.file}:{incident.location.line}  {incident.location.code}"
         lines.append(where + (f"  (module {incident.module})" if incident.module else ""))
-    lines += [f"  {'fix' if fix.verified else 'try'}   {fix.how}" for fix in incident.fixes[:1]]
+    for fix in incident.fixes[:1]:
+        first, *more = fix.how.splitlines() or [fix.action]
+        lines += [f"  {'fix' if fix.verified else 'try'}   {first}", *(f"        {line}" for line in more)]
     return "\n".join([*lines, f"  more  ampguard explain {incident.cause}"])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
-import ampguard
 from ampguard import numerics
-from ampguard.capture.frames import is_user_code
+from ampguard.capture.frames import is_own_file, is_user_code
 from ampguard.capture.record import Line
 from ampguard.capture.trees import map_tensors
-
-_OURS = os.path.dirname(os.path.abspath(ampguard.__file__)) + os.sep
 
 MOST_PLACES = 4
 """Calls of one module that are kept."""
@@ -66,7 +62,7 @@ def note_call(
 
     Frames from that of `stop` on are not the step's: the call was that of a root, which the script made at `of_root`.
     """
-    while frame is not None and frame.f_code is not stop and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code is not stop and is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import accused, lineage, words
+from ampguard.diagnose import accused, lineage, mask_code, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
 from ampguard.diagnose.one_sample import left_out
@@ -131,20 +131,31 @@ def _finding(
         weight=84,
         evidence={"empty_rows": count, "rows": total},
         proposals=(
-            Proposal(
-                "fix-mask",
-                words.region(evidence),
-                f"give every row at least one key, e.g. mask[..., 0] &= ~mask.all(-1), before: {_masking(evidence)}",
-                trial=trial,
+            or_in_words(
+                mask_code.open_rows(evidence),
+                Proposal(
+                    "fix-mask",
+                    words.region(evidence),
+                    f"give every row at least one key, e.g. mask[..., 0] &= ~mask.all(-1), before: {_masking(evidence)}",
+                    trial=trial,
+                ),
             ),
-            Proposal(
-                "mask-value",
-                words.region(evidence),
-                "mask with torch.finfo(scores.dtype).min in place of -Inf: the row becomes uniform",
-                trial=finite,
+            or_in_words(
+                mask_code.finite_constant(evidence),
+                Proposal(
+                    "mask-value",
+                    words.region(evidence),
+                    "mask with torch.finfo(scores.dtype).min in place of -Inf: the row becomes uniform",
+                    trial=finite,
+                ),
             ),
         ),
     )
+
+
+def or_in_words(as_code: Proposal | None, in_words: Proposal) -> Proposal:
+    """The change of a line, or what it is meant to do, where that line alone does not cure."""
+    return dataclasses.replace(as_code, otherwise=in_words) if as_code is not None else in_words
 
 
 def _masking(evidence: Evidence) -> str:
