@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.protocol.added import AddedGradients
 from ampguard.capture.protocol.assigned import AssignedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
@@ -102,7 +103,8 @@ class CloseLook:
                 self._tell_shared(watch, of, frame)
             self._tell_added(watch, of, frame)
         stage, ledger = moves.machine.stage(watch), moves.machine.ledger(watch)
-        if watch.copy is None or stage not in (Stage.SCALED, Stage.UNSCALED):
+        is_ours = isinstance(of.ref(), compat.BorrowedScaler)  # it tells of a division before it divides
+        if watch.copy is None or is_ours or stage not in (Stage.SCALED, Stage.UNSCALED):
             watch.copy = None
             return
         by, scale = watch.divided_by(), float(of.current_scale())
