@@ -72,3 +72,29 @@ def test_by_the_scaler(options: dict[str, Any], guard: Guard) -> None:
 def test_with_gradients_that_were_divided(before: bool, guard: Guard) -> None:
     run = guard(lambda: train(past_the_scaler if before else divided, divides_before=before))
     assert (run.faults, run.causes) == (0, [])
+
+
+def clipped(p: Tensor, opt: torch.optim.Optimizer, scaler: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p], 3.0)
+    opt.step()  # too early
+
+
+def divided_and_clipped(p: Tensor, opt: torch.optim.Optimizer, scaler: Any) -> None:
+    assert p.grad is not None
+    p.grad.div_(SCALE)
+    torch.nn.utils.clip_grad_norm_([p], 1e-3)
+    opt.step()
+
+
+def test_with_gradients_that_were_clipped_with_the_scale_in_them(guard: Guard) -> None:
+    run = guard(lambda: train(clipped))
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"])
+    assert 1.5 < run.first.evidence["factor"] < SCALE
+    assert run.first.location is not None
+    assert run.first.location.code == "opt.step()  # too early"
+    assert "clipped in between" in run.first.explanation
+
+
+def test_with_gradients_that_were_divided_and_then_clipped(guard: Guard) -> None:
+    run = guard(lambda: train(divided_and_clipped))
+    assert (run.faults, run.causes) == (0, [])

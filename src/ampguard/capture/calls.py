@@ -15,6 +15,7 @@ from ampguard.capture.protocol.functional import FunctionalTraining
 from ampguard.capture.protocol.moves import BreachListener
 from ampguard.capture.protocol.probing.autocast import AutocastProbe
 from ampguard.capture.protocol.probing.backward import BackwardProbe
+from ampguard.capture.protocol.probing.hooks import HookProbe
 from ampguard.capture.protocol.probing.norms import NormProbe
 from ampguard.capture.protocol.probing.optimizers import OptimizerProbe
 from ampguard.capture.protocol.probing.scaler_steps import ScalerStepProbe
@@ -23,7 +24,16 @@ from ampguard.capture.protocol.probing.schedulers import SchedulerProbe
 from ampguard.capture.protocol.probing.witness import Witness
 from ampguard.capture.recorder import FlightRecorder
 
-PROBES = (BackwardProbe, ScalingProbe, ScalerStepProbe, OptimizerProbe, NormProbe, SchedulerProbe, AutocastProbe)
+PROBES = (
+    BackwardProbe,
+    ScalingProbe,
+    ScalerStepProbe,
+    OptimizerProbe,
+    NormProbe,
+    SchedulerProbe,
+    AutocastProbe,
+    HookProbe,
+)
 
 
 class CallProbes:

@@ -56,6 +56,7 @@ from ampguard.compat.modes import (
     without_transforms,
 )
 from ampguard.compat.modules import (
+    MODULE_BACKWARD_HOOK,
     Paused,
     all_parameters,
     buffers_of,
@@ -180,6 +181,7 @@ from ampguard.compat.updates import (
 __all__ = [
     "GRAD_SCALER",
     "HAS_CUDA",
+    "MODULE_BACKWARD_HOOK",
     "BorrowedScaler",
     "DispatchMode",
     "FunctionMode",

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+MODULE_BACKWARD_HOOK: type | None = getattr(torch.utils.hooks, "BackwardHook", None)
+"""Made in each call of a module that has full backward hooks, with these hooks."""
+
 
 def loader_iterators() -> list[type]:
     """The classes whose `__next__` fetches a batch."""

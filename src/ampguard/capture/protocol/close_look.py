@@ -15,8 +15,9 @@ from ampguard import compat
 from ampguard.capture.protocol.added import AddedGradients
 from ampguard.capture.protocol.assigned import AssignedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.graph_hooks import GraphHooks
 from ampguard.capture.protocol.hand_scale import HandScale
-from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookDivision, LeafHooks
+from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookClip, HookDivision, LeafHooks, clip_of
 from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.protocol.script_lines import names_scale, script_line
 from ampguard.capture.protocol.shared import SharedParameters
@@ -38,6 +39,7 @@ class CloseLook:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self._hooks = LeafHooks()
+        self.graph_hooks = GraphHooks(lambda: moves.looks_closely, moves.recorder.barrier.call)
         self._shared = SharedParameters()
         self._as_left: list[Any] = []
         self._at_rest: list[OptimizerWatch] = []
@@ -59,6 +61,7 @@ class CloseLook:
     def before_backward(self, losses: Any, is_scaled: bool) -> None:
         if is_scaled:
             self._hooks.begin(self._moves.mine())
+            self.graph_hooks.begin()
         elif not self._moves.scales:
             self.own_scale.before_backward(losses)
 
@@ -71,22 +74,30 @@ class CloseLook:
                 self.own_scale.after_backward(reached, where)
             return
         scale = float(of_loss)
+        changed = [(change.where, change.before, change.after) for change in self.graph_hooks.end()]
         for watch in reached:
             watch.keep_copy()
         self.assigned.added(reached, of_loss, where)
-        machine = self._moves.machine
         for clip in self._hooks.end(scale):
             if isinstance(clip, HookDivision):
                 clip.watch.keep_copy(divided=scale)
                 clip.watch.divided_at = clip.where
                 clip.watch.divides_in_hook = True
                 continue
-            if clip.limit >= SMALLEST_LIMIT * scale or machine.stage(clip.watch) is not Stage.SCALED:
-                continue
-            breaches = machine.feed(Read(clip.watch, clip.where, clips=True))
-            for breach in breaches:
-                breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
-            self._moves.tell(breaches, self._moves.recorder.steps.count)
+            self._tell_clip(clip, scale)
+        clip_of_hidden = clip_of(reached[0], changed) if reached else None
+        if clip_of_hidden is not None:
+            self._tell_clip(clip_of_hidden, scale, within_graph=True)
+
+    def _tell_clip(self, clip: HookClip, scale: float, within_graph: bool = False) -> None:
+        machine, moves = self._moves.machine, self._moves
+        if clip.limit >= SMALLEST_LIMIT * scale or machine.stage(clip.watch) is not Stage.SCALED:
+            return
+        breaches = machine.feed(Read(clip.watch, clip.where, clips=True))
+        for breach in breaches:
+            breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
+            breach.facts["within_graph"] = within_graph
+        moves.tell(breaches, moves.since(clip.watch))
 
     def arrived(self, watch: OptimizerWatch, scale: float) -> list[tuple[Tensor, Tensor]]:
         """Parameters with hooks of the script's whose gradient has come, in the backward pass that is under way."""

@@ -2,7 +2,8 @@
 
 What is called within a backward pass is not followed call by call. In passes that are looked at closely, a parameter's
 gradient is seen as it arrives: where an optimizer steps with that very gradient, it carries the scale of the loss. One that
-was changed in between may have been divided, and nothing is said of it.
+was made smaller in between may have been divided and then clipped, if it is no larger than the true gradient: nothing is
+said of it. One that is larger was clipped with the scale in it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
+from ampguard.capture.protocol.leaf_hooks import shrunk_by
 from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.watches import ScalerWatch
@@ -21,6 +24,9 @@ from ampguard.protocol.events import Breach
 
 if TYPE_CHECKING:
     from ampguard.capture.protocol.moves import Frame, Moves
+
+STILL_SCALED = 1.5
+"""Times the true gradient: what is larger was not divided by the scale."""
 
 
 class StepsInBackward:
@@ -54,9 +60,17 @@ class StepsInBackward:
             return
         for parameter, arrived in moves.close.arrived(watch, float(scale)):
             with torch.no_grad(), compat.unseen():
-                is_same = parameter.grad is not None and torch.equal(parameter.grad, arrived)
-            if is_same and bool(arrived.any()):
-                facts = {"scale": float(scale), "in_backward": True}
-                breach = Breach("bypassed-scaler", watch, None, self._where, script_line(frame), float(scale), facts)
+                left = _left_of(arrived, parameter.grad)
+            if left is not None and left * float(scale) >= STILL_SCALED:
+                facts = {"scale": float(scale), "in_backward": True, "clipped_by": left if left < 1.0 else None}
+                carried = left * float(scale)
+                breach = Breach("bypassed-scaler", watch, None, self._where, script_line(frame), carried, facts)
                 moves.tell([breach], moves.recorder.steps.count)
                 return
+
+
+def _left_of(arrived: Tensor, gradient: Tensor | None) -> float | None:
+    """The factor by which the script has made a gradient smaller (1: it is as it came); None where it did something else."""
+    if gradient is None or not bool(arrived.any()):
+        return None
+    return 1.0 if torch.equal(gradient, arrived) else shrunk_by(arrived, gradient)

@@ -7,7 +7,7 @@ such hooks and what comes out is compared, for the few parameters that stand for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -24,6 +24,7 @@ SMALLEST_LIMIT = 1e-3
 
 SAME_NORM = 1e-3
 OTHER_FACTOR = 1e-2
+CHOSEN = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,19 @@ class LeafHooks:
             clip = passage.clips()
             if clip is not None:
                 found.setdefault(passage.watch, clip)
-        for clip in _by_norm(passages):
+        for clip in _by_norm((p.watch, *change) for p in passages for change in p.changes()):
             found.setdefault(clip.watch, clip)
         return list(found.values())
+
+
+def clip_of(watch: OptimizerWatch, changes: Sequence[tuple[Line | None, Tensor, Tensor]]) -> HookClip | None:
+    """The first clip among what hooks have made of gradients (the line, before, behind): by value, or all to one norm."""
+    for where, before, after in changes:
+        limit = clipped_at(before, after)
+        if limit is not None:
+            return HookClip(watch, where, limit, by_norm=False)
+    by_norm = _by_norm((watch, *change) for change in changes)
+    return by_norm[0] if by_norm else None
 
 
 def _watched(hooks: Any, watch: OptimizerWatch, parameter: Tensor, put: Any, is_complete: bool) -> _Passage:
@@ -152,22 +163,30 @@ def _line_of(hook: Any) -> Line | None:
     return Line(code, code.co_firstlineno) if isinstance(code, CodeType) else None
 
 
-def _by_norm(passages: Iterable[_Passage]) -> list[HookClip]:
-    """Hooks that have brought several gradients to one norm, each by another factor. (One factor for all is no clipping.)"""
+def _by_norm(changes: Iterable[tuple[OptimizerWatch, Line | None, Tensor, Tensor]]) -> list[HookClip]:
+    """Hooks that have brought gradients to one norm, each by another factor, or to a norm that is a round number.
+
+    One factor for all is no clipping.
+    """
     shrunk: dict[tuple[OptimizerWatch, int], list[tuple[Line | None, float, float]]] = {}
-    for passage in passages:
-        for where, before, after in passage.changes():
-            factor = shrunk_by(before, after)
-            if factor is not None and where is not None:
-                norms = shrunk.setdefault((passage.watch, id(where.code)), [])
-                norms.append((where, factor, float(after.norm())))
+    for watch, where, before, after in changes:
+        factor = shrunk_by(before, after)
+        if factor is not None and where is not None:
+            norms = shrunk.setdefault((watch, id(where.code)), [])
+            norms.append((where, factor, float(after.double().norm())))
     found = []
     for (watch, _), seen in shrunk.items():
         where, factor, limit = seen[0]
         same = [f for _, f, norm in seen if abs(norm / limit - 1.0) < SAME_NORM]
-        if len(same) == len(seen) and any(abs(f / factor - 1.0) > OTHER_FACTOR for f in same):
+        are_alike = len(same) == len(seen)
+        if are_alike and (any(abs(f / factor - 1.0) > OTHER_FACTOR for f in same) or is_chosen(limit)):
             found.append(HookClip(watch, where, limit, by_norm=True))
     return found
+
+
+def is_chosen(norm: float) -> bool:
+    """Whether it has no more than two significant digits, as a limit that somebody has written down."""
+    return bool(norm) and abs(norm / float(f"{norm:.1e}") - 1.0) < CHOSEN
 
 
 def shrunk_by(before: Tensor, after: Tensor) -> float | None:

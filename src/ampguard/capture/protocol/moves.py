@@ -88,7 +88,7 @@ class Moves:
         """The script asked for the scale since the last backward: it may divide by hand."""
         self.scale_read_at: Line | None = None
         """Where, in an iteration that is looked at closely."""
-        self.looks_closely = True
+        self.looks_closely: bool = True
         self.looks_on = False
         """The iteration after this one is to be looked at as well."""
         self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None

@@ -60,6 +60,9 @@ def bypassed_scaler(scene: Scene) -> Telling:
             f"`{name}` was stepped past the scaler on gradients that are still scaled: those from {at(scene.first)} are "
             f"{scene.factor} at {at(scene.again)}. An overflow is not noticed either."
         )
+    if scene.facts.get("clipped_by"):
+        less, scale = number(1.0 / scene.facts["clipped_by"]), number(scene.facts["scale"])
+        text += f" They were clipped in between, {less} times smaller, with the loss scale {scale} in them."
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
     if scene.facts.get("was_skipped") or scene.facts.get("repeats"):
         how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"

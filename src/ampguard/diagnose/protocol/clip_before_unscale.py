@@ -45,7 +45,9 @@ def clip_before_unscale(scene: Scene) -> Telling:
             f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); "
             f"torch.nn.utils.clip_grad_value_(parameters, {limit:g})"
         )
-        if scene.facts.get("limits_norm"):
+        if scene.facts.get("within_graph"):
+            how = f"multiply the limit by the loss scale, which these gradients carry: {limit:g} * {scaler}.get_scale()"
+        elif scene.facts.get("limits_norm"):
             how = (
                 f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); for p in parameters: "
                 f"torch.nn.utils.clip_grad_norm_(p, {limit:g})"
@@ -100,10 +102,12 @@ _EVIDENCE = ("scale", "clips", "by_hand", "limit_in_hook", "multiplied_by", "sho
 
 def _by_hand(scene: Scene) -> str:
     facts, scale = scene.facts, number(float(scene.facts.get("scale") or 0.0))
-    head = f"The gradients of `{scene.optimizer}` were clipped by hand while still scaled, at {at(scene.again)}: "
+    whose = "Gradients within the graph" if facts.get("within_graph") else f"The gradients of `{scene.optimizer}`"
+    head = f"{whose} were clipped by hand while still scaled, at {at(scene.again)}: "
     carried = f" They carry the loss scale {scale} from {at(scene.first)}."
     if facts.get("multiplied_by") is None:
-        what = "the norm of each parameter's gradient" if facts.get("limits_norm") else "each value"
+        of = "gradient" if facts.get("within_graph") else "parameter's gradient"
+        what = f"the norm of each {of}" if facts.get("limits_norm") else "each value"
         if facts.get("by_comparison"):
             what = "them"
         hook = "a hook runs inside the backward pass; " if facts.get("limit_in_hook") is not None else ""

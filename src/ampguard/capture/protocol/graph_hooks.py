@@ -1,0 +1,132 @@
+"""Hooks of the script's within the graph that clip gradients in the middle of a scaled backward pass.
+
+`h.register_hook(lambda g: g.clamp(-1, 1))` on a hidden state, or a module's full backward hook, sees gradients times the
+loss scale, as a hook on a parameter does (`leaf_hooks`). What such a hook gets and what it returns is compared in
+iterations that are looked at closely: then a hook is put in its place that calls it and looks on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ampguard import compat
+from ampguard.capture.protocol.gradients import SMALL
+from ampguard.capture.protocol.script_lines import is_script_code, script_line
+from ampguard.capture.record import Line
+
+MOST = 32
+"""Changes that are kept of a pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A gradient before a hook and behind it, and the line that computed what the hook returned."""
+
+    where: Line
+    before: Tensor
+    after: Tensor
+
+
+class GraphHooks:
+    """What the script's hooks change in the backward pass that is looked at."""
+
+    def __init__(self, looks: Callable[[], bool], guarded: Callable[..., Any]) -> None:
+        self._looks = looks
+        self._guarded = guarded
+        self._is_open = False
+        self._changes: list[Change] = []
+
+    def begin(self) -> None:
+        """A backward pass of a scaled loss begins."""
+        self._is_open = True
+        self._changes = []
+
+    def end(self) -> list[Change]:
+        """It has ended."""
+        self._is_open = False
+        changes, self._changes = self._changes, []
+        return changes
+
+    def on_tensor(self, hook: Any) -> Any:
+        """What to register in the place of a hook on a computed tensor; the hook itself where nobody looks."""
+        code = self._code_to_watch(hook)
+        if code is None:
+            return hook
+
+        @functools.wraps(hook)
+        def seen(gradient: Tensor) -> Any:
+            return self._call(code, (gradient,), lambda: hook(gradient))
+
+        return seen
+
+    def on_module(self, hook: Any) -> Any:
+        """The same of a module's hook, which gets the module and tuples of gradients."""
+        code = self._code_to_watch(hook)
+        if code is None:
+            return hook
+
+        @functools.wraps(hook)
+        def seen(module: Any, inputs: Any, outputs: Any) -> Any:
+            return self._call(code, inputs, lambda: hook(module, inputs, outputs))
+
+        return seen
+
+    def _code_to_watch(self, hook: Any) -> CodeType | None:
+        if not self._looks() or torch.compiler.is_compiling():
+            return None
+        code = getattr(getattr(hook, "func", hook), "__code__", None)
+        return code if isinstance(code, CodeType) and is_script_code(code) else None
+
+    def _call(self, code: CodeType, given: Any, hook: Callable[[], Any]) -> Any:
+        if not self._is_open or len(self._changes) >= MOST:
+            return hook()
+        before = self._guarded(_copies, given)
+        with _Lines(self._guarded) as lines:
+            returned = hook()
+        self._guarded(self._compare, code, given, before, returned, lines)
+        return returned
+
+    def _compare(self, code: CodeType, given: Any, before: list[Tensor | None], returned: Any, lines: _Lines) -> None:
+        results = given if returned is None else returned if isinstance(returned, (tuple, list)) else (returned,)
+        for old, new in zip(before, results, strict=False):
+            if old is None or not isinstance(new, Tensor) or new.shape != old.shape:
+                continue
+            with torch.no_grad(), compat.unseen():
+                if not torch.equal(old, new):
+                    where = lines.of(new) or Line(code, code.co_firstlineno)
+                    self._changes.append(Change(where, old, new.detach().clone()))
+
+
+class _Lines(TorchFunctionMode):
+    """Which lines of the script computed which tensors."""
+
+    def __init__(self, guarded: Callable[..., Any]) -> None:
+        super().__init__()
+        self._guarded = guarded
+        self._made: list[tuple[Any, Line | None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._made.append((result, self._guarded(script_line, sys._getframe(1))))
+        return result
+
+    def of(self, tensor: Tensor) -> Line | None:
+        return next((line for made, line in reversed(self._made) if made is tensor), None)
+
+
+def _copies(given: Any) -> list[Tensor | None]:
+    with torch.no_grad(), compat.unseen():
+        return [
+            g.detach().clone() if isinstance(g, Tensor) and g.layout == torch.strided and g.numel() <= SMALL else None
+            for g in given
+        ]

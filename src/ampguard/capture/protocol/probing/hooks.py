@@ -1,0 +1,46 @@
+"""The probe of hooks that the script puts into the graph."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.probing.witness import Call, Witness
+
+
+class HookProbe:
+    """Puts a look around hooks on computed tensors and on modules, in iterations that are looked at closely."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+
+    def install(self) -> None:
+        self._witness.patches.replace(torch.Tensor, "register_hook", self._watch_tensor)
+        if compat.MODULE_BACKWARD_HOOK is not None:
+            self._witness.patches.replace(compat.MODULE_BACKWARD_HOOK, "__init__", self._watch_module)
+
+    def _watch_tensor(self, original: Call) -> Call:
+        witness, hooks = self._witness, self._witness.moves.close.graph_hooks
+
+        @functools.wraps(original)
+        def register_hook(self: Tensor, hook: Any) -> Any:
+            if witness.moves.looks_closely and self.grad_fn is not None and witness.recorder.active:
+                hook = witness.guarded(hooks.on_tensor, hook) or hook
+            return original(self, hook)
+
+        return register_hook
+
+    def _watch_module(self, original: Call) -> Call:
+        witness, hooks = self._witness, self._witness.moves.close.graph_hooks
+
+        @functools.wraps(original)
+        def __init__(self: Any, module: Any, user_hooks: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            if user_hooks and witness.moves.looks_closely and witness.recorder.active:
+                user_hooks = [witness.guarded(hooks.on_module, hook) or hook for hook in user_hooks]
+            original(self, module, user_hooks, *args, **kwargs)
+
+        return __init__
