@@ -134,9 +134,9 @@ def scaled(skips: Sequence[bool], scale: float = 65536.0, loss: float = 1.0) -> 
 def test_scale_that_falls_and_falls_has_collapsed() -> None:
     _, answer = scaled([False] * 10 + [True] * 20)
     assert answer is not None
-    assert answer.evidence["since_step"] == 10
+    assert answer.step == answer.evidence["since_step"] == 10
     assert answer.evidence["scale_before"] == 65536.0
-    assert 18 <= answer.step <= 22
+    assert 18 <= answer.evidence["noticed_at_step"] <= 22
 
 
 def test_collapse_with_a_success_now_and_then() -> None:

@@ -36,7 +36,7 @@ TRUTHS = {
     "divergence": Truth(
         range(15, 20), "loss", "error", None, "float32", "began_at_step", frozenset({"lower-learning-rate"})
     ),
-    "scale-collapse": Truth(range(16, 26), "backward", "error", "2", "float16", "since_step"),
+    "scale-collapse": Truth(range(8, 15), "backward", "error", "2", "float16", "since_step"),
     "lost-update": Truth(
         range(1), "optimizer", "warning", "0", "bfloat16", "stuck_share", frozenset({"fp32-parameters"})
     ),

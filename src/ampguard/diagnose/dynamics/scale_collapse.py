@@ -49,6 +49,7 @@ def scale_collapse(situation: Situation) -> Incident | None:
         return None  # what makes every step fail has been told: this is its consequence
     facts = {
         "since_step": since,
+        "noticed_at_step": situation.step,
         "scale_before": before,
         "scale": scale,
         "skipped_steps": trajectory.skips_in_fall,
@@ -57,7 +58,7 @@ def scale_collapse(situation: Situation) -> Incident | None:
     }
     place = f" What overflows is {_what(known)}." if known is not None and known.op else ""
     return Incident(
-        step=situation.step,
+        step=since,
         rank=situation.rank,
         mode="train",
         phase="backward",
