@@ -280,8 +280,8 @@ def test_advice_for_low_precision_weights_is_not_autocast(guard: Guard, tmp_path
     assert first.cause == "fp16-overflow"
     by_action = {f.action: f for f in first.fixes}
     assert by_action["disable-amp"].verified is True
-    assert "model.float()" in by_action["disable-amp"].how
-    assert "model.to(torch.bfloat16)" in by_action["use-bf16"].how
+    assert by_action["disable-amp"].how.endswith("net'].float(), its inputs too")  # names of the caller's
+    assert by_action["use-bf16"].how.endswith("net'].to(torch.bfloat16), its inputs too")
     assert not any("autocast" in f.how for f in first.fixes)
 
 

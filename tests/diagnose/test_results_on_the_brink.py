@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import ampguard
 
 Guard = Callable[..., Any]
 
@@ -61,3 +65,38 @@ def test_what_may_overflow_again_is_not_called_verified(guard: Guard) -> None:
     assert fix.verified is None
     assert fix.outcome is not None
     assert "may overflow again" in fix.outcome
+
+
+class Encoder(nn.Module):
+    """A scale of its own for each sample, as the exponential of a layer; `bound`: the largest exponent."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.log_scale, self.bound = nn.Linear(2, 1), bound
+        nn.init.constant_(self.log_scale.weight, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(self.log_scale(x).clamp(max=self.bound))
+
+
+def fitted(bound: float) -> Tensor:
+    """Refuses what is not finite, as the distributions of probabilistic libraries do, before there is a loss."""
+    scale = Encoder(bound)(torch.tensor([[500.0, 400.0], [0.1, 0.2]]))
+    if not scale.isfinite().all():
+        raise ValueError("Expected parameter scale to satisfy the constraint GreaterThan(lower_bound=0.0)")
+    loss = torch.distributions.StudentT(4.0, 0.0, 1.0).log_prob(scale * 3).mean()
+    loss.backward()
+    return loss
+
+
+def test_the_bound_cures_what_an_exception_has_cut_off(tmp_path: Path) -> None:
+    with contextlib.suppress(ValueError), ampguard.watch(out=tmp_path / "run") as session:
+        fitted(float("inf"))
+    assert session.report is not None
+    incident = session.report.incidents[0]
+    assert (incident.cause, incident.mode) == ("overflow", "train")
+    (fix,) = incident.fixes
+    assert fix.verified
+    assert "clamp(max=10)" in fix.how
+    assert not fitted(80.0).isfinite()
+    assert fitted(10.0).isfinite()

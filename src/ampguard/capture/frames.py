@@ -5,6 +5,7 @@ Judging a code object by its file is done once and remembered, because the glue 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
@@ -111,6 +112,32 @@ def frames_up(frame: FrameType | None, most: int) -> Iterator[FrameType]:
             return
         yield frame
         frame = frame.f_back
+
+
+_ended_by: list[BaseException] = []
+"""What has ended the script, while that is looked into."""
+
+
+@contextlib.contextmanager
+def left_by(error: BaseException | None) -> Iterator[None]:
+    """The script has come to its end by an exception, or without one: its frames are those of the traceback."""
+    _ended_by.extend([] if error is None else [error])
+    try:
+        yield
+    finally:
+        _ended_by.clear()
+
+
+def frames_here(frame: FrameType | None, most: int) -> Iterator[FrameType]:
+    """A frame and those that it was called from; where an exception has left others, these first, the innermost of them
+    to begin with (a script that ends with `sys.exit` on a bad loss)."""
+    left: list[FrameType] = []
+    trace = getattr(_ended_by[-1] if _ended_by else sys.exc_info()[1], "__traceback__", None)
+    while trace is not None:
+        left.append(trace.tb_frame)
+        trace = trace.tb_next
+    yield from reversed(left[-most:])
+    yield from frames_up(frame, most)
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ampguard import numerics
-from ampguard.capture.record import RootCall
+from ampguard.capture.operands import leaves
+from ampguard.capture.record import Held, Ref, RootCall
 from ampguard.diagnose import accused, rewrite, source_code, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
 from ampguard.replay.operators import flat_scalars, flat_tensors
+from ampguard.replay.variables import expression_of
 from ampguard.replay.variants import CodePlace, Intervention, Variant
 
 SPELLED = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "-Inf"}
@@ -50,7 +52,7 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
             f'torch.autocast("{device}", dtype=torch.bfloat16)' + (", without GradScaler" if has_scaler else ""),
             f'torch.autocast("{device}", enabled=False)' + (" and GradScaler(enabled=False)" if has_scaler else ""),
         ),
-        "weights": ("model.to(torch.bfloat16), its inputs too", "model.float(), its inputs too"),
+        "weights": _weights_in(evidence) if setting == "weights" else ("", ""),
         "casts": (
             ".to(torch.bfloat16) in place of the casts to float16",
             f"leave out the casts to {words.precision(evidence)}",
@@ -80,6 +82,21 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
         Proposal("disable-amp", None, how, trial=lambda e: e.all_in_float32, is_of_autocast=setting == "autocast")
     )
     return tuple(fixes)
+
+
+def _weights_in(evidence: Evidence) -> tuple[str, str]:
+    """How the model's weights become bfloat16, and float32; inputs that are whole numbers stay as they are."""
+    roots = [e for e in evidence.events() if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
+    modules = list({id(root.module): root.module for root in roots}.values())
+    name = (expression_of(modules[0]) if len(modules) == 1 else None) or "model"
+    floats = (t for root in roots for t in leaves((root.args, root.kwargs)) if _is_float(evidence, t))
+    inputs = ", its inputs too" if any(True for _ in floats) else ""
+    return f"{name}.to(torch.bfloat16){inputs}", f"{name}.float(){inputs}"
+
+
+def _is_float(evidence: Evidence, leaf: Any) -> bool:
+    value = leaf.tensor if isinstance(leaf, Held) else evidence.made(leaf) if isinstance(leaf, Ref) else None
+    return value is not None and value.is_floating_point()
 
 
 def _setting(evidence: Evidence) -> str:

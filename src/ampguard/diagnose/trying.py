@@ -29,7 +29,7 @@ RUNAWAY = 1e10
 """A loss (or a result in evaluation) beyond it is finite and no use: a tighter bound is tried."""
 
 ON_THE_BRINK = 1e19
-"""A result in evaluation whose square float32 does not hold: what is computed from it has not been run."""
+"""A result whose square float32 does not hold, where a replay ends at it: what is computed from it has not been run."""
 
 OTHER_PRECISION = frozenset({"force-fp32", "use-bf16", "disable-amp"})
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
@@ -90,7 +90,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    elif verified and evidence.bad.mode == "eval" and evidence.bad.kind == "output" and not proposal.search:
+    elif verified and _goes_on(evidence, outcome) and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)
         if peak >= ON_THE_BRINK:
             return fix(
@@ -99,8 +99,16 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     return fix(verified, effect, how, target)
 
 
+def _goes_on(evidence: Evidence, outcome: Outcome) -> bool:
+    """Whether the script computes on from what was judged: in evaluation, or where an exception cut the step off before
+    it had a loss."""
+    if evidence.bad.kind == "output":
+        return evidence.bad.mode == "eval"
+    return evidence.bad.kind in ("loss", "raised") and outcome.loss is None
+
+
 def largest_result(outcome: Outcome) -> float:
-    """The largest |value| of what was judged: an evaluation goes on with it, and a replay ends there."""
+    """The largest |value| of what was judged: the script goes on with it, and a replay ends there."""
     values = [t.detach() for _, t in outcome.targets if t.is_floating_point() and t.numel() and compat.is_dense(t)]
     return max((stats(value).max_abs or 0.0 for value in values), default=0.0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ampguard.capture.frames import frames_up, locals_of
+from ampguard.capture.frames import frames_here, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 
 MAX_FRAMES = 60
@@ -79,7 +79,7 @@ def _named_values(of_self: str = "") -> Iterator[tuple[str, Any]]:
     `of_self` is put before the attributes of what a method calls `self`.
     """
     seen: set[int] = set()
-    for frame in frames_up(sys._getframe(), MAX_FRAMES):
+    for frame in frames_here(sys._getframe(), MAX_FRAMES):
         if not is_script_code(frame.f_code):
             continue
         tables = [] if frame.f_locals is frame.f_globals else [locals_of(frame)]

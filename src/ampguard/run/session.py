@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.calls import CallProbes
+from ampguard.capture.frames import left_by
 from ampguard.capture.probes import Probes
 from ampguard.capture.raised import is_about_numbers
 from ampguard.capture.record import BadResult
@@ -158,8 +159,9 @@ class Session:
             if not isinstance(error, StopRun):
                 self._recorder.judge.gradients.is_ended_by_numbers = is_about_numbers(error)
                 self._calls.forward_begins()
-                self._barrier.call(self._recorder.flush, error)
-                self._barrier.call(self._examiner.close)
+                with left_by(error):
+                    self._barrier.call(self._recorder.flush, error)
+                    self._barrier.call(self._examiner.close)
                 if self._ranks is not None:
                     self._ranks.close()
                 self._barrier.call(self._protocol.close)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.record import GlueOp, Ref
-from ampguard.diagnose import words
+from ampguard.diagnose import data_code, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
@@ -51,10 +51,11 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     too = f" (and the same for {counted} more tensors with NaN that the step was given)" if counted else ""
     written = _nan_written(evidence)
     bad: dict[int | Ref, Tensor] = {given.key: given.tensor, **others}
+    place = data_code.place_of(given.held) if given.role in ("input", "target") else None
     filtering = Proposal(
         "filter-sample",
         given.name,
-        f"drop the samples that are not finite: keep = torch.isfinite({given.short_name}).flatten(1).all(1){too}",
+        f"drop the samples that are not finite: {data_code.kept_samples(evidence, given, place)}{too}",
         trial=lambda e: _with(given, {key: _without_bad_samples(value) for key, value in bad.items()}, written),
     )
     outside = made_outside(given.held, given.tensor)
@@ -63,7 +64,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     cleaning = Proposal(
         "fix-data",
         given.name,
-        f"clean the data: torch.nan_to_num({given.short_name}{infinite}), or repair it where it is made{made_at}{too}",
+        f"clean the data: {data_code.cleaned_data(given, place, infinite)}, or repair it where it is made{made_at}{too}",
         trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}, written),
     )
     proposals = (filtering, cleaning)

@@ -1,0 +1,95 @@
+"""Bad samples are dropped in the words of the script, with all that belongs to them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import ampguard
+from ampguard.incident import Incident
+
+Guard = Callable[..., Any]
+NAN = float("nan")
+
+
+def samples(in_target: bool = False) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    found = [(torch.randn(3), torch.randn(())) for _ in range(12)]
+    found[6] = (found[6][0], torch.tensor(NAN)) if in_target else (torch.full((3,), NAN), found[6][1])
+    return found
+
+
+def hows(incident: Incident) -> list[str]:
+    assert (incident.cause, incident.step) == ("nonfinite-input", 1)
+    assert all(fix.verified for fix in incident.fixes)
+    return [fix.how for fix in incident.fixes]
+
+
+def pairs(in_target: bool) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for x, y in DataLoader(samples(in_target), batch_size=4):  # type: ignore[arg-type]
+        loss = (model(x)[:, 0] - y).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("in_target", "dropped", "cleaned"),
+    [
+        (False, "keep = torch.isfinite(x).all(1); x, y = x[keep], y[keep]", "x = torch.nan_to_num(x)"),
+        (True, "keep = torch.isfinite(y); y, x = y[keep], x[keep]", "y = torch.nan_to_num(y)"),
+    ],
+)
+def test_of_a_pair_both_lose_the_samples(in_target: bool, dropped: str, cleaned: str, guard: Guard) -> None:
+    filtering, cleaning = hows(guard(lambda: pairs(in_target)).first)
+    assert filtering == f"drop the samples that are not finite: {dropped}"
+    assert cleaning == f"clean the data: {cleaned}, or repair it where it is made"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, values: Tensor, labels: Tensor) -> Tensor:
+        return (self.head(values)[:, 0] - labels).square().mean()
+
+
+def test_of_a_dictionary_every_entry_loses_them(guard: Guard) -> None:
+    def body() -> None:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for values, labels in DataLoader(samples(), batch_size=4):  # type: ignore[arg-type]
+            inputs = {"values": values, "labels": labels}
+            del values, labels
+            model(**inputs).backward()
+            optimizer.step()
+
+    expected = "keep = torch.isfinite(inputs['values']).all(1); inputs = {k: v[keep] for k, v in inputs.items()}"
+    assert hows(guard(body).first)[0] == f"drop the samples that are not finite: {expected}"
+
+
+def test_a_script_that_leaves_over_the_loss_still_names_its_data(tmp_path: Path) -> None:
+    def train(model: Model) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for features, targets in DataLoader(samples(), batch_size=4):  # type: ignore[arg-type]
+            loss = model(features, targets)
+            if not loss.isfinite():
+                sys.exit(1)
+            loss.backward()
+            optimizer.step()
+
+    with contextlib.suppress(SystemExit), ampguard.watch(out=tmp_path / "run") as session:
+        train(Model())
+    assert session.report is not None
+    filtering = hows(session.report.incidents[0])[0]
+    assert filtering.endswith("torch.isfinite(features).all(1); features, targets = features[keep], targets[keep]")
