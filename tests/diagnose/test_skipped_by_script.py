@@ -103,3 +103,39 @@ def test_a_statistic_that_is_poisoned_is_no_batch_that_was_lost(guard: Guard) ->
     with pytest.warns(UserWarning, match="degrees of freedom"):
         run = guard(body)
     assert (run.first.cause, run.first.severity, run.first.step) == ("empty-reduction", "error", 7)
+
+
+class Wrapped:
+    """Not an optimizer by its class, as the wrappers of some frameworks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_a_statistic_that_the_batch_has_poisoned_broke_the_run(guard: Guard) -> None:
+    """The losses stay finite, and the evaluation does not: it is the skipped batch that has to be repaired."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Conv1d(2, 16, 3), nn.BatchNorm1d(16), nn.ReLU(), nn.Flatten(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for batch in range(20):
+            x, y = torch.randn(16, 2, 4) * (1e6 if batch == 7 else 1.0), torch.randn(16, 1)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = F.mse_loss(model(x).float(), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(Wrapped(optimizer))  # type: ignore[arg-type]
+            scaler.update()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 2, 4)).mean().item()
+
+    first, second = guard(body).report.incidents
+    assert (first.cause, first.severity, first.mode, first.step) == ("fp16-overflow", "error", "train", 7)
+    assert "was lost" not in first.explanation
+    assert (second.cause, second.severity, second.mode) == ("nonfinite-parameter", "error", "eval")

@@ -1,6 +1,7 @@
 """Bad losses that the script itself steers round: it skips the batch, and the training goes on.
 
-The cause is the same, and so is the fix. But it is nothing that stopped the run: a batch was lost.
+The cause is the same, and so is the fix. But it is nothing that stopped the run: a batch was lost. Not so where it has
+poisoned a running statistic, and a later failure is due to that: then it is what broke the run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ class SkippedByScript:
         """The run is over: tell those that the script has steered round as what they were."""
         if self.somebody_else_does:
             return
-        found = [case for case in cases if self._is_steered_round(case)]
+        cases = list(cases)
+        blamed = {(by["step"], by["cause"]) for case in cases if (by := case.incident.evidence.get("poisoned_by"))}
+        found = [
+            case
+            for case in cases
+            if (case.incident.step, case.incident.cause) not in blamed and self._is_steered_round(case)
+        ]
         if found and all(is_finite(weight.detach()) for weight in weights):
             for case in found:
                 case.incident = self._told(case)
