@@ -135,7 +135,9 @@ def test_a_statistic_that_the_batch_has_poisoned_broke_the_run(guard: Guard) -> 
         with torch.no_grad():
             model(torch.randn(4, 2, 4)).mean().item()
 
-    first, second = guard(body).report.incidents
+    report = guard(body).report
+    first, second = report.incidents
+    assert report.steps == second.step == 20  # the skipped one is counted through the wrapper
     assert (first.cause, first.severity, first.mode, first.step) == ("fp16-overflow", "error", "train", 7)
     assert "was lost" not in first.explanation
     assert (second.cause, second.severity, second.mode) == ("nonfinite-parameter", "error", "eval")

@@ -127,6 +127,14 @@ class StepCounter:
             self._only = weakref.ref(optimizer)
         return True
 
+    def behind(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer itself; of a wrapper, which never steps, the one that it wraps: they have their groups in common."""
+        if optimizer in self._ever:
+            return optimizer
+        groups = getattr(optimizer, "param_groups", None)
+        known = (o for o in self._ever | self._created if groups is not None and o.param_groups is groups)
+        return next((o for o in known if o is not optimizer), optimizer)
+
     def made_since(self, attempt: int) -> list[Optimizer]:
         """The optimizers that have made a step after attempt number `attempt`: each as often as it has."""
         live = (ref() for number, ref in self._made if number > attempt)

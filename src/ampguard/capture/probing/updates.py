@@ -73,7 +73,8 @@ class UpdateProbe(Probe):
                     is_skipped = not guarded(compat.let_step_unseen, scaler, optimizer)
                     if is_skipped:
                         guarded(self._held_off, scaler, optimizer)
-                    guarded(recorder.after_update, optimizer, is_skipped)
+                    held_back = guarded(recorder.steps.behind, optimizer)
+                    guarded(recorder.after_update, held_back if held_back is not None else optimizer, is_skipped)
                 if not recorder.between_steps:  # another optimizer's loss may begin outside modules (else: `update`)
                     guarded(recorder.preprocessing.bookkeeping_done, False)
                 return result
