@@ -48,6 +48,17 @@ class Operand:
         return float(number.abs()) if number.is_complex() else float(number)
 
 
+LITTLE = 1e-2
+"""In the place of a factor of 0."""
+
+
+def _is_single_zero(value: Any) -> bool:
+    """Whether a factor is the number 0, also as a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point() and bool((value == 0).all())
+    return isinstance(value, (int, float)) and value == 0
+
+
 class Evidence:
     """What is known about the operator where the failure begins. Costly facts are computed when first asked for."""
 
@@ -245,6 +256,22 @@ class Evidence:
             return Variant()
         key, value = self.loss_scale_given
         return Variant(tensors={key: torch.full_like(value, scale)})
+
+    @cached_property
+    def is_finite_beside_zero(self) -> bool:
+        """Whether an infinity became NaN only because it was multiplied by a single 0: by a small number in its place the
+        step is finite, so something behind it consumes infinities (a softmax, an exponential)."""
+        call = (
+            self.call if self.op.short_name == "mul" and self.link.kind == NAN and self.replayer is not None else None
+        )
+        if call is None or not any(map(_is_single_zero, call.args)):
+            return False
+
+        def by_little(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return func(*(a + LITTLE if _is_single_zero(a) else a for a in args), **kwargs)
+
+        assert self.replayer is not None
+        return not attempt(self.bad, self.replayer, Variant(at_places={self.op.place: by_little})).is_bad
 
     # --- the step in float32 ------------------------------------------------------------------------------------------
 

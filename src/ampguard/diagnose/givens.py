@@ -314,11 +314,12 @@ def _models(evidence: Evidence) -> set[int]:
 def _carries_data(evidence: Evidence) -> bool:
     """Whether infinities in a given tensor are a hole in the data, and no mask or sentinel.
 
-    Where they empty rows of a softmax they are a mask. Else they are data if the other values are ordinary numbers, or
-    if a model's input or the batch held them and nothing made them NaN: then nothing was to consume them.
+    Where they empty rows of a softmax they are a mask, and where only a factor of 0 made them NaN they were meant. Else they
+    are data if the other values are ordinary numbers, or if a model's input or the batch held them and nothing made them
+    NaN: then nothing was to consume them.
     """
     element, values = evidence.given_tensor, evidence.given_values
-    if element is None or values is None or is_masks_doing(evidence):
+    if element is None or values is None or is_masks_doing(evidence) or evidence.is_finite_beside_zero:
         return False
     values = compat.elements_here(values)
     finite = values[torch.isfinite(values)]

@@ -11,20 +11,26 @@ Not this       a softmax row without a key: see masked-softmax.
 
 from __future__ import annotations
 
+import ast
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ampguard.capture.record import Held, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.one_sample import left_out
 from ampguard.diagnose.rewrite import with_constant
 from ampguard.diagnose.source_code import line_of_code
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
+
+BOUND = 1e30
+"""In the place of an infinity that a sum, a difference or a softmax of float32 then bears."""
 
 
 @cause("indeterminate")
@@ -37,12 +43,13 @@ def indeterminate(evidence: Evidence) -> Finding | None:
     if not by_a_literal and not (evidence.intended and evidence.converts):
         return None
     name = words.operator(evidence)
+    made = f"made by {source.short_name}" if evidence.given is None else "in what it was given"
     operands = [o for o in evidence.float_operands if by_a_literal or o.stats.finite_share < 1]
     source = evidence.chain.head.op
     filtering = left_out(evidence, "all that is summed up for it is -Inf") if _has_infinite_rows(evidence) else None
     return Finding(
         "indeterminate",
-        f"{name} {words.place(evidence)} combines infinities that the code meant to have (made by {source.short_name}) into "
+        f"{name} {words.place(evidence)} combines infinities that the code meant to have ({made}) into "
         f"NaN: Inf - Inf or 0 * Inf.",
         weight=40,
         evidence={"operands": [o.stats.as_dict() for o in operands]},
@@ -93,6 +100,10 @@ def _without_infinities(op: TracedOp) -> Variant:
 
 def _finite_constant(evidence: Evidence, source: TracedOp) -> Proposal:
     """A large finite number where the infinity is written, else in words."""
+    given = _as_argument(evidence)
+    if given is not None:
+        how = f"keep it finite with {given}, before: {words.code(evidence)}"
+        return Proposal("mask-value", words.region(evidence), how, trial=lambda e: _finite_operands(e, BOUND))
     in_words = Proposal(
         "mask-value",
         words.region(evidence),
@@ -121,8 +132,32 @@ def _finite_constant(evidence: Evidence, source: TracedOp) -> Proposal:
     return Proposal("mask-value", words.region(evidence), how, trial=lambda e: trial, otherwise=in_words)
 
 
-def _finite_operands(evidence: Evidence) -> Variant:
-    """The accused operator on the same operands, their infinities replaced by large finite numbers."""
+def _as_argument(evidence: Evidence) -> str | None:
+    """`hops = hops.clamp(max=1e30)` where the infinite operand is an argument that the accused line reads by its name."""
+    infinite = [o for o in evidence.float_operands if bool(torch.isinf(o.values).any())]
+    line = evidence.op.line
+    if evidence.given is None or len(infinite) != 1 or line is None or evidence.precision is not None:
+        return None
+    found = line_of_code(line)
+    arguments = line.code.co_varnames[: line.code.co_argcount]
+    read = {n.id for part, _ in found.parts for n in ast.walk(part) if isinstance(n, ast.Name)} if found else set()
+    leaves = (name for e in evidence.events() if isinstance(e, RootCall) for name, leaf in named_leaves(e)
+              if _holds(evidence, leaf, infinite[0].values))  # fmt: skip
+    name = next((name for name in leaves if name in read and name in arguments), None)
+    if name is None:
+        return None
+    values = infinite[0].values
+    sides = {"min=-1e30": bool((values == -math.inf).any()), "max=1e30": bool((values == math.inf).any())}
+    return f"{name} = {name}.clamp({', '.join(side for side, is_there in sides.items() if is_there)})"
+
+
+def _holds(evidence: Evidence, leaf: object, values: torch.Tensor) -> bool:
+    tensor = leaf.value if isinstance(leaf, Held) else evidence.made(leaf) if isinstance(leaf, Ref) else None
+    return tensor is not None and tensor.shape == values.shape and torch.equal(tensor.to(values.dtype), values)
+
+
+def _finite_operands(evidence: Evidence, bound: float | None = None) -> Variant:
+    """The accused operator on the same operands, their infinities replaced by large finite numbers (the bound)."""
 
     def run(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         tensor = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
@@ -132,7 +167,7 @@ def _finite_operands(evidence: Evidence) -> Variant:
             if isinstance(value, float) and math.isinf(value):
                 return math.copysign(largest, value)
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                edge = torch.finfo(value.dtype).max / 4
+                edge = bound or torch.finfo(value.dtype).max / 4
                 return torch.where(torch.isinf(value), value.clamp(-edge, edge), value)
             return value
 
