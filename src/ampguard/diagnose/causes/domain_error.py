@@ -73,9 +73,10 @@ def domain_error(evidence: Evidence) -> Finding | None:
     proposals: list[Proposal] = list(stable.proposals(evidence))
     if low is not None or high is not None:
         edge = EDGE if evidence.precision is None else 1e-3
-        proposals.append(
-            clamp_fix(evidence, position, None if low is None else low + edge, None if high is None else high - edge)
-        )
+        least = low + edge if low is not None else None
+        if low == 0 and (others := _least_beside_a_pole(evidence, position)) is not None:
+            least = max(edge, others)
+        proposals.append(clamp_fix(evidence, position, least, None if high is None else high - edge))
     if evidence.is_cured_by_float32:
         proposals += precision_fixes(evidence)
     filtering = left_out(evidence, NO_TERM) if _sums_up_zeros(evidence, position, value) else None
@@ -89,6 +90,20 @@ def domain_error(evidence: Evidence) -> Finding | None:
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
         proposals=tuple(proposals),
     )
+
+
+def _least_beside_a_pole(evidence: Evidence, position: int) -> float | None:
+    """Of a power that is infinite at 0, the power of ten below what it was given within its domain.
+
+    Next to the pole a finite result is larger than all others by far. None of other functions, and without other values.
+    """
+    op = evidence.op
+    exponent = evidence.scalars[0] if op.short_name == "pow" and evidence.scalars else 0.0
+    values = evidence.operands[position].values
+    inside = values[(values > 0) & values.isfinite()]
+    if not (exponent < 0 or op.short_name == "rsqrt") or not inside.numel():
+        return None
+    return float(min(1.0, 10.0 ** math.floor(math.log10(float(inside.min())))))
 
 
 def _sums_up_zeros(evidence: Evidence, position: int, value: float) -> bool:

@@ -43,9 +43,9 @@ def indeterminate(evidence: Evidence) -> Finding | None:
     if not by_a_literal and not (evidence.intended and evidence.converts):
         return None
     name = words.operator(evidence)
-    made = f"made by {source.short_name}" if evidence.given is None else "in what it was given"
     operands = [o for o in evidence.float_operands if by_a_literal or o.stats.finite_share < 1]
     source = evidence.chain.head.op
+    made = f"made by {source.short_name}" if evidence.given is None else "in what it was given"
     filtering = left_out(evidence, "all that is summed up for it is -Inf") if _has_infinite_rows(evidence) else None
     return Finding(
         "indeterminate",
