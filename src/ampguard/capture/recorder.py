@@ -318,6 +318,7 @@ class FlightRecorder:
         self.judge.read_flags(wait=True)
         if has_closure:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
+            self.preprocessing.closure_begins()
         elif not self.counting:
             self.gradients.about_to_be_used(optimizer)
 
@@ -347,6 +348,7 @@ class FlightRecorder:
         self._step_started = now
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
+        self.preprocessing.backwards_before = self.steps.backwards
         hangs_together = self.steps.counts_backwards
         if hangs_together:
             self.schedule.prefix_was(used=False)  # the tape is on all the time

@@ -39,6 +39,8 @@ class TapedPreprocessing:
     def __init__(self, recorder: Taping) -> None:
         self.last_batch: Any = None
         """What the DataLoader gave last, with weak references in place of tensors."""
+        self.backwards_before = 0
+        """Backward passes before the running iteration, or before its last batch."""
         self._recorder = recorder
 
     def bookkeeping_done(self, is_last: bool) -> None:
@@ -55,6 +57,13 @@ class TapedPreprocessing:
         elif recorder.schedule.comes_next(is_last):
             self._begin()
 
+    def closure_begins(self) -> None:
+        """An optimizer is about to call its closure. Where nothing was differentiated in the iteration, or since the last
+        batch came, the closure is the step, and may compute before its first module.
+        """
+        if self._recorder.steps.backwards == self.backwards_before:
+            self._begin()
+
     def optimizer_made(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
         """Where the script itself makes its optimizer, the first step may begin."""
         self._recorder.steps.created(optimizer)
@@ -67,6 +76,7 @@ class TapedPreprocessing:
 
     def note_batch(self, batch: Any) -> None:
         """A batch has left the DataLoader."""
+        self.backwards_before = self._recorder.steps.backwards
         self.last_batch = map_tensors(batch, weakref.ref)
         if self.last_batch is batch:  # an object of another kind: it is not to live longer for us
             self.last_batch = weakref.ref(batch) if getattr(type(batch), "__weakrefoffset__", 0) else None
