@@ -31,12 +31,14 @@ class Recurrent(nn.Module):
         return out
 
 
-def train(hook: Hook | None = None, on_module: Any = None, since: int = 0, steps: int = 6) -> dict[str, Any]:
+def train(hook: Hook | None = None, on_module: Any = None, since: int = 0, steps: int = 8) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Recurrent(hook)
+    model = Recurrent(None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     for step in range(steps):
+        if step == since:
+            model.hook = hook
         if on_module is not None and step == since:
             model.out.register_full_backward_hook(on_module)
         x = torch.randn(8, 5, 4)
@@ -79,7 +81,25 @@ def limit(module: nn.Module, grad_in: Any, grad_out: Any) -> Any:
     return tuple(None if g is None else g.clamp(-0.1, 0.1) for g in grad_in)  # here
 
 
-@pytest.mark.parametrize("since", [0, 4])
+class Clamp:
+    """A hook that is an object."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return torch.clamp(gradient, -self.limit, self.limit)  # here
+
+
+def test_hooks_that_come_late(guard: Guard) -> None:
+    run = guard(lambda: train(Clamp(0.1), since=6))
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["clip-before-unscale"]
+    assert run.first.step == 6
+    assert run.first.location.code.endswith("# here")
+
+
+@pytest.mark.parametrize("since", [0, 4, 6])
 def test_a_module(since: int, guard: Guard) -> None:
     plain = train(on_module=limit, since=since)
     run = guard(lambda: train(on_module=limit, since=since))

@@ -39,7 +39,7 @@ class CloseLook:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self._hooks = LeafHooks()
-        self.graph_hooks = GraphHooks(lambda: moves.looks_closely, moves.recorder.barrier.call)
+        self.graph_hooks = GraphHooks(self._looks_at_hook, moves.recorder.barrier.call)
         self._shared = SharedParameters()
         self._as_left: list[Any] = []
         self._at_rest: list[OptimizerWatch] = []
@@ -49,6 +49,13 @@ class CloseLook:
         self.added = AddedGradients()
         self.assigned = AssignedGradients()
         self.own_scale = HandScale()
+
+    def _looks_at_hook(self, is_new: bool) -> bool:
+        """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
+        moves = self._moves
+        if is_new and moves.scales and not moves.looks_closely:
+            moves.look_again(*moves.mine())
+        return moves.looks_closely
 
     def forget(self) -> None:
         """The scale may have changed: an iteration is over."""

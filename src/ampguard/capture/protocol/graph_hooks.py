@@ -23,6 +23,7 @@ from ampguard.capture.protocol.gradients import SMALL
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.record import Line
 
+MOST_KNOWN = 64
 MOST = 32
 """Changes that are kept of a pass."""
 
@@ -39,9 +40,11 @@ class Change:
 class GraphHooks:
     """What the script's hooks change in the backward pass that is looked at."""
 
-    def __init__(self, looks: Callable[[], bool], guarded: Callable[..., Any]) -> None:
+    def __init__(self, looks: Callable[[bool], bool], guarded: Callable[..., Any]) -> None:
+        """`looks`: whether the iteration is looked at closely; it is told whether such a hook was never seen before."""
         self._looks = looks
         self._guarded = guarded
+        self._known: set[CodeType] = set()
         self._is_open = False
         self._changes: list[Change] = []
 
@@ -81,10 +84,13 @@ class GraphHooks:
         return seen
 
     def _code_to_watch(self, hook: Any) -> CodeType | None:
-        if not self._looks() or torch.compiler.is_compiling():
+        code = code_of(hook)
+        if code is None or torch.compiler.is_compiling() or not is_script_code(code):
             return None
-        code = getattr(getattr(hook, "func", hook), "__code__", None)
-        return code if isinstance(code, CodeType) and is_script_code(code) else None
+        is_new = code not in self._known and len(self._known) < MOST_KNOWN
+        if is_new:
+            self._known.add(code)
+        return code if self._looks(is_new) else None
 
     def _call(self, code: CodeType, given: Any, hook: Callable[[], Any]) -> Any:
         if not self._is_open or len(self._changes) >= MOST:
@@ -104,6 +110,15 @@ class GraphHooks:
                 if not torch.equal(old, new):
                     where = lines.of(new) or Line(code, code.co_firstlineno)
                     self._changes.append(Change(where, old, new.detach().clone()))
+
+
+def code_of(hook: Any) -> CodeType | None:
+    """What a hook runs: a function, a method, a partial of one, or an object that can be called."""
+    hook = getattr(hook, "func", hook)
+    code = getattr(hook, "__code__", None)
+    if code is None and callable(hook):
+        code = getattr(type(hook).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 class _Lines(TorchFunctionMode):

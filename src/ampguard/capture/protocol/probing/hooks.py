@@ -28,7 +28,7 @@ class HookProbe:
 
         @functools.wraps(original)
         def register_hook(self: Tensor, hook: Any) -> Any:
-            if witness.moves.looks_closely and self.grad_fn is not None and witness.recorder.active:
+            if self.grad_fn is not None and witness.recorder.active:
                 hook = witness.guarded(hooks.on_tensor, hook) or hook
             return original(self, hook)
 
@@ -39,7 +39,7 @@ class HookProbe:
 
         @functools.wraps(original)
         def __init__(self: Any, module: Any, user_hooks: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            if user_hooks and witness.moves.looks_closely and witness.recorder.active:
+            if user_hooks and witness.recorder.active:
                 user_hooks = [witness.guarded(hooks.on_module, hook) or hook for hook in user_hooks]
             original(self, module, user_hooks, *args, **kwargs)
 
