@@ -125,6 +125,32 @@ def test_what_does_not_depend_on_the_scale(name: str, guard: Guard) -> None:
     assert guard(lambda: train(HEALTHY[name])).causes == []
 
 
+class Asking:
+    """Asks for the scale when it is called."""
+
+    def __init__(self) -> None:
+        self.scalers: list[Any] = []
+
+    def __call__(self, g: Tensor) -> Tensor:
+        limit = 1e-5 * self.scalers[0].get_scale()
+        return g.clamp(-limit, limit)
+
+
+def knowing(scale: float) -> Hook:
+    return lambda g: g.clamp(-1e-5 * scale, 1e-5 * scale)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_small_limit_times_the_scale(asks: bool, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = Asking()
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    hook.scalers.append(scaler)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: scaler)
+    run = guard(lambda: train(hook if asks else knowing(SCALE)))
+    assert run.faults == 0, run.stderr
+    assert run.causes == []
+
+
 def test_a_hook_that_raises(guard: Guard) -> None:
     def raising(g: Tensor) -> Tensor:
         raise KeyError("the script's own")

@@ -75,13 +75,13 @@ class CloseLook:
     def after_backward(
         self, reached: tuple[OptimizerWatch, ...], of_loss: DeviceScale | None, where: Line | None
     ) -> None:
-        """Copy what will be compared, and tell hooks on parameters that have clipped what carries the scale."""
+        """Copy what will be compared, and tell hooks that have clipped what carries the scale."""
         if of_loss is None:
             if not self._moves.scales:
                 self.own_scale.after_backward(reached, where)
             return
         scale = float(of_loss)
-        changed = [(change.where, change.before, change.after) for change in self.graph_hooks.end()]
+        changed = [(c.where, c.before, c.after) for c in self.graph_hooks.end() if not c.knows(scale)]
         for watch in reached:
             watch.keep_copy()
         self.assigned.added(reached, of_loss, where)
@@ -98,6 +98,8 @@ class CloseLook:
 
     def _tell_clip(self, clip: HookClip, scale: float, within_graph: bool = False) -> None:
         machine, moves = self._moves.machine, self._moves
+        if clip.where is not None and "get_scale" in clip.where.code.co_names:
+            return
         if clip.limit >= SMALLEST_LIMIT * scale or machine.stage(clip.watch) is not Stage.SCALED:
             return
         breaches = machine.feed(Read(clip.watch, clip.where, clips=True))

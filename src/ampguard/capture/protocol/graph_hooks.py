@@ -35,6 +35,18 @@ class Change:
     where: Line
     before: Tensor
     after: Tensor
+    hook: Any
+
+    def knows(self, scale: float) -> bool:
+        """Whether the hook has the scale at hand: as a variable from outside, or kept in the object that it is."""
+        function = getattr(self.hook, "__func__", self.hook)
+        names = getattr(getattr(function, "__code__", None), "co_names", ())
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+        outside = [getattr(function, "__globals__", {}).get(name) for name in names]
+        own = list((getattr(getattr(self.hook, "__self__", self.hook), "__dict__", None) or {}).values())
+        given = [*getattr(self.hook, "args", ()), *getattr(self.hook, "keywords", {}).values()]
+        numbers = [value for value in (*cells, *outside, *own, *given) if isinstance(value, (int, float))]
+        return any(number in (scale, 1.0 / scale) for number in numbers)
 
 
 class GraphHooks:
@@ -67,7 +79,7 @@ class GraphHooks:
 
         @functools.wraps(hook)
         def seen(gradient: Tensor) -> Any:
-            return self._call(code, (gradient,), lambda: hook(gradient))
+            return self._call(hook, code, (gradient,), lambda: hook(gradient))
 
         return seen
 
@@ -79,7 +91,7 @@ class GraphHooks:
 
         @functools.wraps(hook)
         def seen(module: Any, inputs: Any, outputs: Any) -> Any:
-            return self._call(code, inputs, lambda: hook(module, inputs, outputs))
+            return self._call(hook, code, inputs, lambda: hook(module, inputs, outputs))
 
         return seen
 
@@ -92,24 +104,32 @@ class GraphHooks:
             self._known.add(code)
         return code if self._looks(is_new) else None
 
-    def _call(self, code: CodeType, given: Any, hook: Callable[[], Any]) -> Any:
+    def _call(self, hook: Any, code: CodeType, given: Any, run: Callable[[], Any]) -> Any:
         if not self._is_open or len(self._changes) >= MOST:
-            return hook()
+            return run()
         before = self._guarded(_copies, given)
         with _Lines(self._guarded) as lines:
-            returned = hook()
-        self._guarded(self._compare, code, given, before, returned, lines)
+            returned = run()
+        self._guarded(self._compare, hook, Line(code, code.co_firstlineno), given, before, returned, lines)
         return returned
 
-    def _compare(self, code: CodeType, given: Any, before: list[Tensor | None], returned: Any, lines: _Lines) -> None:
+    def _compare(
+        self, hook: Any, begin: Line, given: Any, before: list[Tensor | None], returned: Any, lines: _Lines
+    ) -> None:
         results = given if returned is None else returned if isinstance(returned, (tuple, list)) else (returned,)
         for old, new in zip(before, results, strict=False):
             if old is None or not isinstance(new, Tensor) or new.shape != old.shape:
                 continue
             with torch.no_grad(), compat.unseen():
                 if not torch.equal(old, new):
-                    where = lines.of(new) or Line(code, code.co_firstlineno)
-                    self._changes.append(Change(where, old, new.detach().clone()))
+                    self._changes.append(Change(lines.of(new) or begin, old, new.detach().clone(), hook))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # its variable has no value yet
+        return False
 
 
 def code_of(hook: Any) -> CodeType | None:
