@@ -47,6 +47,8 @@ def test_a_fix_that_cannot_be_differentiated_is_not_verified(guard: Guard) -> No
     assert outcomes["use-bf16"][0]
     assert not outcomes["force-fp32"][0]
     assert "backward() raises" in outcomes["force-fp32"][1]
+    assert not outcomes["disable-amp"][0]  # without autocast there is no cast that copies either
+    assert "backward() raises" in outcomes["disable-amp"][1]
 
 
 def test_it_is_where_nothing_is_written(guard: Guard) -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from ampguard import compat
+from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt, described
 from ampguard.diagnose.budget import Budget
@@ -129,7 +130,8 @@ def judged(
         evidence.finite_gradients[variant] = has_finite_gradients(replayer, variant)
     gradients = evidence.finite_gradients.get(variant)
     loss = f" ({outcome.loss:.4g})" if outcome.loss is not None else ""
-    if gradients is None and not budget.is_spent and raises_for_writes(replayer, variant):
+    asked = variant if gradients is None else _without_autocast(evidence, variant)
+    if asked is not None and not budget.is_spent and raises_for_writes(replayer, asked):
         return (
             False,
             f"the loss is finite{loss}, and backward() raises: a tensor that it needs is written to in the forward pass",
@@ -138,6 +140,17 @@ def judged(
         evidence.half_cured.append((variant, how))
         return False, f"the loss is finite{loss}, its gradients are not"
     return True, described(outcome, evidence.bad, with_gradients=gradients is True) + _left_out(evidence, outcome)
+
+
+def _without_autocast(evidence: Evidence, variant: Variant) -> Variant | None:
+    """How all in float32 is written: outside autocast nothing is cast, where the replay casts to float32 and so copies.
+
+    None where no call changes a buffer: then a copy is as good as what it was made of.
+    """
+    roots = [e for e in evidence.events() if isinstance(e, RootCall)]
+    if variant is not evidence.all_in_float32 or not any(b.copy is not None for root in roots for b in root.buffers):
+        return None
+    return Variant(force_fp32=frozenset(id(root.module) for root in roots))
 
 
 def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
