@@ -75,9 +75,29 @@ def line_of(evidence: Evidence) -> source_code.LineOfCode | None:
     if op.line is None or ran_inside_pytorch(evidence):
         return None
     line = source_code.line_of_code(op.line)
-    if line is None or any(name in HIDING for part, _ in line.parts for name in source_code.called(part)):
+    if line is None:
         return None
-    return line
+    hides = any(name in HIDING for part, _ in line.parts for name in source_code.called(part))
+    return line if not hides or _is_written_here(evidence, line) else None
+
+
+def _is_written_here(evidence: Evidence, line: source_code.LineOfCode) -> bool:
+    """Whether the only expression of the text that can have run the operator was given what its own text computes.
+
+    `torch.log(1 - a ** 2)` beside `dist.log_prob(u)`, which takes logarithms too: of what no subtraction on this line made.
+    """
+    op = evidence.op
+    written = line.expressions(op.short_name, is_in_place(op))
+    operand = written[0].operand(op.short_name, 0, argument_name(op, 0)) if len(written) == 1 else None
+    made_by = op.inputs[0].made_by if op.inputs else None
+    maker = evidence.trace.ops[made_by[0]] if made_by is not None else None
+    if operand is None or maker is None or maker.line != op.line:
+        return False
+    if isinstance(operand, ast.BinOp):
+        spelled = source_code.ARITHMETIC.get(type(operand.op))
+        return maker.short_name == spelled or (spelled, maker.short_name) == ("sub", "rsub")
+    name = source_code.called_name(operand).rstrip("_") if isinstance(operand, ast.Call) else ""
+    return bool(name) and name not in HIDING and maker.short_name == source_code.ALIASES.get(name, name)
 
 
 def ran_inside_pytorch(evidence: Evidence) -> bool:

@@ -16,6 +16,14 @@ from ampguard.replay.rebuild import Replayer
 from ampguard.replay.trace import Trace, bad_elements, traced
 from ampguard.replay.variants import Variant
 
+ON_THE_BRINK = 1e19
+"""A number whose square float32 does not hold: what is computed from it overflows next."""
+
+
+def is_of_use(outcome: Outcome, bad: BadResult) -> bool:
+    """Whether training can go on with the loss of a replay: of 1e28 each further step is made of the clamps that led to it."""
+    return bad.mode != "train" or outcome.loss is None or not abs(outcome.loss) >= ON_THE_BRINK
+
 
 def attempt(bad: BadResult, replayer: Replayer, variant: Variant, is_traced: bool = False) -> Outcome:
     """Replay with a variant. The step is cured, too, where all that is left are the -Inf of a mask that the code wrote."""

@@ -79,6 +79,8 @@ class Evidence:
         """Changes that leave a finite loss and gradients that are not, and how they are written."""
         self.still_bad: list[tuple[Variant, Fix]] = []
         """Changes that were not enough, and the fixes that they are."""
+        self.changing: list[Fix] = []
+        """Fixes that work and make another loss of one that was finite."""
         self.losses_with: dict[str, float] = {}
         """The loss of the failing step with each fix that was seen to work, by its action."""
         self.results_with: dict[str, float] = {}

@@ -10,7 +10,7 @@ from itertools import islice
 import msgspec
 
 from ampguard.diagnose import accused, words
-from ampguard.diagnose.attempts import attempt, described
+from ampguard.diagnose.attempts import attempt, described, is_of_use
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.code_text import merged
 from ampguard.diagnose.evidence import Evidence
@@ -115,5 +115,9 @@ def _cures(evidence: Evidence, replayer: Replayer, change: Variant, may_be_unkno
         gradients = has_finite_gradients(replayer, change)
     except Exception:
         return None
-    is_cured = not outcome.is_bad and (gradients or (gradients is None and may_be_unknown))
+    is_cured = (
+        not outcome.is_bad
+        and is_of_use(outcome, evidence.bad)
+        and (gradients or (gradients is None and may_be_unknown))
+    )
     return described(outcome, evidence.bad, with_gradients=gradients is True) if is_cured else None

@@ -19,7 +19,7 @@ from ampguard.diagnose.causes.masked_softmax import row_fixes
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.proposals import OperandFix, changed_operand, clamp_fix, epsilon_fix
+from ampguard.diagnose.proposals import OperandFix, clamp_fix, epsilon_fix
 from ampguard.diagnose.under_root import under_the_root
 from ampguard.numerics import is_low_precision
 from ampguard.replay.operators import flat_tensors
@@ -221,10 +221,11 @@ def _spread_eigenvalues(evidence: Evidence) -> Proposal:
 
 def _away_from_here(evidence: Evidence, edge: float) -> Proposal:
     """Any other function: move its operand by a little."""
-    return Proposal(
+    return OperandFix(
         "add-epsilon",
-        words.region(evidence),
-        f"keep the operand of {words.operator(evidence)} away from this point: add {rewrite.literal(edge)} to it in: "
-        f"{accused.statement(evidence)}",
-        trial=lambda e: changed_operand(0, lambda t: t + edge if t.is_floating_point() else t)(evidence),
-    )
+        0,
+        rewrite.plus(edge),
+        lambda t: t + edge if t.is_floating_point() else t,
+        lambda t: True,
+        f"keep the operand of {words.operator(evidence)} away from this point: add {rewrite.literal(edge)} to it",
+    ).proposal(evidence)

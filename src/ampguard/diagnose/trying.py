@@ -9,7 +9,7 @@ import torch
 from ampguard import compat
 from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
-from ampguard.diagnose.attempts import attempt, described
+from ampguard.diagnose.attempts import ON_THE_BRINK, attempt, described, is_of_use
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal
@@ -29,8 +29,13 @@ from ampguard.replay.variants import Variant
 RUNAWAY = 1e10
 """A loss (or a result in evaluation) beyond it is finite and no use: a tighter bound is tried."""
 
-ON_THE_BRINK = 1e19
-"""A result whose square float32 does not hold, where a replay ends at it: what is computed from it has not been run."""
+ALIKE = 0.1
+"""How far a fix of the gradients may move a loss that was finite, as a share of it, and be told among the first."""
+
+SMALLER_UPDATES = (
+    "where the updates have made it so large (the losses before were finite): a smaller learning rate, or "
+    "torch.nn.utils.clip_grad_norm_(parameters, 1.0) before the optimizer's step"
+)
 
 OTHER_PRECISION = frozenset({"force-fp32", "use-bf16", "disable-amp"})
 VERIFIED_FIRST = {True: 0, None: 1, False: 2}
@@ -42,7 +47,9 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
     if not any(fix.verified and fix.action not in OTHER_PRECISION for fix in fixes):
         both = fixes_behind(evidence, budget) or fixes_beside(evidence, budget)
         fixes = [fix for fix in fixes if all(fix.how != joint.of for joint in both)] + [joint.fix for joint in both]
-    return tuple(sorted(fixes, key=lambda fix: VERIFIED_FIRST[fix.verified]))
+    if finding.cause == "overflow" and evidence.bad.mode == "train" and not any(fix.verified for fix in fixes):
+        fixes.append(Fix("clip-gradients", None, SMALLER_UPDATES))
+    return tuple(sorted(fixes, key=lambda fix: (VERIFIED_FIRST[fix.verified], fix in evidence.changing)))
 
 
 def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
@@ -87,8 +94,14 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     except Exception as error:
         return fix(None, f"the replay with it raised: {error}"[:300], how)
     verified, effect = judged(evidence, replayer, variant, outcome, budget, how)
+    if verified and (before := _finite_loss_before(evidence, outcome)) is not None:
+        changing = fix(True, f"{effect}, no longer {before:.4g}: it changes more than the derivative", how, target)
+        evidence.changing.append(changing)
+        return changing
     if verified is False and outcome.is_bad and proposal.action not in OTHER_PRECISION:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
+    if verified and not is_of_use(outcome, evidence.bad):
+        return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
     elif verified and _goes_on(evidence, outcome) and not proposal.search:
@@ -162,6 +175,15 @@ def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
     if losses is None or compares_nan(evidence.outcome.trace):
         return None
     return f"the replayed step is finite, but its loss is no longer {losses[0]:.4g}: it is {losses[1]:.4g}"
+
+
+def _finite_loss_before(evidence: Evidence, outcome: Outcome) -> float | None:
+    """The loss of a step of which only the gradients were bad, where a fix makes it quite another one; else None."""
+    before, after = evidence.outcome.loss, outcome.loss
+    if not isinstance(evidence, GradientEvidence) or evidence.is_hidden or before is None or after is None:
+        return None
+    is_alike = not math.isfinite(before) or math.isclose(before, after, rel_tol=ALIKE, abs_tol=ALIKE)
+    return None if is_alike else before
 
 
 def _left_out(evidence: Evidence, outcome: Outcome) -> str:
