@@ -129,7 +129,7 @@ def test_log_softmax_by_logsumexp_with_an_empty_row(guard: Guard) -> None:
     assert first.cause == "masked-softmax"
     assert "1 of 2 rows" in first.explanation
     assert [(fix.action, fix.verified) for fix in first.fixes] == [("fix-mask", True), ("mask-value", True)]
-    assert "masked_fill(~legal" in first.fixes[0].how  # the line that masks, where the mask is in reach
+    assert "masked_fill((masked := ~legal)" in first.fixes[0].how  # the line that masks, where the mask is in reach
 
 
 def test_ratio_of_sums_over_nothing(guard: Guard, tmp_path: Path) -> None:

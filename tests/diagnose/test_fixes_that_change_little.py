@@ -13,12 +13,15 @@ Guard = Callable[..., Any]
 
 def test_a_fix_that_makes_another_loss_comes_last_and_says_so(guard: Guard) -> None:
     """The determinant is 1e-40: its logarithm is ordinary, its reciprocal leaves float32, and 1e-6 is no small addition."""
-    scale = nn.Parameter(torch.full((10,), 1e-4))
 
     def body() -> None:
-        model = nn.Linear(10, 1)
-        loss = model(torch.ones(1, 10)).mean() + torch.log(torch.det(torch.diag(scale)))
+        model = nn.Linear(10, 10, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        with torch.no_grad():
+            model.weight.copy_(torch.eye(10) * 1e-4)
+        loss = torch.log(torch.det(model(torch.eye(10))))
         loss.backward()
+        optimizer.step()
 
     first = guard(body).first
     assert first.cause == "gradient-overflow"
@@ -31,12 +34,12 @@ def test_a_fix_that_makes_another_loss_comes_last_and_says_so(guard: Guard) -> N
 
 
 class Diverged(nn.Module):
-    """Steps of a differential equation whose solution explodes."""
+    """Steps of a differential equation whose solution explodes as soon as its rate is large."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rate = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(self.rate.weight, 1e3)
+        nn.init.constant_(self.rate.weight, 0.5)
 
     def forward(self, y: Tensor) -> Tensor:
         for _ in range(4):
@@ -44,13 +47,20 @@ class Diverged(nn.Module):
         return y
 
 
-def test_a_loss_that_no_step_can_follow_is_no_cure(guard: Guard) -> None:
+def test_a_loss_far_from_all_before_it_is_no_cure(guard: Guard) -> None:
     def body() -> None:
         model = Diverged()
-        model(torch.ones(2, 1)).square().mean().backward()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(5):
+            if step == 4:
+                nn.init.constant_(model.rate.weight, 1e3)
+            loss = model(torch.ones(2, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
     first = guard(body).first
-    assert first.cause == "overflow"
+    assert (first.cause, first.step) == ("overflow", 4)
     assert not any(fix.verified for fix in first.fixes)
     assert any(fix.action == "clip-gradients" and "learning rate" in fix.how for fix in first.fixes)
 

@@ -32,7 +32,11 @@ def averaged(risk: Tensor) -> Tensor:
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = {
     "cumsum": (cumulated, lambda r: (torch.logcumsumexp(r, 0) - r).mean(), "torch.logcumsumexp(x, 0) in place of: "),
     "sum": (summed, lambda r: (torch.logsumexp(r, 0) - r).mean(), "torch.logsumexp(x, dim) in place of: "),
-    "mean": (averaged, lambda r: (torch.logsumexp(r, 0) - 2.772588722 - r).mean(), "torch.logsumexp(x, dim) - "),
+    "mean": (
+        averaged,
+        lambda r: (torch.logsumexp(r, 0) - 2.772588722 - r).mean(),
+        "return ((torch.logsumexp(risk, 0) - math.log(16)) - risk).mean()",
+    ),
 }
 
 

@@ -159,6 +159,11 @@ class Vitals:
         if len(self._pending) >= AT_A_TIME or vitals.skipped or (loss is not None and loss - loss != 0.0):
             self.flush()
 
+    @property
+    def waiting(self) -> tuple[StepVitals, ...]:
+        """The iterations that are yet to be handed on."""
+        return tuple(self._pending)
+
     def flush(self) -> None:
         """Hand on the iterations that are waiting."""
         pending, self._pending = self._pending, []

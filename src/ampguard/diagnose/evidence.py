@@ -275,6 +275,11 @@ class Evidence:
         assert self.replayer is not None
         return not attempt(self.bad, self.replayer, Variant(at_places={self.op.place: by_little})).is_bad
 
+    @cached_property
+    def usual_loss(self) -> float | None:
+        """The largest of the losses before, as far as that is known."""
+        return self.replayer.usual_loss() if self.replayer is not None else None
+
     # --- the step in float32 ------------------------------------------------------------------------------------------
 
     @cached_property

@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from ampguard.diagnose import accused, lineage, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal, Trial
+from ampguard.diagnose.stable_code import with_stable_form
 from ampguard.numerics import is_low_precision
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Intervention, RunKey, Variant
@@ -35,19 +36,23 @@ def proposals(evidence: Evidence) -> tuple[Proposal, ...]:
     """The stable form of the accused operator's line, if it has one."""
     found = _logs_of_the_line(evidence) if evidence.op.short_name == "log" else None
     old: str | None = None
+    at = evidence.op
     if evidence.op.short_name in BEHIND:
         ways = (_log_behind(evidence, way) for way in BEHIND[evidence.op.short_name])
         log = next((log for log in ways if log is not None), None)
         form = _log_form(evidence, log) if log is not None else None
         if log is not None and form is not None:
-            found, old = (form[0], _from_sources([(log, form[1], form[2])])), words.code_at(log.line)
+            found, old, at = (form[0], _from_sources([(log, form[1], form[2])])), words.code_at(log.line), log
         elif evidence.op.short_name == "exp":
             found, old = _softmax_by_hand(evidence), _code_of_quotient(evidence)
     if found is None:
         return ()
     how, trial = found
+    written = with_stable_form(at.line, how)
+    if written is not None:
+        written = words.marked(written, at, evidence.op)
     old = old or accused.accused_expression(evidence) or accused.statement(evidence)
-    return (Proposal("stable-form", words.region(evidence), f"{how} in place of: {old}", trial=trial),)
+    return (Proposal("stable-form", words.region(evidence), written or f"{how} in place of: {old}", trial=trial),)
 
 
 def _logs_of_the_line(evidence: Evidence) -> tuple[str, Trial] | None:

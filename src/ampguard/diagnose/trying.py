@@ -56,7 +56,8 @@ def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix
     """The proposal, or a tighter one that works where it does not."""
     fix = tried(evidence, proposal, budget)
     size = evidence.losses_with.get(proposal.action, evidence.results_with.get(proposal.action))
-    is_enough = fix is not None and fix.verified is not False and (size is None or abs(size) < RUNAWAY)
+    is_enough = fix is not None and fix.verified is not False
+    is_enough = is_enough and (size is None or (fix is not None and fix.verified is True and abs(size) < RUNAWAY))
     if fix is None or is_enough or proposal.otherwise is None:
         return fix
     tighter = tried_in_turn(evidence, proposal.otherwise, budget)
@@ -100,11 +101,11 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         return changing
     if verified is False and outcome.is_bad and proposal.action not in OTHER_PRECISION:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
-    if verified and not is_of_use(outcome, evidence.bad):
-        return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    elif verified and _goes_on(evidence, outcome) and not proposal.search:
+    if verified and not is_of_use(outcome, evidence.bad, evidence.usual_loss):
+        return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
+    if verified and outcome.loss is None and _goes_on(evidence, outcome) and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)
         if peak >= ON_THE_BRINK:
             return fix(

@@ -126,6 +126,10 @@ class Replayer:
         """What other ranks have sent lately, and the name of the collective; the latest first."""
         return self._recorder.collectives.brought()
 
+    def usual_loss(self) -> float | None:
+        """The largest of the losses lately; None where there were too few."""
+        return self._recorder.judge.usual_loss()
+
     def loaded_at(self, tensor: Tensor) -> Line | None:
         """Where `load_state_dict` gave a parameter or buffer the values that it holds."""
         return self._recorder.loaded.line_of(tensor)

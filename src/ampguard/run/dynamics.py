@@ -43,6 +43,10 @@ ATTENTIVE_SHARE = 0.03
 PEAKS_A_SAMPLE = 64
 
 
+FEWEST_LOSSES = 3
+"""Losses that say what is usual."""
+
+
 class LearningDynamics:
     """Watches a run over many steps."""
 
@@ -76,6 +80,7 @@ class LearningDynamics:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
         self.history = HistoryWriter(folder, on_problem, rank)
         self._casebook.second_opinion = self.second_opinion
+        self._recorder.judge.usual_loss = self._usual_loss
         self._casebook.faint_since = lambda: suspicion.faint_since(list(self.trajectory.looks))
         self._casebook.ends_of_stories = OF_LARGE_NUMBERS
         self._casebook.opinion_before_fixes = lambda incident: self._barrier.call(
@@ -90,6 +95,11 @@ class LearningDynamics:
     def undo(self) -> None:
         """Take the probes out."""
         self._probes.undo()
+
+    def _usual_loss(self) -> float | None:
+        known = (*self.trajectory.recent, *self._vitals.waiting)
+        losses = [v.loss for v in known if v.loss is not None and math.isfinite(v.loss)]
+        return max(map(abs, losses)) if len(losses) >= FEWEST_LOSSES else None
 
     def finish(self) -> None:
         """Take the probes out and close the history."""

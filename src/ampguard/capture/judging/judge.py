@@ -37,6 +37,8 @@ class Judge:
 
     def __init__(self, log: EventLog, steps: StepCounter, report: Callable[[BadResult], None]) -> None:
         self.suspects: list[BadResult] = []
+        self.usual_loss: Callable[[], float | None] = lambda: None
+        """The largest of the finite losses lately, where anybody keeps them."""
         self.last_good_step: int | None = None
         self.attempts_when_good = 0
         """Optimizers' steps that had been attempted when a loss was last finite."""

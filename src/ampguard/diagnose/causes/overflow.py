@@ -39,6 +39,9 @@ BOTH_WAYS = frozenset({"sinh", "cosh"})
 LARGE = 1000.0
 """From here on a bound is a round power of ten."""
 
+ORDINARY = 1e6
+"""What a result is kept below whose largest finite value is of no use."""
+
 TIGHTER_EXPONENTS = (80.0, 10.0)
 """Where the largest exponential is cast, multiplied or squared later on, and overflows there."""
 
@@ -136,24 +139,27 @@ def _bounded_exponent(evidence: Evidence, bound: float) -> Proposal:
     return fix if tighter is None else replace(fix, otherwise=_bounded_exponent(evidence, tighter))
 
 
-def _bounded_operand(evidence: Evidence, peak: float) -> Proposal:
+def _bounded_operand(evidence: Evidence, peak: float, is_tight: bool = False) -> Proposal:
     """The largest power of ten to which the operand can be clamped so that the result keeps well inside its type.
 
-    Of a small one (a function that grows exponentially) the largest multiple: the less a bound changes, the better.
+    Of a small one (a function that grows exponentially) the largest multiple: the less a bound changes, the better. A
+    tight one, where such a result leaves no loss to go on with, keeps it among ordinary numbers.
     """
     floats = [i for i, o in enumerate(evidence.operands) if o.values.is_floating_point()]
     position = max(floats, key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
+    limit = ORDINARY if is_tight else math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10
     bound = 10.0 ** math.floor(math.log10(max(peak, 10.0)))
-    while bound > 1.0 and not _fits_with(evidence, position, bound):
+    while bound > 1.0 and not _fits_with(evidence, position, bound, limit):
         bound /= 10
     if bound < LARGE:
         multiples = (n * bound for n in range(9, 1, -1) if n * bound < peak)
-        bound = next((m for m in multiples if _fits_with(evidence, position, m)), bound)
+        bound = next((m for m in multiples if _fits_with(evidence, position, m, limit)), bound)
     bound = float(f"{bound:.6g}")
-    return clamp_fix(evidence, position, -bound, bound, every_use=True)
+    fix = clamp_fix(evidence, position, -bound, bound, every_use=True)
+    return fix if is_tight else replace(fix, otherwise=_bounded_operand(evidence, peak, is_tight=True))
 
 
-def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
+def _fits_with(evidence: Evidence, position: int, bound: float, limit: float) -> bool:
     call = evidence.call
     if call is None:
         return True
@@ -165,7 +171,6 @@ def _fits_with(evidence: Evidence, position: int, bound: float) -> bool:
     except RuntimeError:
         return True
     exact, own = (r[0] if isinstance(r, (tuple, list)) else r for r in results)
-    limit = math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10
     kept = (
         a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()
     )  # (running statistics are written to)
