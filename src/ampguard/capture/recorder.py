@@ -95,6 +95,8 @@ class FlightRecorder:
         self.pace = Pace()
         self.drivers = Drivers()
         self.on_raise: Callable[[BaseException], None] = lambda error: None
+        self.on_written: Callable[..., None] = lambda weights, record: None
+        """Told of weights that the script has written between two steps."""
         """Told of an error in the frame in which a module raised it."""
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.scaling = LossScaling()
@@ -212,6 +214,7 @@ class FlightRecorder:
     def _look_at_written(self) -> None:
         """A step begins, and the script has written to weights since the last one."""
         self.schedule.kept_for_weights(self.log.size_of_iteration)
+        self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
             self.judge.gradients.written_weights_are_bad(bad)

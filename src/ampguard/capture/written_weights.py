@@ -45,6 +45,10 @@ class WrittenWeights:
         if isinstance(written, nn.Parameter) and id(written) not in self._writes:
             self._writes[id(written)] = weakref.ref(written), index
 
+    def weights(self) -> list[Tensor]:
+        """Those that were written and are still there."""
+        return [parameter for ref, _ in self._writes.values() if (parameter := ref()) is not None]
+
     def __len__(self) -> int:
         return len(self._writes)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ampguard.capture.patches import Patches
+from ampguard.capture.protocol.averages import Averages
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
@@ -51,6 +52,7 @@ class Witness:
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
+        recorder.on_written = Averages(self.moves).written
 
     def close_window(self) -> None:
         """What is made of a norm is not followed beyond this call."""

@@ -1,0 +1,168 @@
+"""Averages of weights that the script keeps in low precision and writes in every step: do they move at all?
+
+`mean.mul_(0.999).add_(weight, alpha=0.001)` in bfloat16 adds less than half of the distance between two numbers, and rounds
+it away. What was recorded as written between two steps is computed once more on copies, in the weights' own precision and
+in float32, in a few iterations of a run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ampguard import compat
+from ampguard.capture.protocol.scans import LOOKS
+from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
+from ampguard.capture.weights import slice_of
+from ampguard.capture.written_weights import parameter_behind
+from ampguard.numerics import is_low_precision
+from ampguard.protocol.events import Breach
+
+if TYPE_CHECKING:
+    from ampguard.capture.protocol.moves import Moves
+
+FIRST_STEP = 16
+APART = 16
+"""Steps between two looks at an average, at least."""
+MOST = 6
+LARGEST = 1 << 20
+DEEPEST = 8
+LOST_SHARE = 0.5
+MOVES_IN_FLOAT32 = 0.9
+
+
+class CannotTellError(Exception):
+    """What was written was not recorded."""
+
+
+@dataclass(slots=True)
+class _First:
+    """An average when it was first looked at."""
+
+    parameter: weakref.ref[Tensor]
+    step: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What rounding does to an average. `share` of what would move in float32 has stood still since `since`."""
+
+    parameter: Tensor
+    share: float
+    in_float32: float
+    step_size: float
+    spacing: float
+    since: int
+    last: GlueOp
+
+
+class Averages:
+    """Asked when a step begins and weights were written since the last one."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._first: dict[int, _First] = {}
+        self._has_told = False
+
+    def written(self, weights: Callable[[], list[Tensor]], record: Callable[[], StepRecord]) -> None:
+        """The script has written to these."""
+        step = self._moves.recorder.steps.count
+        if self._has_told or step < FIRST_STEP or step not in LOOKS:
+            return
+        found = [p for p in weights() if not p.requires_grad and is_low_precision(p.dtype) and p.numel() <= LARGEST]
+        chosen = [found[i * (len(found) - 1) // (MOST - 1)] for i in range(MOST)] if found else []
+        known = [(p, self._first.get(id(p))) for p in {id(p): p for p in chosen}.values()]
+        with torch.no_grad(), compat.unseen():
+            lost = [
+                answer
+                for p, first in known
+                if first is not None and first.parameter() is p and step - first.step >= APART
+                if (answer := lost_in(p, first, record())) is not None
+            ]
+            for p, first in known:
+                if first is None or first.parameter() is not p:
+                    self._first[id(p)] = _First(weakref.ref(p), step, slice_of(p).clone())
+        if lost and len(lost) > LOST_SHARE * len(known):
+            self._has_told = True
+            self._tell(sorted(lost, key=lambda each: -each.share))
+
+    def _tell(self, lost: list[Lost]) -> None:
+        moves, worst = self._moves, lost[0]
+        facts = {"lost": lost, "parameters": [each.parameter for each in lost], "noticed": moves.recorder.steps.count}
+        moves.tell([Breach("lost-update", None, None, None, worst.last.line, None, facts)], worst.since)
+
+
+def lost_in(parameter: Tensor, first: _First, record: StepRecord) -> Lost | None:
+    """Whether most of what the last writes would move in float32 stands where it stood. None too where that cannot be told."""
+    writes = [
+        event
+        for event in record.events
+        if isinstance(event, GlueOp) and event.args and parameter_behind(event, lambda: record) is parameter
+    ]
+    writes = [event for event in writes if compat.positions_written(event.func) == {0}]
+    if not writes:
+        return None
+    try:
+        narrow, wide = (_written_again(parameter, writes, record, dtype) for dtype in (parameter.dtype, torch.float32))
+    except Exception:  # an operator refuses, or something is gone: nothing can be said
+        return None
+    now, narrow, wide = slice_of(parameter), slice_of(narrow), slice_of(wide)
+    before = now.float()
+    moves = (wide != before) & wide.isfinite()
+    stuck = moves & (narrow == now) & (now == first.values)
+    in_float32 = float(moves.float().mean())
+    share = float(stuck.sum()) / max(float(moves.sum()), 1.0)
+    if in_float32 < MOVES_IN_FLOAT32 or share <= LOST_SHARE:
+        return None
+    info = torch.finfo(parameter.dtype)
+    spacing = torch.exp2(torch.floor(torch.log2(before.abs().clamp_min(float(info.tiny))))) * info.eps
+    size = float((wide - before).abs().median())
+    if size >= float(spacing.median()):
+        return None
+    return Lost(parameter, share, in_float32, size, float(spacing.median()), first.step, writes[-1])
+
+
+def _written_again(parameter: Tensor, writes: list[GlueOp], record: StepRecord, dtype: torch.dtype) -> Tensor:
+    """The average after the same writes once more, computed in `dtype`."""
+    value = parameter.detach().to(dtype, copy=True)
+    for event in writes:
+        rest = [_value(arg, parameter, value, record, 0) for arg in event.args[1:]]
+        kwargs = {name: _value(arg, parameter, value, record, 0) for name, arg in event.kwargs.items()}
+        event.func(value, *rest, **kwargs)
+    return value
+
+
+def _value(arg: Any, parameter: Tensor, value: Tensor, record: StepRecord, depth: int) -> Any:
+    """An operand: the average itself stands for what is computed of it, all else is as it is, in the same precision."""
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_value(item, parameter, value, record, depth) for item in arg)
+    if isinstance(arg, Held):
+        return value if arg.tensor is parameter else _as_wide(arg.tensor.detach(), value)
+    if not isinstance(arg, Ref):
+        return arg
+    event = record.event(arg.event)
+    if (
+        not isinstance(event, GlueOp)
+        or depth > DEEPEST
+        or event.rng is not None
+        or compat.positions_written(event.func)
+    ):
+        raise CannotTellError
+    args = [_value(item, parameter, value, record, depth + 1) for item in event.args]
+    kwargs = {name: _value(item, parameter, value, record, depth + 1) for name, item in event.kwargs.items()}
+    output = event.func(*args, **kwargs)
+    return list(_flat(output))[arg.output]
+
+
+def _as_wide(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like.dtype) if tensor.is_floating_point() and like.dtype is torch.float32 else tensor
+
+
+def _flat(output: Any) -> Iterator[Any]:
+    yield from output if isinstance(output, (list, tuple)) else (output,)

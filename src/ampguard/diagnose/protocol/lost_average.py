@@ -1,0 +1,54 @@
+"""lost-update, of an average of the weights that the script keeps by itself in low precision.
+
+What happens   `mean.mul_(0.999).add_(weight, alpha=0.001)` in bfloat16: what is added is less than half of the distance to the
+               next number, and is rounded away. The average stays what it was when it was copied.
+Why it hurts   nothing fails. The teacher, or the model that is evaluated, is the untrained one.
+Instead        keep the average in float32 (and cast a copy of it where it is used).
+"""
+
+from __future__ import annotations
+
+from ampguard.capture.protocol.averages import Lost
+from ampguard.diagnose.protocol.scene import Scene, at, listed
+from ampguard.diagnose.protocol.telling import Telling, breach
+from ampguard.incident import Fix
+from ampguard.numerics import dtype_name
+
+
+@breach("lost-update")
+def lost_average(scene: Scene) -> Telling:
+    lost: list[Lost] = scene.facts["lost"]
+    worst, dtype = lost[0], dtype_name(lost[0].parameter.dtype)
+    name = scene.parameters[0]
+    text = (
+        f"An average of the weights does not move: {at(scene.again)} writes to {listed(scene.parameters)} in every step, and "
+        f"{worst.share:.0%} of {name} stand where they stood at step {worst.since}. The lines move them by "
+        f"{worst.step_size:.2g}, {dtype}'s spacing there is {worst.spacing:.2g}: it is rounded away. In float32 they move "
+        f"{worst.in_float32:.0%}."
+    )
+    how = "keep the average in float32: copy.deepcopy(model).float(), and add weight.float()"
+    outcome = f"the same lines in float32 move {worst.in_float32:.0%} of it"
+    fixes = (
+        Fix("fp32-parameters", None, how, True, outcome),
+        Fix("stochastic-rounding", None, "round what is written up or down at random, in proportion"),
+    )
+    evidence = {
+        "stuck_share": worst.share,
+        "since_step": worst.since,
+        "noticed_at_step": scene.facts["noticed"],
+        "layers": list(scene.parameters),
+        "update": worst.step_size,
+        "spacing": worst.spacing,
+        "moves_in_float32": worst.in_float32,
+    }
+    return Telling(
+        text,
+        scene.again,
+        fixes,
+        severity="warning",
+        evidence=evidence,
+        module=name.rpartition(".")[0] if scene.hangs_in_module(name) else None,
+        dtype=dtype,
+        phase="optimizer",
+        op=str(worst.last.func),
+    )

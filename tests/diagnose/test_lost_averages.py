@@ -1,0 +1,72 @@
+"""Averages of the weights that a script keeps in low precision, and that rounding keeps where they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watching import fingerprint
+
+Guard = Callable[..., Any]
+Write = Callable[[Tensor, Tensor, float], Any]
+
+LOST: dict[str, Write] = {
+    "multiplied and added": lambda mean, p, m: mean.mul_(m).add_(p.detach(), alpha=1 - m),
+    "interpolated": lambda mean, p, m: mean.lerp_(p, 1 - m),
+    "copied": lambda mean, p, m: mean.copy_(m * mean + (1 - m) * p),
+    "a difference": lambda mean, p, m: mean.sub_((1 - m) * (mean - p)),
+}
+
+
+def train(write: Write, momentum: float, dtype: torch.dtype, rate: float = 0.05, steps: int = 36) -> dict[str, Any]:
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    with torch.no_grad():
+        for p in student.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    optimizer = torch.optim.SGD(student.parameters(), lr=rate)
+    for _ in range(steps):
+        x = torch.randn(8, 8).to(dtype)
+        with torch.no_grad():
+            target = teacher(x)
+        loss = (student(x) - target - 0.1).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, p in zip(teacher.parameters(), student.parameters(), strict=True):
+                write(mean, p, momentum)
+    return fingerprint(student, optimizer)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_an_average_that_stands_still(name: str, guard: Guard) -> None:
+    write = LOST[name]
+    plain = train(write, 0.9998, torch.bfloat16)
+    run = guard(lambda: train(write, 0.9998, torch.bfloat16))
+    assert run.faults == 0, run.stderr
+    assert run.result == plain
+    assert run.causes == ["lost-update"]
+    incident = run.first
+    assert (incident.severity, incident.step, incident.dtype) == ("warning", 16, "bfloat16")
+    assert incident.location.code.startswith(f'"{name}"')
+    assert incident.evidence["stuck_share"] > 0.5
+    assert incident.evidence["update"] < incident.evidence["spacing"]
+    assert incident.fixes[0].verified
+
+
+@pytest.mark.parametrize(("momentum", "dtype"), [(0.9, torch.bfloat16), (0.9998, torch.float32), (0.9, torch.float16)])
+def test_an_average_that_moves(momentum: float, dtype: torch.dtype, guard: Guard) -> None:
+    run = guard(lambda: train(LOST["multiplied and added"], momentum, dtype))
+    assert run.faults == 0, run.stderr
+    assert run.causes == []
+
+
+@pytest.mark.parametrize("write", [lambda mean, p, m: mean.clamp_(-9, 9), lambda mean, p, m: mean.copy_(mean.clone())])
+def test_a_copy_that_is_meant_to_stay(write: Write, guard: Guard) -> None:
+    assert guard(lambda: train(write, 0.5, torch.bfloat16)).causes == []
