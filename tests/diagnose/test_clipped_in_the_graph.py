@@ -31,7 +31,9 @@ class Recurrent(nn.Module):
         return out
 
 
-def train(hook: Hook | None = None, on_module: Any = None, since: int = 0, steps: int = 8) -> dict[str, Any]:
+def train(
+    hook: Hook | None = None, on_module: Any = None, since: int = 0, steps: int = 8, before: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Recurrent(None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -40,7 +42,8 @@ def train(hook: Hook | None = None, on_module: Any = None, since: int = 0, steps
         if step == since:
             model.hook = hook
         if on_module is not None and step == since:
-            model.out.register_full_backward_hook(on_module)
+            register = model.out.register_full_backward_pre_hook if before else model.out.register_full_backward_hook
+            register(on_module)
         x = torch.randn(8, 5, 4)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
@@ -107,6 +110,19 @@ def test_a_module(since: int, guard: Guard) -> None:
     assert run.result == plain
     assert run.causes == ["clip-before-unscale"]
     assert run.first.step == since
+    assert run.first.location.code.endswith("# here")
+
+
+def limit_before(module: nn.Module, grad_out: Any) -> Any:
+    return tuple(g.clamp(-0.1, 0.1) for g in grad_out)  # here
+
+
+def test_before_a_module(guard: Guard) -> None:
+    plain = train(on_module=limit_before, before=True)
+    run = guard(lambda: train(on_module=limit_before, before=True))
+    assert run.faults == 0, run.stderr
+    assert run.result == plain
+    assert run.causes == ["clip-before-unscale"]
     assert run.first.location.code.endswith("# here")
 
 

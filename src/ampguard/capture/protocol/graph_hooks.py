@@ -95,6 +95,18 @@ class GraphHooks:
 
         return seen
 
+    def before_module(self, hook: Any) -> Any:
+        """The same of a hook that runs before a module's backward pass."""
+        code = self._code_to_watch(hook)
+        if code is None:
+            return hook
+
+        @functools.wraps(hook)
+        def seen(module: Any, outputs: Any) -> Any:
+            return self._call(hook, code, outputs, lambda: hook(module, outputs))
+
+        return seen
+
     def _code_to_watch(self, hook: Any) -> CodeType | None:
         code = code_of(hook)
         if code is None or torch.compiler.is_compiling() or not is_script_code(code):

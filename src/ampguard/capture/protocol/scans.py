@@ -35,7 +35,7 @@ from ampguard.protocol.events import Breach, Clear
 
 EARLY_STEPS = 3
 LOOKS = frozenset(
-    [1 << k for k in range(40)] + [n * 10**k - late for k in range(1, 12) for n in (1, 5) for late in (0, 1)]
+    [1 << k for k in range(40)] + [n * 10**k - late for k in range(1, 12) for n in (1, 2, 5) for late in (0, 1)]
 )
 """Iterations that are looked at closely, besides the first: powers of two, and those in which scripts log and evaluate
 (`step % 50 == 0`, `(step + 1) % 50 == 0`), which no power of two falls on."""

@@ -38,9 +38,10 @@ class HookProbe:
         witness, hooks = self._witness, self._witness.moves.close.graph_hooks
 
         @functools.wraps(original)
-        def __init__(self: Any, module: Any, user_hooks: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            if user_hooks and witness.recorder.active:
+        def __init__(self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any) -> None:  # noqa: N807
+            if witness.recorder.active:
                 user_hooks = [witness.guarded(hooks.on_module, hook) or hook for hook in user_hooks]
-            original(self, module, user_hooks, *args, **kwargs)
+                user_pre_hooks = [witness.guarded(hooks.before_module, hook) or hook for hook in user_pre_hooks]
+            original(self, module, user_hooks, user_pre_hooks)
 
         return __init__
