@@ -39,6 +39,11 @@ def chosen(scores: Tensor) -> Tensor:
     return scores + torch.where(~PADDED, 0.0, -torch.inf)
 
 
+def written(scores: Tensor) -> Tensor:
+    scores[PADDED] = float("-inf")
+    return scores
+
+
 def closed_twice(scores: Tensor) -> Tensor:
     scores = scores.masked_fill(torch.tensor([True, False, False]), float("-inf"))
     return scores.masked_fill(torch.tensor([False, True, True]), float("-inf"))
@@ -70,6 +75,11 @@ def fixes_of(guard: Guard, mask: Callable[[Tensor], Tensor]) -> dict[str, str]:
             chosen,
             "return scores + torch.where((kept := ~PADDED) | ~kept.any(-1, keepdim=True), 0.0, -torch.inf)",
             "return scores + torch.where(~PADDED, 0.0, torch.finfo(torch.float32).min)",
+        ),
+        (
+            written,
+            'scores[PADDED & ~PADDED.all(-1, keepdim=True)] = float("-inf")',
+            "scores[PADDED] = torch.finfo(scores.dtype).min",
         ),
     ],
 )

@@ -20,7 +20,7 @@ ON_THE_BRINK = 1e19
 """A number whose square float32 does not hold: what is computed from it overflows next."""
 
 
-FAR_FROM_USUAL = 1e5
+FAR_FROM_USUAL = 5e5
 """How many times the largest loss before it a loss may be that is of any use."""
 
 

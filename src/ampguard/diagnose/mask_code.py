@@ -22,7 +22,7 @@ from ampguard.numerics import dtype_name
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Intervention, Variant
 
-MASKING = frozenset({"masked_fill", "where"})
+MASKING = frozenset({"masked_fill", "where", "index_put"})
 
 
 def open_rows(evidence: Evidence) -> Proposal | None:
@@ -63,6 +63,9 @@ def finite_constant(evidence: Evidence) -> Proposal | None:
         return None
     found = _call(line, op.short_name)
     receiver = found[0].func.value if found is not None and isinstance(found[0].func, ast.Attribute) else None
+    if op.short_name == "index_put" and (index := _index(line)) is not None:
+        (target,) = (t for t in index[0].targets if isinstance(t, ast.Subscript))
+        receiver = target.value
     is_known = isinstance(receiver, ast.Name) and receiver.id not in line.source.torch_names
     dtype = f"{line.source.written(receiver)}.dtype" if receiver is not None and is_known else None
     dtype = dtype or f"torch.{dtype_name(op.outputs[0].dtype)}"
@@ -71,6 +74,8 @@ def finite_constant(evidence: Evidence) -> Proposal | None:
         return None
 
     def bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op.short_name == "index_put":
+            return func(*args[:2], args[2].clamp(min=torch.finfo(args[2].dtype).min), *args[3:], **kwargs)
         output = func(*args, **kwargs)
         lowest = torch.finfo(output.dtype).min
         return output.clamp_(min=lowest) if output is args[0] else output.clamp(min=lowest)
@@ -99,6 +104,11 @@ def _true_masks(op: TracedOp, args: tuple[Any, ...]) -> bool | None:
     """Whether True of the condition means masked; None where neither side is -Inf."""
     if op.short_name == "masked_fill":
         return True
+    if op.short_name == "index_put":  # `u[visited] = float("-inf")`
+        written, indices, value = args[:3]
+        mask = indices[0] if len(indices) == 1 else None
+        is_whole = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == written.shape
+        return True if is_whole and _is_minus_inf(value) else None
     first, second = (_is_minus_inf(a) for a in args[1:3]) if len(args) > 2 else (False, False)
     return None if first == second else first
 
@@ -108,23 +118,26 @@ def _is_minus_inf(value: Any) -> bool:
 
 
 def _with_rows_open(operator: str, masks: bool) -> Intervention:
-    at = 1 if operator == "masked_fill" else 0
+    at = 0 if operator == "where" else 1
     is_closed: Callable[[Tensor], Tensor] = (
         (lambda c: c.all(-1, keepdim=True)) if masks else (lambda c: ~c.any(-1, keepdim=True))
     )
 
     def intervention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        condition = args[at]
+        condition = args[at][0] if isinstance(args[at], (list, tuple)) else args[at]
         if not isinstance(condition, Tensor) or not condition.dim() or condition.dtype != torch.bool:
             return func(*args, **kwargs)
         opened = condition & ~is_closed(condition) if masks else condition | is_closed(condition)
-        return func(*args[:at], opened, *args[at + 1 :], **kwargs)
+        new = [opened] if isinstance(args[at], (list, tuple)) else opened
+        return func(*args[:at], new, *args[at + 1 :], **kwargs)
 
     return intervention
 
 
 def _condition(line: LineOfCode, operator: str) -> tuple[ast.stmt | ast.expr, ast.expr] | None:
     """(what is shown of the line, the condition in it) of the only call there that masks."""
+    if operator == "index_put":
+        return _index(line)
     found = _call(line, operator)
     if found is None:
         return None
@@ -137,6 +150,15 @@ def _condition(line: LineOfCode, operator: str) -> tuple[ast.stmt | ast.expr, as
     named = {k.arg: k.value for k in call.keywords}
     condition = call.args[at] if at < len(call.args) else named.get("mask", named.get("condition"))
     return (shown, condition) if condition is not None and not isinstance(condition, ast.Starred) else None
+
+
+def _index(line: LineOfCode) -> tuple[ast.Assign, ast.expr] | None:
+    """(the statement, the mask) of `u[mask] = ...`."""
+    statements = [s for _, s in line.parts if isinstance(s, ast.Assign) and s.lineno == s.end_lineno]
+    targets = [(s, t) for s in statements for t in s.targets if isinstance(t, ast.Subscript)]
+    if len(targets) != 1 or isinstance(targets[0][1].slice, (ast.Tuple, ast.Slice)):
+        return None
+    return targets[0][0], targets[0][1].slice
 
 
 def _is_of_torch(line: LineOfCode, node: ast.expr) -> bool:

@@ -8,19 +8,25 @@ Instead        filter such samples (or CTCLoss(zero_infinity=True)); check label
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampguard import compat
+from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.capture.record import RootCall
 from ampguard.diagnose import accused, lineage, words
+from ampguard.diagnose.code_text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.proposals import at_the_head
 from ampguard.diagnose.rows import logsumexps_of_empty_rows
+from ampguard.diagnose.source_code import called_name, line_of_code
 from ampguard.replay.trace import TracedOp
+from ampguard.replay.variables import expression_of
 from ampguard.replay.variants import Variant
 
 PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss", "gather", "index"})
@@ -60,12 +66,42 @@ def _ctc(evidence: Evidence) -> Finding | None:
             Proposal(
                 "filter-sample",
                 words.region(evidence),
-                "drop samples whose target is longer than their input, or use zero_infinity=True",
+                "drop samples whose target is longer than their input, or let them count as 0: "
+                + _with_zeros(evidence),
                 trial=at_the_head(_left_out),
             ),
         ),
         phase="loss",
     )
+
+
+def _with_zeros(evidence: Evidence) -> str:
+    """Where the script can say that an infinite loss counts as 0: in its call, of its criterion, in its model's settings."""
+    roots = {id(e.module): e.module for e in evidence.events() if isinstance(e, RootCall)}
+    modules = [module for root in roots.values() for module in root.modules()]
+    criterion = next((m for m in modules if isinstance(m, nn.CTCLoss) and id(m) == evidence.op.owner), None)
+    if criterion is None:
+        criterion = next((m for m in modules if isinstance(m, nn.CTCLoss)), None)
+    if criterion is not None:
+        return f"{expression_of(criterion) or 'the criterion'}.zero_infinity = True"
+    for root in roots.values():
+        setting = next(
+            (n for n in vars(getattr(root, "config", None) or _Nothing) if n.endswith("zero_infinity")), None
+        )
+        if setting is not None:
+            return f"{expression_of(root) or 'model'}.config.{setting} = True"
+    line = evidence.op.line
+    code = line_of_code(line) if line is not None and is_script_code(line.code) else None
+    parts = code.parts if code is not None else ()
+    calls = [n for part, _ in parts for n in ast.walk(part) if isinstance(n, ast.Call) and called_name(n) == "ctc_loss"]
+    if code is None or len(calls) != 1 or any(k.arg == "zero_infinity" for k in calls[0].keywords):
+        return "zero_infinity=True"
+    start, end = code.source.span(calls[0])
+    return joined_lines(spliced(code.source.text, start, end, [(end - 1, end - 1, ", zero_infinity=True")]))
+
+
+class _Nothing:
+    """Settings of a model that has none."""
 
 
 def _left_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
