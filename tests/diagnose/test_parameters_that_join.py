@@ -37,4 +37,4 @@ def test_a_group_that_is_never_cleared(made_late: bool, clears_all: bool, guard:
         assert not incidents
     else:
         (incident,) = incidents
-        assert (incident.cause, incident.step, incident.location.code) == ("missing-zero-grad", 14, "opt.step()")
+        assert (incident.cause, incident.step, incident.location.code) == ("missing-zero-grad", 12, "opt.step()")

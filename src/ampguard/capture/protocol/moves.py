@@ -411,7 +411,14 @@ class Moves:
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
             self.name_scaler(breach)
-            self.listener.on_breach(breach, step)
+            self.listener.on_breach(breach, self._began(breach, step))
+
+    @staticmethod
+    def _began(breach: Breach, step: int) -> int:
+        """The iteration to tell it of: one that has to be seen several times in a row began with the first."""
+        is_counted = breach.cause == "missing-zero-grad" and not breach.facts.keys() & {"by_hand", "is_stuck"}
+        earliest = getattr(breach.optimizer, "first_step", None) or 0
+        return max(earliest, step + 1 - int(breach.facts["steps"])) if is_counted else step
 
     def name_scaler(self, breach: Breach) -> None:
         if breach.scaler is None and breach.optimizer is not None:
