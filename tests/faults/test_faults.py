@@ -115,6 +115,7 @@ CALLED_BY_PROBES = [
     (judge.Judge, "judge_losses"),
     (steps.StepCounter, "created"),
     (steps.StepCounter, "attempted"),
+    (steps.StepCounter, "behind"),
     (buffers.BufferWatch, "before_call"),
     (buffers.BufferWatch, "after_call"),
     (tape.GlueTape, "enter"),

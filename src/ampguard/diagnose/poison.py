@@ -30,6 +30,8 @@ class Poison:
         """Updates made when the first loss was bad that could not be replayed: bad parameters are its doing."""
         self.unknown_step: int | None = None
         """The step of that loss."""
+        self._backwards = 0
+        """Backward passes made when the case was told."""
         self._recorder = recorder
 
     def began_with(self, case: Case) -> None:
@@ -52,7 +54,7 @@ class Poison:
         )
         if bad.mode != "train" or not spoils or self.case is not None:
             return
-        case.updates = self._recorder.steps.attempts
+        case.updates, self._backwards = self._recorder.steps.attempts, self._recorder.steps.backwards
         if bad.kind == "gradient":  # the update follows at once, whoever makes it
             case.updates -= 1
         self.case, self._is_seen_in_weights = case, bad.is_of_weights
@@ -75,7 +77,8 @@ class Poison:
         failed = case.incident.step if case is not None else self.unknown_step
         is_later = failed is not None and bad.step > failed  # (a script may update its weights by itself)
         is_later = is_later or (self._is_seen_in_weights and not bad.is_of_weights)
-        if self._recorder.steps.attempts <= updates and not is_later and not self._recorder.is_in_closure:
+        is_updated = self._recorder.steps.attempts > updates or is_later or self._recorder.is_in_closure
+        if not is_updated and not self._is_behind_an_ascent(bad, updates):
             return False
         if case is None:
             return self._reads_bad_parameters(bad, updates)
@@ -84,6 +87,11 @@ class Poison:
         case.consequences += 1
         case.last_step = bad.step
         return True
+
+    def _is_behind_an_ascent(self, bad: BadResult, updates: int) -> bool:
+        """Whether the script has moved its weights along the bad gradients itself, in the very step (SAM)."""
+        is_differentiated = self.case is not None and self._recorder.steps.backwards > self._backwards
+        return is_differentiated and self._reads_bad_parameters(bad, updates)
 
     def _reads_bad_parameters(self, bad: BadResult, updates: int) -> bool:
         """Whether a parameter is not finite: of the modules that were called, or of an optimizer that stepped since."""

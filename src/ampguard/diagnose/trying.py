@@ -103,7 +103,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    if verified and not is_of_use(outcome, evidence.bad, evidence.usual_loss):
+    bounds = proposal.action not in OTHER_PRECISION  # (what another precision gives is what the script computes)
+    if verified and bounds and not is_of_use(outcome, evidence.bad, evidence.usual_loss):
         return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
     if verified and outcome.loss is None and _goes_on(evidence, outcome) and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)

@@ -271,6 +271,8 @@ _PLACED = re.compile(r"  # [^\s:]+:\d+$")
 def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
     """One fix. What a replay cannot show (the order of calls) is not called untried."""
     label, style = _VERDICTS[fix.verified] if fix.verified is not None or can_be_replayed else ("fix", "cyan")
+    if fix.verified is None and fix.outcome:  # a replay has shown something, and not that it helps
+        label = "fix, in doubt"
     first, *rest = fix.how.splitlines() or [fix.action]
     if len(label) + 2 + len(first) > width:
         first, place, where = first.partition("  # ") if _PLACED.search(first) else (first, "", "")

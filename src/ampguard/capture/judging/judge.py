@@ -283,6 +283,9 @@ class Judge:
 
     def _suspect_locals(self, error: Exception) -> None:
         """The script raised: was one of the tensors that it had at hand computed in this step, and bad?"""
+        step = self._steps.count - self._steps.counts_backwards  # (its backward pass may have been counted as the step)
+        if self.bad_loss_step == step and self._log.closed_until > self._log.iteration_start:
+            return  # the norm of a bad loss's gradients, or what that loss was made from
         found = undifferentiated.results_at_hand(error, self._log)
         found = [r for r in found if r.event >= self._log.iteration_start and not self._was_judged({r.event})]
         found = [r for r in found if not self._is_old_news(r)]
