@@ -103,8 +103,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    bounds = proposal.action not in OTHER_PRECISION  # (what another precision gives is what the script computes)
-    if verified and bounds and not is_of_use(outcome, evidence.bad, evidence.usual_loss):
+    usual = evidence.usual_loss if proposal.action == "clamp" else None  # (others bound nothing: the loss is the script's own)
+    if verified and proposal.action not in OTHER_PRECISION and not is_of_use(outcome, evidence.bad, usual):
         return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
     if verified and outcome.loss is None and _goes_on(evidence, outcome) and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)
