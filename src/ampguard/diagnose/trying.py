@@ -103,7 +103,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    usual = evidence.usual_loss if proposal.action == "clamp" else None  # (others bound nothing: the loss is the script's own)
+    usual = evidence.usual_loss if proposal.action == "clamp" else None  # (without a bound it is the script's own loss)
     if verified and proposal.action not in OTHER_PRECISION and not is_of_use(outcome, evidence.bad, usual):
         return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
     if verified and outcome.loss is None and _goes_on(evidence, outcome) and not proposal.search:
