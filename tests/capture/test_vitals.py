@@ -423,7 +423,7 @@ def test_attention_costs_its_share_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_short_run_that_grows_is_looked_at_before_much_was_earned(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(allowance.time, "perf_counter", lambda: clock[0])
-    a = Allowance(0.004, frozenset({2}))
+    a = Allowance(0.004, frozenset({2}), cheap=0.002)
     seen = []
     for step in range(1, 400):
         clock[0] += 0.0014

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-MILESTONES = frozenset(1 << n for n in range(3, 21))
-"""Steps that are looked at too, as long as a look costs little by itself or beside all the steps before."""
+MILESTONES = frozenset(1 << n for n in range(6, 21))
+"""And these, as long as a look costs little beside all the steps before."""
 
-CHEAP = 0.002
-"""Seconds that are little by themselves."""
+EARLY = frozenset({8, 16, 32}) | MILESTONES
+"""And these, where it costs little by itself."""
 
 FIRST_ESTIMATE = 0.005
 """Seconds that a look is taken for before one has been measured."""
@@ -28,11 +28,12 @@ FREE_LOOKS = 24
 class Allowance:
     """Says when a look is due. `share`: of the time since the first question. Costs some 0.2 us a step.
 
-    `first_steps` are always looked at, so that a short run is seen as well.
+    `first_steps` are always looked at, so that a short run is seen as well. `cheap`: seconds that are little by themselves.
     """
 
-    def __init__(self, share: float, first_steps: frozenset[int]) -> None:
+    def __init__(self, share: float, first_steps: frozenset[int], cheap: float = 0.0) -> None:
         self.share = share
+        self._cheap = cheap
         self._first_steps = first_steps
         self.spent = 0.0
         """Seconds of looks so far, those of attentive stretches left out."""
@@ -63,8 +64,8 @@ class Allowance:
             return True
         elapsed = now - self._began
         estimate = self.estimate
-        is_milestone = step in MILESTONES and estimate <= max(CHEAP, MILESTONE_SHARE * elapsed)
-        if is_milestone or self.spent + estimate <= self.share * elapsed:
+        is_milestone = step in MILESTONES and estimate <= MILESTONE_SHARE * elapsed
+        if is_milestone or (step in EARLY and estimate <= self._cheap) or self.spent + estimate <= self.share * elapsed:
             self._pays = "share"
             self._last_step = step
             return True

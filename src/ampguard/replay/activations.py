@@ -33,6 +33,9 @@ FIRST_STEPS = frozenset({2})
 SHARE = 0.004
 """Of the training's time."""
 
+CHEAP = 0.002
+"""Seconds of a look that is taken at a milestone though they are more than its share."""
+
 NARROW = 1e6
 """A type whose numbers end below this is worth watching."""
 
@@ -124,7 +127,7 @@ class ActivationSampling:
     def __init__(
         self, barrier: FaultBarrier, later: NumbersLater, on_peaks: Callable[[int, Peaks, float], None]
     ) -> None:
-        self.allowance = Allowance(SHARE, FIRST_STEPS)
+        self.allowance = Allowance(SHARE, FIRST_STEPS, CHEAP)
         self.barrier = barrier
         self._later = later
         self._on_peaks = on_peaks
