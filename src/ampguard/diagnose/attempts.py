@@ -21,16 +21,17 @@ ON_THE_BRINK = 1e19
 
 
 FAR_FROM_USUAL = 5e5
-"""How many times the largest loss before it a loss may be that is of any use."""
+"""How many times the largest loss before it a loss may be that is told without a remark."""
 
 
-def is_of_use(outcome: Outcome, bad: BadResult, usual: float | None) -> bool:
-    """Whether training can go on with the loss of a replay: one of 1e28 is made of the clamps that led to it, and so is one
-    that is far from all that were before (`usual`: the largest of them)."""
-    if bad.mode != "train" or outcome.loss is None:
-        return True
-    size = abs(outcome.loss)
-    return size < ON_THE_BRINK and (usual is None or size < FAR_FROM_USUAL * max(usual, 1.0))
+def is_of_use(outcome: Outcome, bad: BadResult) -> bool:
+    """Whether training can go on with the loss of a replay: one of 1e28 is made of the clamps that led to it."""
+    return bad.mode != "train" or outcome.loss is None or abs(outcome.loss) < ON_THE_BRINK
+
+
+def is_far(loss: float | None, usual: float | None) -> bool:
+    """Whether a loss is far from all that were before (`usual`: the largest of them)."""
+    return loss is not None and usual is not None and abs(loss) >= FAR_FROM_USUAL * max(usual, 1.0)
 
 
 def attempt(bad: BadResult, replayer: Replayer, variant: Variant, is_traced: bool = False) -> Outcome:

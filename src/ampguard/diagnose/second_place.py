@@ -117,7 +117,7 @@ def _cures(evidence: Evidence, replayer: Replayer, change: Variant, may_be_unkno
         return None
     is_cured = (
         not outcome.is_bad
-        and is_of_use(outcome, evidence.bad, evidence.usual_loss)
+        and is_of_use(outcome, evidence.bad)
         and (gradients or (gradients is None and may_be_unknown))
     )
     return described(outcome, evidence.bad, with_gradients=gradients is True) if is_cured else None

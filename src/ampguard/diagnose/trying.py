@@ -9,7 +9,7 @@ import torch
 from ampguard import compat
 from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
-from ampguard.diagnose.attempts import ON_THE_BRINK, attempt, described, is_of_use
+from ampguard.diagnose.attempts import ON_THE_BRINK, attempt, described, is_far, is_of_use
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal
@@ -32,6 +32,8 @@ RUNAWAY = 1e10
 ALIKE = 0.1
 """How far a fix of the gradients may move a loss that was finite, as a share of it, and be told among the first."""
 
+FAR = ", far from the"
+
 SMALLER_UPDATES = (
     "where the updates have made it so large (the losses before were finite): a smaller learning rate, or "
     "torch.nn.utils.clip_grad_norm_(parameters, 1.0) before the optimizer's step"
@@ -47,7 +49,11 @@ def verified_fixes(evidence: Evidence, finding: Finding, budget: Budget) -> tupl
     if not any(fix.verified and fix.action not in OTHER_PRECISION for fix in fixes):
         both = fixes_behind(evidence, budget) or fixes_beside(evidence, budget)
         fixes = [fix for fix in fixes if all(fix.how != joint.of for joint in both)] + [joint.fix for joint in both]
-    if finding.cause == "overflow" and evidence.bad.mode == "train" and not any(fix.verified for fix in fixes):
+    if (
+        finding.cause == "overflow"
+        and evidence.bad.mode == "train"
+        and not any(fix.verified and FAR not in (fix.outcome or "") for fix in fixes)
+    ):
         fixes.append(Fix("clip-gradients", None, SMALLER_UPDATES))
     return tuple(sorted(fixes, key=lambda fix: (VERIFIED_FIRST[fix.verified], fix in evidence.changing)))
 
@@ -57,7 +63,8 @@ def tried_in_turn(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix
     fix = tried(evidence, proposal, budget)
     size = evidence.losses_with.get(proposal.action, evidence.results_with.get(proposal.action))
     is_enough = fix is not None and fix.verified is not False
-    is_enough = is_enough and (size is None or (fix is not None and fix.verified is True and abs(size) < RUNAWAY))
+    is_usual = size is None or (abs(size) < RUNAWAY and not is_far(size, evidence.usual_loss))
+    is_enough = is_enough and is_usual and (size is None or (fix is not None and fix.verified is True))
     if fix is None or is_enough or proposal.otherwise is None:
         return fix
     tighter = tried_in_turn(evidence, proposal.otherwise, budget)
@@ -103,9 +110,11 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
         evidence.still_bad.append((variant, fix(False, effect, how, target)))
     if verified and outcome.loss is not None and not proposal.search:
         evidence.losses_with[proposal.action] = outcome.loss
-    usual = evidence.usual_loss if proposal.action == "clamp" else None  # (without a bound it is the script's own loss)
-    if verified and proposal.action not in OTHER_PRECISION and not is_of_use(outcome, evidence.bad, usual):
+    is_clamp = proposal.action == "clamp"  # (without a bound it is the script's own loss)
+    if verified and proposal.action not in OTHER_PRECISION and not is_of_use(outcome, evidence.bad):
         return fix(None, f"{effect}: finite, and no loss to go on with", how, target)
+    if verified and is_clamp and is_far(outcome.loss, evidence.usual_loss) and evidence.bad.mode == "train":
+        return fix(True, f"{effect}{FAR} {evidence.usual_loss:.4g} of the steps before", how, target)
     if verified and outcome.loss is None and _goes_on(evidence, outcome) and not proposal.search:
         evidence.results_with[proposal.action] = peak = largest_result(outcome)
         if peak >= ON_THE_BRINK:
