@@ -42,6 +42,9 @@ class TensorHooks:
     def add(self, tensor: Tensor, hook: Callable[[Tensor], Any], handle: Any) -> None:
         """A hook was registered. One on a leaf stays on the leaf, which a replay differentiates itself."""
         if tensor.grad_fn is not None:
+            hook = getattr(
+                hook, "of_script", hook
+            )  # not what looks on: a replay puts back what the hook itself writes to
             self._known.append(TensorHook(self._log.lookup(tensor), self._log.next_index, hook, handle))
 
     @property

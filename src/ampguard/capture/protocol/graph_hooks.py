@@ -81,6 +81,7 @@ class GraphHooks:
         def seen(gradient: Tensor) -> Any:
             return self._call(hook, code, (gradient,), lambda: hook(gradient))
 
+        seen.of_script = hook  # type: ignore[attr-defined]
         return seen
 
     def on_module(self, hook: Any) -> Any:
