@@ -88,7 +88,7 @@ def test_an_agent_that_acts_is_only_looked_at_after_a_while(
     if rests:
         monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
         monkeypatch.setattr(pace, "SHARE", 0.0)
-    monkeypatch.setattr(ActivationSampling, "is_due", lambda self, step: step == 2)  # a slow machine may look more often
+    monkeypatch.setattr(ActivationSampling, "is_due", lambda self, step: step == 2)  # on time or not
     kept: list[int] = []
     leave = pace.Pace.leave
     monkeypatch.setattr(pace.Pace, "leave", lambda self, *args: kept.append(1) or leave(self, *args))
