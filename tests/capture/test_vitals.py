@@ -20,7 +20,7 @@ from ampguard.capture.allowance import Allowance
 from ampguard.capture.later import NumbersLater
 from ampguard.capture.weights import slice_of
 from ampguard.replay.activations import ActivationSampling, peaks_of
-from ampguard.report.history import StepRow, read_history
+from ampguard.report.history import ActivationRow, StepRow, read_history
 
 Guard = Callable[..., Watched]
 
@@ -270,6 +270,13 @@ def test_fault_in_a_vital_sign_leaves_the_training_alone(
 # --- sampled maxima ---------------------------------------------------------------------------------------------------
 
 
+def activations_of(run: Watched, module: str, op: str) -> list[ActivationRow]:
+    path = run.session.path
+    assert path is not None
+    with read_history(path) as history:
+        return [row for row in history.activations(module) if row.op == op]
+
+
 def test_maxima_name_module_operator_and_line(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     every_step(monkeypatch)
 
@@ -292,10 +299,7 @@ def test_maxima_name_module_operator_and_line(guard: Guard, monkeypatch: pytest.
             optimizer.step()
 
     run = guard(body)
-    path = run.session.path
-    assert path is not None
-    with read_history(path) as history:
-        rows = [row for row in history.activations("1") if row.op == "aten.mul.Tensor"]
+    rows = activations_of(run, "1", "aten.mul.Tensor")
 
     assert [row.step for row in rows] == [1, 2]
     assert {row.dtype for row in rows} == {"float16"}
@@ -327,10 +331,7 @@ def test_a_target_without_gradients_is_sampled_also_when_its_calls_are_no_longer
             optimizer.step()
 
     run = guard(body)
-    path = run.session.path
-    assert path is not None
-    with read_history(path) as history:
-        rows = [row for row in history.activations("0") if row.op == "aten.addmm.default"]
+    rows = activations_of(run, "0", "aten.addmm.default")
     source = Path(__file__).read_text().splitlines()
     lines = {source[row.line - 1].strip() for row in rows if row.line is not None and row.step == 11}
     assert lines == {"target = model(x + 1).float()", "loss = F.mse_loss(model(x).float(), target)"}

@@ -73,39 +73,27 @@ class GraphHooks:
 
     def on_tensor(self, hook: Any) -> Any:
         """What to register in the place of a hook on a computed tensor; the hook itself where nobody looks."""
-        code = self._code_to_watch(hook)
-        if code is None:
-            return hook
-
-        @functools.wraps(hook)
-        def seen(gradient: Tensor) -> Any:
-            return self._call(hook, code, (gradient,), lambda: hook(gradient))
-
-        seen.of_script = hook  # type: ignore[attr-defined]
-        return seen
+        return self._seen(hook, lambda gradient: (gradient,))
 
     def on_module(self, hook: Any) -> Any:
         """The same of a module's hook, which gets the module and tuples of gradients."""
-        code = self._code_to_watch(hook)
-        if code is None:
-            return hook
-
-        @functools.wraps(hook)
-        def seen(module: Any, inputs: Any, outputs: Any) -> Any:
-            return self._call(hook, code, inputs, lambda: hook(module, inputs, outputs))
-
-        return seen
+        return self._seen(hook, lambda module, inputs, outputs: inputs)
 
     def before_module(self, hook: Any) -> Any:
         """The same of a hook that runs before a module's backward pass."""
+        return self._seen(hook, lambda module, outputs: outputs)
+
+    def _seen(self, hook: Any, gradients: Callable[..., Any]) -> Any:
+        """`gradients`: those that the hook may change, of what it is given."""
         code = self._code_to_watch(hook)
         if code is None:
             return hook
 
         @functools.wraps(hook)
-        def seen(module: Any, outputs: Any) -> Any:
-            return self._call(hook, code, outputs, lambda: hook(module, outputs))
+        def seen(*given: Any) -> Any:
+            return self._call(hook, code, gradients(*given), lambda: hook(*given))
 
+        seen.of_script = hook  # type: ignore[attr-defined]
         return seen
 
     def _code_to_watch(self, hook: Any) -> CodeType | None:
