@@ -167,6 +167,24 @@ class AssignedGradients:
             found = [plain for p in watch.sample if (plain := _plain_part(p, tasks.of(p), scale)) is not None]
         return found[0] if found else None
 
+    def put_in_place(self, watch: OptimizerWatch, scale: float) -> tuple[float, Line | None] | None:
+        """Where the script has put what unscaled gradients make, and nothing else, in the place of one that carried
+        `scale`: how large it is beside the largest of them, and where that was made. Waits for the device."""
+        tasks = self._tasks.get(watch)
+        if tasks is None or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
+            return None
+        with torch.no_grad(), compat.unseen():
+            found = [
+                (ratio, plain[-1].where)
+                for p in watch.sample
+                if (plain := [task for task in tasks.of(p) if task.scale is None]) and len(plain) < len(tasks.of(p))
+                if (ratio := _ratio(p, plain, EXPLAINED)) is not None
+            ]
+        apart = min(APART, scale**0.5 / 2)
+        if not found or not all(1 / apart <= ratio <= apart for ratio, _ in found) or _is_normalised(watch):
+            return None
+        return found[0]
+
 
 def _seen(watch: OptimizerWatch) -> list[Seen]:
     return [(g, version_of(g) if g is not None else -1) for g in [p.grad for p in watch.sample]]
@@ -185,8 +203,11 @@ def _split(mine: list[tuple[Tensor, Tensor]]) -> list[dict[int, Tensor]]:
     return [{id(p): g[i] for p, g in mine} for i in range(min(count, MOST_TASKS + 1))]
 
 
-def _ratio(parameter: Tensor, tasks: list[_Task]) -> float | None:
-    """The size of the gradient in place over that of the largest task's; None where it was not made from them."""
+def _ratio(parameter: Tensor, tasks: list[_Task], most_left: float = (1 - ALIKE**2) ** 0.5) -> float | None:
+    """The size of the gradient in place over that of the largest task's; None where it was not made from them.
+
+    `most_left`: how much of it may be no sum of multiples of theirs.
+    """
     found = _in_place_and_made(parameter, tasks)
     if found is None:
         return None
@@ -194,7 +215,7 @@ def _ratio(parameter: Tensor, tasks: list[_Task]) -> float | None:
     largest, norm = float(made.norm(dim=1).max()), float(now.norm())
     if not (0 < largest < float("inf")) or not (0 < norm < float("inf")):
         return None
-    return norm / largest if float(_left(now, made).norm()) <= (1 - ALIKE**2) ** 0.5 * norm else None
+    return norm / largest if float(_left(now, made).norm()) <= most_left * norm else None
 
 
 def _plain_part(parameter: Tensor, tasks: list[_Task], scale: float) -> tuple[float, Line | None] | None:
