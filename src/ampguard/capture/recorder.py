@@ -53,6 +53,9 @@ LATELY = 8
 FIRST_STEPS = 2
 """Steps in which it is seen what follows a backward pass."""
 
+FEW_STEPS = 31
+"""Of the steps' number in binary, the digits that are 0 where it is seen what the script makes of weights between two."""
+
 
 class FlightRecorder:
     """Keeps the running step and has its results judged."""
@@ -129,7 +132,7 @@ class FlightRecorder:
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = self.turns.has_begun = True
         log = self.log
-        if self.between_steps and len(log.written):
+        if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         if not torch.is_grad_enabled():
             self.pace.enter(log.next_index)
@@ -197,9 +200,11 @@ class FlightRecorder:
         self.tape.enter(self.schedule.limit)
 
     def _look_at_written(self) -> None:
-        """A step begins, and the script has written to weights since the last one."""
-        self.schedule.kept_for_weights(self.log.size_of_iteration)
+        """A step begins, and the script has written to weights since the last one, or may have made averages of them."""
         self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
+        if not len(self.log.written):
+            return
+        self.schedule.kept_for_weights(self.log.size_of_iteration)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
             self.judge.gradients.written_weights_are_bad(bad)
