@@ -25,8 +25,8 @@ def lost_average(scene: Scene) -> Telling:
     text = (
         f"An average of the weights does not move: {at(scene.again)} {what} in every step, and "
         f"{worst.share:.0%} of {'that of ' if of else ''}{name} stand where they stood at step {worst.since}. The lines move "
-        f"them by {worst.step_size:.2g}, {dtype}'s spacing there is {worst.spacing:.2g}: it is rounded away. In float32 they move "
-        f"{worst.in_float32:.0%}."
+        f"them by {worst.step_size:.2g}, {dtype}'s spacing there is {worst.spacing:.2g}: it is rounded away. In float32 "
+        f"they move {worst.in_float32:.0%}."
     )
     how = "keep the average in float32: copy.deepcopy(model).float(), and add weight.float()"
     if of:
