@@ -120,7 +120,7 @@ class Scans:
         watch.without_since = {id(p): before.get(id(p), now) for p in without}
         if watch.first_step is None:
             watch.first_step = now
-        if not is_idle:
+        if not is_idle and len(watch.had_gradient) != len(trained):
             watch.had_gradient |= {id(p) for p in trained if p.grad is not None}
         watch.candidates = [p for p in without if id(p) not in watch.had_gradient]
         if watch.candidates:
