@@ -194,7 +194,7 @@ class CloseLook:
         moves, machine = self._moves, self._moves.machine
         stage = machine.stage(watch)
         is_new = stage in (Stage.EMPTY, Stage.USED)
-        if is_new and self.handed_over.is_open:
+        if is_new and self.handed_over.loose is not None:
             self.handed_over.settle(watch)
         if not self.assigned.knows(watch) or not (is_new or (stage is Stage.SCALED and not watch.is_untouched())):
             return
@@ -220,7 +220,7 @@ class CloseLook:
     @property
     def settles(self) -> bool:
         """Whether the script may have put gradients in place itself."""
-        return self.assigned.is_open or self.handed_over.is_open
+        return True if self.assigned.tasks else self.handed_over.loose is not None
 
     def settle_all(self) -> None:
         if self.settles:

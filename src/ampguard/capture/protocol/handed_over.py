@@ -31,25 +31,20 @@ class HandedOver:
         self.roots: Callable[[], Iterable[Iterable[Tensor]]] = tuple
         """The parameters of each module that was called."""
         self._moves = moves
-        self._loose: LooseGradients | None = None
+        self.loose: LooseGradients | None = None
+        """None unless the last backward pass has left such gradients."""
         self._scale: DeviceScale | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._loose is not None
 
     def after_backward(
         self, reached: tuple[OptimizerWatch, ...], scale: DeviceScale | None, where: Line | None
     ) -> None:
         """Gradients of a scaled loss that no optimizer holds may be meant for another one."""
         self._scale = scale if not reached else None
-        self._loose = (
-            LooseGradients.of(self.roots(), float(scale), where) if scale is not None and not reached else None
-        )
+        self.loose = LooseGradients.of(self.roots(), float(scale), where) if scale is not None and not reached else None
 
     def settle(self, watch: OptimizerWatch) -> None:
         """An optimizer's gradients are about to be used, and no backward pass has made them: tell the machine which did."""
-        loose, scale, machine = self._loose, self._scale, self._moves.machine
+        loose, scale, machine = self.loose, self._scale, self._moves.machine
         if loose is None or scale is None or machine.stage(watch) not in (Stage.EMPTY, Stage.USED):
             return
         found = loose.in_masters(watch.parameters())
