@@ -46,6 +46,11 @@ class GradientWatch:
         self._known_finite: list[tuple[list[Tensor], list[int]]] = []
         """Gradients that somebody has found finite since the last backward pass, and their versions then."""
 
+    @property
+    def is_unjudged(self) -> bool:
+        """Whether there are gradients that nobody has looked at."""
+        return self._is_unjudged
+
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
         self._known_finite = []

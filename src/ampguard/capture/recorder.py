@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,12 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging.judge import Judge
-from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.ranks.collectives import Collectives
-from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Ref, RootCall
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall
 from ampguard.capture.remade import gradients_of
 from ampguard.capture.scaling import LossScaling
 from ampguard.capture.schedule import TapeSchedule
@@ -53,8 +53,20 @@ LATELY = 8
 FIRST_STEPS = 2
 """Steps in which it is seen what follows a backward pass."""
 
-FEW_STEPS = 31
-"""Of the steps' number in binary, the digits that are 0 where it is seen what the script makes of weights between two."""
+
+class Listener(Protocol):
+    """Who is told what the recorder saw. `on_bad` may take its time: the training waits for it."""
+
+    def on_bad(self, bad: BadResult) -> None: ...
+    def on_step(self, step: int) -> None: ...
+    def on_forward(self) -> None: ...
+
+
+class LiveTracer(Protocol):
+    """Sees operators while the step runs: for steps that cannot be replayed."""
+
+    def watch(self, event: Event) -> AbstractContextManager[Any]: ...
+    def begin_step(self) -> None: ...
 
 
 class FlightRecorder:
@@ -83,9 +95,9 @@ class FlightRecorder:
         self.pace = Pace()
         self.drivers = Drivers()
         self.on_raise: Callable[[BaseException], None] = lambda error: None
-        """Told of an error in the frame in which a module raised it."""
         self.on_written: Callable[..., None] = lambda weights, record: None
         """Told of weights that the script has written between two steps."""
+        """Told of an error in the frame in which a module raised it."""
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.scaling = LossScaling()
         self.live: LiveTracer | None = None
@@ -109,6 +121,8 @@ class FlightRecorder:
         self.loaded = LoadedWeights()
         self._in_update: torch.optim.Optimizer | None = None
         """The optimizer whose step is running a closure."""
+        self._follows_closure = False
+        """Whether it is told when that closure returns."""
 
     # --- root calls -------------------------------------------------------------------------------------------------
 
@@ -132,7 +146,7 @@ class FlightRecorder:
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = self.turns.has_begun = True
         log = self.log
-        if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
+        if self.between_steps and len(log.written):
             self._look_at_written()
         if not torch.is_grad_enabled():
             self.pace.enter(log.next_index)
@@ -200,11 +214,9 @@ class FlightRecorder:
         self.tape.enter(self.schedule.limit)
 
     def _look_at_written(self) -> None:
-        """A step begins, and the script has written to weights since the last one, or may have made averages of them."""
-        self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
-        if not len(self.log.written):
-            return
+        """A step begins, and the script has written to weights since the last one."""
         self.schedule.kept_for_weights(self.log.size_of_iteration)
+        self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
             self.judge.gradients.written_weights_are_bad(bad)
@@ -280,9 +292,11 @@ class FlightRecorder:
         self.scaling.losses.clear()
         self.steps.backwards += 1
         self.gradients.differentiated()
-        if self._in_update is not None:  # in a closure: what follows is the optimizer's own arithmetic
-            if not self.counting:
-                self.gradients.about_to_be_used(self._in_update)
+        if self._in_update is not None:  # in a closure
+            if not self._follows_closure:  # what follows may be the optimizer's own arithmetic
+                self._closure_differentiated(self._in_update)
+            elif self.gradients.remade.are_used or self.steps.count < FIRST_STEPS:
+                self.resume_tape()
             return
         if self.steps.counts_backwards and not self.counting:
             self.gradients.used_by_hand()
@@ -296,7 +310,13 @@ class FlightRecorder:
 
     # --- optimizer and steps ----------------------------------------------------------------------------------------
 
-    def before_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, has_closure: bool = False) -> None:
+    def before_update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        by_scaler: bool,
+        has_closure: bool = False,
+        follows_closure: bool = False,
+    ) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
         if self.undecided:
@@ -311,8 +331,21 @@ class FlightRecorder:
         self.judge.read_flags(wait=True)
         if has_closure:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
+            self._follows_closure = follows_closure
             self.preprocessing.closure_begins()
         elif not self.counting:
+            self.gradients.about_to_be_used(optimizer)
+
+    def closure_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's closure returns: what it has made of the gradients (clipped, centred) is what is used."""
+        self.tape.leave()
+        if self._in_update is optimizer and self.gradients.is_unjudged:
+            if self.steps.count < FIRST_STEPS and not self.counting:
+                self.gradients.remade.learn(gradients_of(optimizer))
+            self._closure_differentiated(optimizer)
+
+    def _closure_differentiated(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.counting:
             self.gradients.about_to_be_used(optimizer)
 
     def _decided(self) -> None:

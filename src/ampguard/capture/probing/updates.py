@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from ampguard import compat
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.probe import Probe
 from ampguard.capture.recorder import FlightRecorder
+
+PLAIN_CLOSURES = (FunctionType, MethodType, functools.partial)
+"""Those of which an optimizer can want nothing but to be called."""
 
 
 class UpdateProbe(Probe):
@@ -98,15 +102,19 @@ class UpdateProbe(Probe):
         guarded = recorder.barrier.call
         scaling, turns = self._scaling, recorder.turns
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             if not recorder.active or (turns.are_several and turns.passes_over()):
-                return
+                return None
             closure = kwargs.get("closure") if len(args) < 2 else args[1]
             scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None
             if scaler is None:
-                guarded(recorder.before_update, optimizer, False, closure is not None)
+                follows = isinstance(closure, PLAIN_CLOSURES)
+                guarded(recorder.before_update, optimizer, False, closure is not None, follows)
+                if follows:
+                    return _with_closure(args, kwargs, self._followed(closure, optimizer))
             elif compat.is_told_to_skip(optimizer):  # a fused one skips by itself
                 guarded(self._held_off, scaler, optimizer)
+            return None
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active and not (turns.are_several and turns.passes_over()):
@@ -141,6 +149,19 @@ class UpdateProbe(Probe):
         self._patches.replace(Optimizer, "zero_grad", lambda original: self._then_forgotten(bookkeeping(original)))
         clearing = self._clearing()
         self._patches.replace(nn.Module, "zero_grad", lambda original: self._then_forgotten(clearing(original)))
+
+    def _followed(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+        """The closure, of which it is told when it returns."""
+        recorder = self._recorder
+
+        @functools.wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            if recorder.active:
+                recorder.barrier.call(recorder.closure_ended, optimizer)
+            return result
+
+        return call
 
     def _then_forgotten(self, clear: Callable[..., Any]) -> Callable[..., Any]:
         """What was bad in the gradients is known until this call clears it."""
@@ -201,3 +222,8 @@ class UpdateProbe(Probe):
             return zero_grad
 
         return watch
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments of an optimizer's `step`, with this closure in place of the script's."""
+    return (args, {**kwargs, "closure": closure}) if len(args) < 2 else ((args[0], closure, *args[2:]), kwargs)
