@@ -29,7 +29,7 @@ from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, HeldGener
 from ampguard.capture.taped_calls import TapedCall, WritingCall
 from ampguard.capture.trees import PLAIN_TYPES
 from ampguard.capture.written_weights import WrittenWeights
-from ampguard.compat import plain_version, version_of
+from ampguard.compat import plain_version, version_of, whole_of
 
 MAX_EVENTS = 16384
 """Events kept of one step; beyond it the record is incomplete."""
@@ -198,6 +198,9 @@ class KeptEvents:
             if held.version == version and held.copy is None:
                 held.copy = before
         now = version_of(written)
+        whole = whole_of(written)
+        for held in self._holders.of(whole, self._record.events) if whole is not None else ():
+            held.is_overwritten_in(written, before, version)
         for held in self._holders.under_other_names(written, self._record.events):
             is_counted_alike = held.version == version and version_of(held.tensor) == now  # a `.detach()`
             if held.is_intact or is_counted_alike:

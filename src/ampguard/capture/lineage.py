@@ -45,6 +45,7 @@ def _way_back(record: StepRecord, ref: Ref) -> Iterator[Event]:
         yield event
         if isinstance(event, GlueOp) or (isinstance(event, RootCall) and event.is_function):
             stack.extend(r.event for r in refs_of(event) if is_float(record, r))
+            stack.extend(record.writers.get(index, ()))  # rows that were written into it
 
 
 def is_figure_beside(record: StepRecord, ref: Ref) -> bool:

@@ -246,7 +246,7 @@ class EventLog(ForgettingLog):
         ]
         copy = tensor.detach().clone() if readers else None
         for held in readers:
-            held.copy = copy
+            held.copy = copy if held.parts is None else held.value
 
     def written_by_others(self, tensor: Tensor) -> None:
         """What is not recorded has written to it, and PyTorch has not counted that as a new version."""
@@ -264,6 +264,7 @@ class EventLog(ForgettingLog):
         """An operand that the operator overwrites and that no event made: keep its value."""
         if not isinstance(value, Tensor) or value.numel() > MAX_COPY:
             return value
+        self._keep_whole_of(value)
         if self.lookup(value) is not None:
             self._keep_under_other_names(value, None)  # a weight's `.data` was made by an event, the weight was not
             return value
@@ -276,8 +277,19 @@ class EventLog(ForgettingLog):
 
     def _keep_under_other_names(self, value: Tensor, copy: Tensor | None) -> None:
         for held in self._holders.under_other_names(value, self.record.events):
-            if held.is_intact:
+            if held.is_intact and held.parts is None:
                 copy = held.copy = value.detach().clone() if copy is None else copy
+
+    def _keep_whole_of(self, part: Tensor) -> None:
+        """A view is about to be written to: events that were given the whole (a queue, a memory) can have its value still."""
+        whole = compat.whole_of(part)
+        if whole is None:
+            return
+        before: Tensor | None = None
+        for held in self._holders.of(whole, self.record.events):
+            if held.copy is None and held.is_intact:
+                before = part.detach().clone() if before is None else before
+                held.is_overwritten_in(part, before, version_of(whole))
 
 
 def _weight_behind(written: Tensor, maker: TapedCall | None) -> Tensor:

@@ -78,11 +78,13 @@ class Producers:
 
         `version`: the tensor's version before, where that is told later.
 
-        PyTorch counts the new version after the operator returns, hence the + 1. A tensor that no event made is copied
-        for the replay, so what shares its memory is not followed but taken as it is when it is used.
+        PyTorch counts the new version after the operator returns, hence the + 1 (inference tensors count none). A tensor
+        that no event made is copied for the replay, so what shares its memory is not followed but taken as it is when it is
+        used.
         """
         now = version_of(written)
         version = now if version is None else version
+        one = 0 if written.is_inference() else 1
         index = op.index
         memory = compat.storage_key(written) if op.args and isinstance(op.args[0], Ref) else 0
         for identity in self._lying_in(memory) if memory else ():
@@ -91,9 +93,9 @@ class Producers:
             if tensor is None or tensor is written:
                 continue
             if known_version == version_of(tensor) or (known_version == version and version_of(tensor) == now):
-                self.known[identity] = (alias, ref, known_version + 1)
+                self.known[identity] = (alias, ref, known_version + one)
                 self.writers.setdefault(ref.event, []).append(index)
-        self.put(written, weakref.ref(written), Ref(index, 0), version + 1)
+        self.put(written, weakref.ref(written), Ref(index, 0), version + one)
 
     def _lying_in(self, memory: int) -> list[int]:
         """The known tensors of some memory. The others are not looked at: a loop may write to one weight after the other."""

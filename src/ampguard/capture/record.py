@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from ampguard.compat import version_of
 from ampguard.incident import Location
 
+MAX_PARTS = 64
+"""Writes to parts of a tensor that are kept so that its value before them can be had."""
+
 
 @dataclass(slots=True, unsafe_hash=True)
 class Ref:
@@ -40,15 +43,50 @@ class Held:
     tensor: Tensor
     version: int
     copy: Tensor | None = None
+    parts: OverwrittenParts | None = None
+    """Where it was written to since, in parts: what stood there."""
 
     @property
     def is_intact(self) -> bool:
         """Whether the value that the event saw can still be had."""
-        return self.copy is not None or version_of(self.tensor) == self.version
+        if self.copy is not None:
+            return True
+        return version_of(self.tensor) == (self.version if self.parts is None else self.parts.version)
 
     @property
     def value(self) -> Tensor:
+        if self.copy is None and self.parts is not None and self.is_intact:
+            self.copy = self.parts.restored(self.tensor)
         return self.tensor if self.copy is None else self.copy
+
+    def is_overwritten_in(self, part: Tensor, before: Tensor, version: int) -> None:
+        """A view of it, which holds (or held) `before`, is written to while this is its version."""
+        if self.copy is None and version == (self.version if self.parts is None else self.parts.version):
+            self.parts = self.parts or OverwrittenParts(self.version)
+            self.parts.add(part, before)
+
+
+@dataclass(slots=True)
+class OverwrittenParts:
+    """What stood in the parts of a tensor that were written to (rows of a queue), and its version after the last write."""
+
+    version: int
+    kept: list[tuple[Sequence[int], Sequence[int], int, Tensor]] = field(default_factory=list)
+    """Of each part its size, its strides, its offset, and what it held."""
+
+    def add(self, part: Tensor, before: Tensor) -> None:
+        """Another part is written to. After too many the version is left behind: the value is lost."""
+        if len(self.kept) < MAX_PARTS:
+            self.kept.append((part.size(), part.stride(), int(part.storage_offset()), before))
+            self.version += 1
+
+    def restored(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor as it was."""
+        copy = tensor.detach().clone()
+        with torch.no_grad():
+            for size, stride, offset, before in reversed(self.kept):
+                copy.as_strided(size, stride, offset).copy_(before)
+        return copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +330,8 @@ class BadResult:
     """What the script wrote to weights between two steps, in place of a loss."""
     has_ended_run: bool = False
     """The script has raised an error over them."""
+    may_be_meant: Literal["", "array", "count"] = ""
+    """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), or of counts (a precision)."""
 
     @property
     def is_of_gradients(self) -> bool:

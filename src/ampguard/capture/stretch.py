@@ -205,7 +205,7 @@ def secure(events: Sequence[Event]) -> None:
             tensor = held.tensor
             is_plain = not tensor.requires_grad and compat.is_dense(tensor) and not isinstance(tensor, nn.Parameter)
             if held.copy is None and is_plain and tensor.numel() <= SMALL_TENSOR and held.is_intact:
-                held.copy = tensor.detach().clone()
+                held.copy = held.value.detach().clone()
 
 
 def input_bytes(events: Sequence[Event], snapshot: Snapshot) -> dict[int, int]:

@@ -74,6 +74,7 @@ from ampguard.compat.modules import (
     named_modules_of_user,
     only_forwards_to_call_impl,
     parameters_of,
+    parts_of_loader,
     unwrapped,
 )
 from ampguard.compat.operators import (
@@ -150,6 +151,7 @@ from ampguard.compat.tensors import (
     update_scale_,
     version_of,
     versions_of,
+    whole_of,
 )
 from ampguard.compat.updates import (
     GRAD_SCALER,
@@ -298,6 +300,7 @@ __all__ = [
     "outside_compiled_code",
     "outside_vmap",
     "parameters_of",
+    "parts_of_loader",
     "plain_version",
     "pop_function_mode",
     "positions_written",
@@ -334,6 +337,7 @@ __all__ = [
     "update_scale_",
     "version_of",
     "versions_of",
+    "whole_of",
     "without_device_graphs",
     "without_onednn",
     "without_transforms",

@@ -19,6 +19,12 @@ def loader_iterators() -> list[type]:
     return [base] if base is not None else []
 
 
+def parts_of_loader(iterator: object) -> tuple[object, object, bool]:
+    """The data set and the function that makes a batch of its samples, and whether other processes do that."""
+    data, collate = getattr(iterator, "_dataset", None), getattr(iterator, "_collate_fn", None)
+    return data, collate, bool(getattr(iterator, "_num_workers", 0))
+
+
 def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
     """The module's own parameters by name: the dictionary itself, not a copy. Empty for a ScriptModule, whose is in C++."""
     return _own(module, "_parameters")

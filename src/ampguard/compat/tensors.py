@@ -55,6 +55,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def whole_of(view: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view looks into, where that one's elements fill its memory in some order; None where it is no view."""
+    whole = None if view.is_inference() else base_of(view)
+    if whole is None or not is_dense(whole) or not has_values(whole):
+        return None
+    is_filled = whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == whole.numel() * whole.element_size()
+    return whole if is_filled else None
+
+
 plain_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """`version_of` for the hot path; raises RuntimeError for an inference tensor."""
 

@@ -97,4 +97,4 @@ def _keep_numbers(bad: BadResult) -> None:
     """Copy what is a single number and may be written to before the replay: the loss scale."""
     for held in (held for event in bad.record.events if isinstance(event, GlueOp) for held in held_by(event)):
         if held.copy is None and held.tensor.numel() == 1 and is_immediate(held.tensor) and held.is_intact:
-            held.copy = held.tensor.detach().clone()
+            held.copy = held.value.detach().clone()

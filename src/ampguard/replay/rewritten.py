@@ -1,4 +1,5 @@
-"""Weights that the script itself wrote to its modules in the failing step: a teacher's average, an ascent such as SAM's.
+"""Weights and buffers that the script itself wrote to its modules in the failing step: a teacher's average, an ascent such
+as SAM's, statistics that are computed anew before an evaluation.
 
 A module's weights are given to a replay as they are now. Where such a write has made them bad, what it was computed from
 belongs to the step, and the chain of bad values leads there.
@@ -36,9 +37,15 @@ def with_rewritten_weights(bad: BadResult, recorder: FlightRecorder) -> BadResul
 def _rewritten(root: object, record: StepRecord) -> RootCall | None:
     if not isinstance(root, RootCall) or root.is_function or root.swapped_state:
         return None
-    weights = {n: p for n, p in root.module.named_parameters() if p.is_floating_point() and not is_finite(p.detach())}
-    written = {name: ref for name, p in weights.items() if (ref := _last_write(p, root, record)) is not None}
+    weights = {name: weight for name, weight in root.module.named_parameters() if _is_bad(weight)}
+    buffers = {} if root.training else {name: b for name, b in root.module.named_buffers() if _is_bad(b)}
+    state = {**weights, **{name: b for name, b in buffers.items() if not _was_changed_by_a_call(b, root, record)}}
+    written = {name: ref for name, p in state.items() if (ref := _last_write(p, root, record)) is not None}
     return dataclasses.replace(root, swapped_state=written, is_rewritten=True) if written else None
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not is_finite(tensor.detach())
 
 
 def _last_write(weight: Tensor, root: RootCall, record: StepRecord) -> Ref | None:
@@ -57,6 +64,20 @@ def _last_write(weight: Tensor, root: RootCall, record: StepRecord) -> Ref | Non
             return None  # cast since, or bad before
         return Ref(event.index, 0) if tensor.shape == weight.shape else None
     return None
+
+
+def _was_changed_by_a_call(buffer: Tensor, root: RootCall, record: StepRecord) -> bool:
+    """Whether a call of a module has written to it last before this one: running statistics take in what they see."""
+    for event in reversed(record.events):
+        if event.index >= root.index or event.index < record.iteration_start:
+            continue
+        if isinstance(event, GlueOp) and event.args and compat.positions_written(event.func) == {0}:
+            tensor = record.tensor_behind(_first_written(event.args[0], record))
+            if tensor is not None and compat.storage_key(tensor) == compat.storage_key(buffer) != 0:
+                return False
+        if isinstance(event, RootCall) and any(s.tensor is buffer and s.copy is not None for s in event.buffers):
+            return True
+    return False
 
 
 def _first_written(target: object, record: StepRecord) -> object:

@@ -83,8 +83,8 @@ def _swap_called_state(sandbox: ModuleSandbox, root: RootCall, values: Values, v
         owner_path, _, name = path.rpartition(".")
         owner = root.module.get_submodule(owner_path)
         value = low_to(value, variant.convert)
-        if root.is_rewritten:
-            weight = root.module.get_parameter(path)
+        weight = compat.parameters_of(owner).get(name) if root.is_rewritten else None
+        if weight is not None:
             value = values.stand_ins[id(weight)] = value.detach().requires_grad_(weight.requires_grad)
         if name in compat.parameters_of(owner):
             sandbox.swap_parameter(owner, name, value)
