@@ -198,6 +198,8 @@ RARER = [
     (AppliedFunctions, "enter"),
     (AppliedFunctions, "leave"),
     (TapedPreprocessing, "note_batch"),
+    (Recorder, "closure_ended"),
+    (judge.Judge, "read_array"),
     (Recorder, "root_raised"),
     (Recorder, "glue_raised"),
     (Recorder, "resume_tape"),
@@ -236,7 +238,8 @@ def test_capture_on_rarer_ways(
             (g,) = torch.autograd.grad(out.sum(), model.weight, create_graph=True, retain_graph=True)
             optimizer.zero_grad()
             (Doubled.apply(out).pow(2).mean() + g.sum() * 0).backward()
-            optimizer.step()
+            optimizer.step((lambda: 0.0) if name == "closure_ended" else None)
+            out.detach().tolist()
         return bits(list(model.parameters()))
 
     if owner is RestingCalls:

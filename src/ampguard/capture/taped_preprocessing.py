@@ -39,6 +39,9 @@ class TapedPreprocessing:
     def __init__(self, recorder: Taping) -> None:
         self.last_batch: Any = None
         """What the DataLoader gave last, with weak references in place of tensors."""
+        self.batch_before: Any = None
+        """And before that: a bad loss that is thrown away is looked at when the next step begins."""
+        self.last_loader: weakref.ref[Any] | None = None
         self.backwards_before = 0
         """Backward passes before the running iteration, or before its last batch."""
         self._recorder = recorder
@@ -74,9 +77,11 @@ class TapedPreprocessing:
         if not has_begun and not compat.may_compile() and maker is not None and is_script_code(maker.f_code):
             self._begin()
 
-    def note_batch(self, batch: Any) -> None:
-        """A batch has left the DataLoader."""
+    def note_batch(self, batch: Any, loader: Any = None) -> None:
+        """A batch has left the DataLoader, by this iterator of it."""
+        self.last_loader = weakref.ref(loader) if loader is not None else None
         self.backwards_before = self._recorder.steps.backwards
+        self.batch_before = self.last_batch
         self.last_batch = map_tensors(batch, weakref.ref)
         if self.last_batch is batch:  # an object of another kind: it is not to live longer for us
             self.last_batch = weakref.ref(batch) if getattr(type(batch), "__weakrefoffset__", 0) else None

@@ -14,6 +14,7 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.bad_since import BadSince
 from ampguard.diagnose.cases import Case, Place
 from ampguard.diagnose.further import FurtherFailures
+from ampguard.diagnose.kept_state import KeptState
 from ampguard.diagnose.past_scaler import PastScaler
 from ampguard.diagnose.poison import Poison
 from ampguard.diagnose.recurrence import calls_behind, goes_on_from
@@ -35,6 +36,7 @@ class Casebook:
         self.skipped = SkippedSteps(recorder)
         self.further = FurtherFailures()
         self.poison = Poison(recorder)
+        self.kept_state = KeptState(recorder)
         self.past = BadSince(recorder)
         self.past_scaler = PastScaler(self._tell)
         self._bad_events: dict[int, Case] = {}
@@ -185,6 +187,7 @@ class Casebook:
         self.skipped.note(bad, case)
         self.further.led_to(bad, case, is_new=True)
         self.poison.note(bad, case)
+        self.kept_state.note(bad, case)
         if not self.past_scaler.is_kept_back(case, bad):
             self._tell(opinion)
 

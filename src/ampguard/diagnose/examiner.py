@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from ampguard.diagnose.investigate import (
     explain,
     explain_at_once,
     explain_trace,
+    incident_of,
     unexplained_incident,
 )
 from ampguard.diagnose.locating import NOT_MADE, locate, locate_in_trace
@@ -33,7 +35,6 @@ from ampguard.diagnose.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
-from ampguard.replay.behind import has_bad_leaves
 from ampguard.replay.forgiving import calls_hooks
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
@@ -49,6 +50,10 @@ FORWARDS_PER_STEP = 4
 NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
 MAX_PROOFS = 3
 """Suspicions of gradient-underflow that are followed."""
+
+
+MEANT_AT_TIMES = frozenset({"division-by-zero", "empty-reduction", "indeterminate", "nonfinite-input", "unexplained"})
+"""Causes of a figure that is NaN on purpose: of no samples, or of targets that are not known."""
 
 
 class Examiner:
@@ -90,6 +95,9 @@ class Examiner:
         with neutral_thread():
             if bad.kind == "underflow":
                 self._look_for_underflow(bad)
+                return
+            if bad.may_be_meant:
+                self._look_at_figure(bad)
                 return
             self._examine(bad)
         if self.is_used_up:
@@ -169,6 +177,8 @@ class Examiner:
             step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
         try:
             finding = find_cause(evidence)
+            if finding is not None and self._casebook.kept_state.explains(finding.cause, bad, evidence):
+                return
             if finding is not None and (breach := self._breach_behind(finding.cause, bad)) is not None:
                 self._casebook.follows(breach, finding.cause, bad, place_of(evidence))
                 return
@@ -261,6 +271,24 @@ class Examiner:
         if incident is not None:
             self._casebook.add(begun_before(incident, self._casebook.faint_since()))
 
+    def _look_at_figure(self, bad: BadResult) -> None:
+        """A figure that may well be NaN: it is told if its cause is a failure, and a precision of 0 / 0 as a note."""
+        if self.is_used_up or self._casebook.poison.explains(bad) or self._goes_on(bad):
+            return
+        self._looks += 1
+        try:
+            evidence = self._located(bad)
+        except Exception:  # it cannot be run again
+            return
+        finding = find_cause(evidence) if evidence is not None else None
+        if evidence is None or finding is None or self._casebook.told_before(bad, place_of(evidence)):
+            return
+        if finding.cause not in MEANT_AT_TIMES:
+            self._investigate(dataclasses.replace(bad, may_be_meant=""), time.perf_counter())
+        elif bad.may_be_meant == "count":
+            note = dataclasses.replace(finding, severity="info")
+            self._open(incident_of(evidence, note, (), self._rank, rung="replay"), evidence, bad)
+
     def _located(self, bad: BadResult) -> Evidence | None:
         """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
         budget = Budget.for_step(self._recorder.step_seconds, time.perf_counter(), self.least_seconds)
@@ -273,8 +301,7 @@ class Examiner:
                 ):  # else the weights were given bad values, not made bad
                     return evidence
         try:
-            evidence = locate(bad, Replayer(bad, self._recorder), budget)
-            return self._behind_an_update(evidence, bad, budget) or evidence
+            return locate(bad, Replayer(bad, self._recorder), budget)
         except ChangedSinceError as changed:
             self._recorder.log.arguments.copies_large = True
             try:
@@ -287,15 +314,6 @@ class Examiner:
             if not calls_hooks(bad):
                 raise
             return locate(bad, Replayer(bad, self._recorder, forgives_hooks=True), budget)
-
-    def _behind_an_update(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
-        """Where plain weights were bad before the step: what in the script's own update made them so, if that was recorded."""
-        if evidence is None or evidence.given is None or bad.kind != "loss" or not has_bad_leaves(bad.record):
-            return None
-        with contextlib.suppress(ReplayError):
-            found = locate(bad, Replayer(bad, self._recorder, remakes_weights=True), budget)
-            return found if found is not None and found.given is None else None
-        return None
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
@@ -330,6 +348,7 @@ class Examiner:
 
     def _open_as(self, opinion: Incident | Case, evidence: Evidence, bad: BadResult) -> None:
         self._casebook.open(opinion, bad, place_of(evidence))
+        self._casebook.kept_state.note_written(evidence, self._casebook.cases[-1])
         if isinstance(opinion, Incident) and opinion.severity == "info":  # normal operation takes none of the looks
             self._looks -= 1
 

@@ -50,17 +50,15 @@ class Replayer:
         as_it_is_now: bool = False,
         forgives_hooks: bool = False,
         given: Mapping[Ref, Tensor] | None = None,
-        remakes_weights: bool = False,
     ) -> None:
         """`as_it_is_now`: replay although a given was changed since, with its present value.
 
         `forgives_hooks`: replay although hooks of the script refuse to run twice. `given`: results that are not made again.
-        `remakes_weights`: those that the script's own update has made bad are made again, from gradients that are given.
         """
         self.bad = bad
         self._forgives_hooks = forgives_hooks
         self.is_exact = not as_it_is_now
-        leaves = updated_leaves(bad.record, only_finite=remakes_weights) | dict(given or {})
+        leaves = updated_leaves(bad.record) | dict(given or {})
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
         self._given = leaves | self._given
         self.is_autocast_used = recorder.uses_autocast or is_autocast_on()
@@ -104,11 +102,6 @@ class Replayer:
         """The scale of the scaler that the script uses, where it lies."""
         return compat.loss_scale(self._recorder.scaling.scaler) if self._recorder.scaling.scaler is not None else None
 
-    @property
-    def ends_steps_with_backward(self) -> bool:
-        """Whether the loop has no optimizer: what it updates its weights by belongs to the step before."""
-        return self._recorder.steps.counts_backwards
-
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
         complete = self.bad.record.complete
@@ -141,9 +134,21 @@ class Replayer:
         """Where `load_state_dict` gave a parameter or buffer the values that it holds."""
         return self._recorder.loaded.line_of(tensor)
 
+    def loader_of(self, tensor: Tensor) -> Any:
+        """The iterator of the DataLoader that gave the step this tensor; None where it is none of its batch.
+
+        Accelerate asks for the next batch ahead, and a loss that is thrown away is looked at when the next step begins.
+        """
+        given = self._recorder.preprocessing
+        is_there = any(self._name_in(batch, tensor) for batch in (given.last_batch, given.batch_before))
+        return given.last_loader() if is_there and given.last_loader is not None else None
+
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
-        stack: list[tuple[str, Any]] = [("batch", self._recorder.preprocessing.last_batch)]
+        return self._name_in(self._recorder.preprocessing.last_batch, tensor)
+
+    def _name_in(self, batch: Any, tensor: Tensor) -> str | None:
+        stack: list[tuple[str, Any]] = [("batch", batch)]
         while stack:
             name, item = stack.pop()
             item = item() if isinstance(item, weakref.ref) else item

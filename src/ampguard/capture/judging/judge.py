@@ -7,6 +7,7 @@ yet turn out to be nobody's business (a teacher's output, a loss that is thrown 
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture import lineage
 from ampguard.capture.flags import FiniteFlag, is_capturing
-from ampguard.capture.judging import undifferentiated
+from ampguard.capture.judging import figures, undifferentiated
 from ampguard.capture.judging.gradients import GradientJudge
 from ampguard.capture.judging.outputs import OutputJudge
 from ampguard.capture.judging.own_scale import OwnScale, factor_of
@@ -65,6 +66,7 @@ class Judge:
         self._healthy: list[weakref.ref[Tensor]] = []
         """Losses found finite since the last backward's record was dropped."""
         self._judged_losses: list[weakref.ref[Tensor]] = []
+        self._figures = figures.Figures()
         self._unread: list[tuple[FiniteFlag, BadResult]] = []
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
@@ -186,6 +188,8 @@ class Judge:
             ref = lineage.nonfinite_number_behind(record, ref) if ref is not None else None
         elif not isinstance(value, float):
             return
+        if ref is not None:
+            record = self._log.snapshot()
         evaluation = self._log.evaluation
         origin = evaluation.of(tensor) if ref is None else evaluation.origin(record, ref)
         if origin is not None:
@@ -196,6 +200,8 @@ class Judge:
         if ref is None or any(ref in bad.targets for bad in self.suspects):
             return
         if not evaluation.is_behind(record, ref):
+            if isinstance(value, float) and value != value and self._figures.is_of_counts(record, ref):
+                self._suspect_figure("count", ref)
             return
         if self._was_judged(lineage.ancestors(record, ref)) or self._is_old_news(ref):
             return  # a loss that backward was called on, or a sum to which a bad one was added
@@ -204,6 +210,22 @@ class Judge:
         if may_be_figure and lineage.is_figure_beside(record, ref):
             return  # the loss was finite, and has been differentiated
         self.suspects.append(self._bad("loss", mode, (ref,)))
+
+    def read_array(self, tensor: Tensor) -> None:
+        """The script has taken several numbers of an evaluation out of PyTorch (`predictions.numpy()`), or shown them."""
+        ref = self._log.lookup(tensor)
+        if ref is None or not self._figures.may_tell(tensor) or any(ref in bad.targets for bad in self.suspects):
+            return
+        record = self._log.snapshot()
+        if lineage.was_wanting(record, ref) or not self._log.evaluation.is_behind(record, ref):
+            return
+        if figures.are_one_number(tensor, record, ref):
+            self.read(tensor, math.nan)
+        elif self._figures.is_first_of_its_line(record, ref):
+            self._suspect_figure("array", ref)
+
+    def _suspect_figure(self, kind: Literal["array", "count"], ref: Ref) -> None:
+        self.suspects.append(dataclasses.replace(self._bad("loss", "eval", (ref,)), may_be_meant=kind))
 
     def _is_old_news(self, ref: Ref) -> bool:
         """Whether a number is bad only because another one was, after a bad loss was told."""

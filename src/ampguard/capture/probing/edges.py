@@ -46,7 +46,7 @@ class EdgeProbe(Probe):
                     raise
                 finally:
                     recorder.paused = False
-                guarded(recorder.preprocessing.note_batch, batch)
+                guarded(recorder.preprocessing.note_batch, batch, self)
                 return batch
 
             return __next__
@@ -78,7 +78,7 @@ class EdgeProbe(Probe):
 
     def _watch_printing(self) -> None:
         """A number that is printed as a tensor is read as one that is read by `item()`: PyTorch does it out of our sight."""
-        recorder, watching = self._recorder, self._is_watching
+        recorder, watching, look = self._recorder, self._is_watching, self._look_at_array
         guarded = recorder.barrier.call
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +88,8 @@ class EdgeProbe(Probe):
                 is_bad = type(self) is torch.Tensor and text.startswith(_NOT_FINITE) and self.dim() == 0 and self.is_cpu
                 if is_bad and watching():
                     guarded(recorder.judge.read, self, math.nan)
+                elif type(self) is torch.Tensor and ("nan" in text or "inf" in text) and watching():
+                    look(self)
                 return text
 
             return __repr__
@@ -95,22 +97,33 @@ class EdgeProbe(Probe):
         self._patches.replace(torch.Tensor, "__repr__", watch)
 
     def _watch_conversions(self) -> None:
-        """A single number that NumPy or a list is given is read too; in a larger array NaN may well be meant (`nanmean`)."""
-        recorder, watching = self._recorder, self._is_watching
+        """What NumPy or a list is given is read too; where it is more than a single number, NaN may well be meant (`nanmean`)."""
+        recorder, watching, look = self._recorder, self._is_watching, self._look_at_array
         guarded = recorder.barrier.call
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
                 value = original(self, *args, **kwargs)
-                if watching() and type(self) is torch.Tensor and _is_bad_number(value):
-                    guarded(recorder.judge.read, self, math.nan)
+                if watching() and type(self) is torch.Tensor:
+                    if _is_bad_number(value):
+                        guarded(recorder.judge.read, self, math.nan)
+                    elif self.dim():
+                        look(self)
                 return value
 
             return convert
 
         for name in ("numpy", "tolist"):
             self._patches.replace(torch.Tensor, name, watch)
+
+    def _look_at_array(self, array: torch.Tensor) -> None:
+        recorder = self._recorder
+        recorder.paused = True  # the tape is not to take our look for the script's doing
+        try:
+            recorder.barrier.call(recorder.judge.read_array, array)
+        finally:
+            recorder.paused = False
 
     def _is_watching(self) -> bool:
         """Whether what this thread reads now is the script's, and of interest."""

@@ -296,8 +296,7 @@ class Moves:
         self._forget_set_by_hand(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
-        has_lost = not (of.is_enabled or watch.candidates or watch.has_gradients())
-        watch.lost_one = watch.lost_one or idle == 1 or has_lost
+        watch.lost_one = watch.lost_one or idle == 1
         if breaches or idle:
             self.routine.spoil()
         if breaches and of.is_own:

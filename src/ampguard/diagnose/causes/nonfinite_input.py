@@ -20,6 +20,7 @@ from ampguard.diagnose import data_code, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
+from ampguard.diagnose.loaded_data import made_by_loader
 from ampguard.diagnose.masked_data import masked_before, meeting_of
 from ampguard.diagnose.outside import Outside, made_outside
 from ampguard.numerics import cleaned, stats
@@ -80,6 +81,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     if outside is not None:
         facts_of_input["made_outside"] = outside.as_dict()
     sent = f" Another rank sent it ({sender}): look there first." if sender is not None else ""
+    loaded = made_by_loader(evidence, given.held) if outside is None else ""
     is_name = given.is_batch or given.short_name == given.name
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
     if given.role == CONSTANT:
@@ -96,7 +98,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{hidden}",
+        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{loaded}{hidden}",
         weight=100,
         evidence=facts_of_input,
         proposals=fixes,

@@ -1,0 +1,86 @@
+"""Figures that a script reads of an evaluation and that it may well expect to be NaN: in arrays, or made of counts.
+
+`numpy.nanmean` over classes passes over one that did not come, and so may whoever reads a precision of 0 / 0. Whether it
+is a failure all the same, its cause tells, once it is known. Each line is looked at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.operands import refs_of
+from ampguard.capture.preprocessing import MOVES
+from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
+from ampguard.numerics import is_finite
+
+LARGEST = 1 << 20
+"""Elements up to which an array is looked at."""
+
+MOST_EVENTS = 512
+"""Events behind a figure that are gone through."""
+
+SPREADS = frozenset({"repeat", "expand", "tile"})
+"""Operators by which a number becomes an array: a batch's loss, once for each of its samples."""
+
+
+class Figures:
+    """Knows which lines were looked at."""
+
+    def __init__(self) -> None:
+        self._lines: set[tuple[str, int]] = set()
+
+    def may_tell(self, tensor: Tensor) -> bool:
+        """Whether an array that the script reads holds what is not finite, and more than an infinity with a meaning."""
+        if not tensor.is_floating_point() or tensor.numel() > LARGEST or not is_immediate(tensor):
+            return False
+        values = tensor.detach()
+        return not is_finite(values) and bool(torch.isnan(values).any() or torch.isposinf(values).all())
+
+    def is_first_of_its_line(self, record: StepRecord, ref: Ref) -> bool:
+        """Whether no figure of the line that made this one was looked at."""
+        event = record.event(ref.event)
+        if event is None or event.line is None:
+            return False
+        line = event.line.code.co_filename, event.line.number
+        is_first = line not in self._lines
+        self._lines.add(line)
+        return is_first
+
+    def is_of_counts(self, record: StepRecord, ref: Ref) -> bool:
+        """Whether whole numbers lead from a call of a module to a figure, the first of its line."""
+        waiting, seen = [ref.event], set[int]()
+        while waiting and len(seen) < MOST_EVENTS:
+            event = record.event(waiting.pop())
+            if isinstance(event, RootCall) and not event.is_function:
+                return not event.modes.grad and self.is_first_of_its_line(record, ref)
+            if isinstance(event, GlueOp) and event.index not in seen:
+                seen.add(event.index)
+                waiting += [behind.event for behind in refs_of(event)]
+        return False
+
+
+def are_one_number(tensor: Tensor, record: StepRecord, ref: Ref) -> bool:
+    """Whether an array is all bad, or a single number that was repeated, perhaps beside others."""
+    return not bool(torch.isfinite(tensor.detach()).any()) or _is_spread(record, ref)
+
+
+def _is_spread(record: StepRecord, ref: Ref) -> bool:
+    waiting, seen = [ref.event], set[int]()
+    while waiting and len(seen) < MOST_EVENTS:
+        event = record.event(waiting.pop())
+        if not isinstance(event, GlueOp) or event.index in seen:
+            continue
+        seen.add(event.index)
+        name = getattr(getattr(event.func, "overloadpacket", event.func), "__name__", "")
+        if (
+            name in SPREADS
+            and len(event.args) > 1
+            and isinstance(event.args[1], (list, tuple))
+            and len(event.args[1]) == 1
+        ):
+            return True
+        if name in MOVES:
+            waiting += [behind.event for behind in refs_of(event)]
+    return False

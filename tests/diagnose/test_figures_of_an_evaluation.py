@@ -1,0 +1,122 @@
+"""Arrays that a script takes out of PyTorch, and figures made of counts: a failure, a note, or meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from watching import Watched
+
+Guard = Callable[..., Watched]
+ROWS, CLASSES = 8, 4
+
+
+class Run:
+    """An evaluation of `batches` batches, of which `read` makes what it likes."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor, int], Any], size: float = 1.0) -> None:
+        self.read, self.size = read, size
+
+    def __call__(self) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(5, CLASSES)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(ROWS, 5)).square().mean().backward()
+            optimizer.step()
+        net.eval()
+        found = []
+        for number in range(3):
+            with torch.no_grad():
+                logits = net(torch.randn(ROWS, 5)) * (self.size if number == 1 else 1.0)
+            target = torch.randint(0, CLASSES - 1, (ROWS,))
+            found.append(self.read(logits, target, number))
+        return found
+
+
+def hand_made_probabilities(logits: Tensor, target: Tensor, number: int) -> Any:
+    grown = torch.exp(logits)
+    return (grown / grown.sum(1, keepdim=True)).numpy()
+
+
+def losses_as_an_array(logits: Tensor, target: Tensor, number: int) -> Any:
+    known = target[:4] < (CLASSES if number != 1 else 0)
+    loss = functional.cross_entropy(logits[:4], target[:4], reduction="none")[known].mean()
+    return loss.repeat(ROWS).numpy()
+
+
+def energies(logits: Tensor, target: Tensor, number: int) -> str:
+    energy = torch.exp(logits.abs().sum(1))
+    return f"{energy}"
+
+
+def soft_dice(logits: Tensor, target: Tensor, number: int) -> Any:
+    chosen = logits.softmax(1) * (logits.softmax(1) > 0.5)
+    there = functional.one_hot(target, CLASSES)
+    return np.nanmean((2 * (chosen * there).sum(0) / (chosen.sum(0) + there.sum(0))).numpy())
+
+
+def errors_where_known(logits: Tensor, target: Tensor, number: int) -> Any:
+    truth = torch.where(target > 0, target.float(), torch.tensor(float("nan")))
+    return np.nanmean((logits[:, 0] - truth).abs().numpy())
+
+
+def masked_logits(logits: Tensor, target: Tensor, number: int) -> Any:
+    return logits.masked_fill(torch.arange(CLASSES) > 1, float("-inf")).tolist()
+
+
+def precision(logits: Tensor, target: Tensor, number: int) -> float:
+    hits = logits.argmax(1) == CLASSES - 1
+    hits = hits & (target < 0)
+    return (hits.sum() / (hits & (target == CLASSES - 1)).sum()).item()
+
+
+@pytest.mark.parametrize(
+    ("read", "cause", "code"),
+    [
+        (hand_made_probabilities, "overflow", "grown = torch.exp(logits)"),
+        (
+            losses_as_an_array,
+            "empty-reduction",
+            'loss = functional.cross_entropy(logits[:4], target[:4], reduction="none")[known].mean()',
+        ),
+        (energies, "overflow", "energy = torch.exp(logits.abs().sum(1))"),
+    ],
+)
+def test_a_failure_is_told(guard: Guard, read: Callable[..., Any], cause: str, code: str) -> None:
+    run = guard(Run(read, size=1e4))
+    assert run.faults == 0, run.stderr
+    assert run.causes == [cause]
+    assert (run.first.mode, run.first.severity) == ("eval", "error")
+    assert run.first.location is not None
+    assert run.first.location.code == code
+    assert run.first.fixes[0].verified
+
+
+@pytest.mark.parametrize("read", [hand_made_probabilities, losses_as_an_array, energies])
+def test_finite_ones_are_none(guard: Guard, read: Callable[..., Any]) -> None:
+    run = guard(Run(lambda logits, target, number: read(logits, target, 0)))
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents
+
+
+@pytest.mark.parametrize("read", [soft_dice, errors_where_known, masked_logits])
+def test_what_is_meant_is_none(guard: Guard, read: Callable[..., Any]) -> None:
+    plain = Run(read)()
+    run = guard(Run(read))
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents
+    np.testing.assert_array_equal(run.result, plain)
+
+
+def test_a_precision_of_nothing_is_a_note(guard: Guard) -> None:
+    run = guard(Run(precision))
+    assert run.faults == 0, run.stderr
+    assert [(i.cause, i.severity, i.mode) for i in run.report.incidents] == [("division-by-zero", "info", "eval")]
+    assert run.report.status == "clean"
