@@ -201,3 +201,50 @@ def test_parameters_that_other_ranks_hold_want_no_gradient(here: int, guard: Gua
             optimizer.step()
 
     assert guard(body).report.incidents == ()
+
+
+class Probed(nn.Module):
+    """A backbone that is called without a graph, as long as only the head is trained; `forgets` leaves it so."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.forgets = forgets
+        self.backbone, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.forgets and self.backbone.weight.requires_grad):
+            hidden = torch.relu(self.backbone(x))
+        return self.head(hidden)
+
+
+def unfreezes(forgets: bool, is_held: bool) -> Callable[[], None]:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Probed(forgets)
+        model.backbone.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters() if is_held else model.head.parameters(), lr=1e-3)
+        for step in range(36):
+            if step == 12:
+                model.backbone.requires_grad_(True)
+                if not is_held:
+                    optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": 1e-4})
+            x = torch.randn(16, 6)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
+            optimizer.step()
+
+    return body
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_unfrozen_and_still_called_without_a_graph(is_held: bool, guard: Guard) -> None:
+    run = guard(unfreezes(forgets=True, is_held=is_held))
+    assert run.causes == ["unused-parameters"]
+    assert (run.first.severity, run.first.module) == ("warning", "backbone")
+    assert run.first.step in ((12,) if not is_held else range(12, 33))
+    assert run.first.evidence["parameters"] == ["backbone.weight", "backbone.bias"]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_unfrozen_and_trained_from_there_on(is_held: bool, guard: Guard) -> None:
+    assert guard(unfreezes(forgets=False, is_held=is_held)).causes == []

@@ -39,3 +39,17 @@ def test_the_machine_is_left_as_it_was() -> None:
     combinations()
     assert torch.equal(torch.rand(2), expected)
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_recurrent_layer_that_raises_under_autocast() -> None:
+    def raises(dtype: torch.dtype) -> bool:
+        try:
+            with torch.autocast("cpu", dtype=dtype):
+                torch.nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+        except RuntimeError:
+            return True
+        return False
+
+    said = [finding.what for finding in combinations() if finding.code == "recurrent-under-autocast"]
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        assert any("nn.LSTM" in what and f" {name} " in what for what in said) is raises(dtype)

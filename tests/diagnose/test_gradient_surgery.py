@@ -169,6 +169,45 @@ def test_what_is_right_is_silent(guard: Guard, name: str) -> None:
     assert guard(RIGHT[name]).causes == []
 
 
+def heads_and_trunk(of_tasks: str) -> Script:
+    """The sum of the losses gives the heads their gradients; the trunk's are replaced by the tasks' projected ones."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        trunk, heads = nn.Sequential(nn.Linear(6, 24), nn.Tanh()), nn.ModuleList(nn.Linear(24, 1) for _ in range(2))
+        shared = list(trunk.parameters())
+        optimizer = torch.optim.Adam([*shared, *heads.parameters()], lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        for _ in range(10):
+            x = torch.randn(16, 6)
+            with torch.autocast("cpu", dtype=torch.float16):
+                hidden = trunk(x)
+                outs = [head(hidden).float() for head in heads]
+            losses = [F.mse_loss(outs[0], x[:, :1]), F.mse_loss(outs[1], x[:, 1:2] - x[:, :1])]
+            optimizer.zero_grad()
+            of = scaler.scale if of_tasks == "scaled" else (lambda loss: loss)
+            taken = [torch.autograd.grad(of(loss), shared, retain_graph=True) for loss in losses]
+            tasks = [flat(gradients, shared) for gradients in taken]
+            scaler.scale(sum(losses)).backward()
+            for p, part in zip(shared, projected(tasks).split([p.numel() for p in shared]), strict=True):
+                p.grad = part.view_as(p).clone()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return body
+
+
+def test_some_are_replaced_by_unscaled_ones(guard: Guard) -> None:
+    run = guard(heads_and_trunk("unscaled"))
+    assert run.causes == ["unscaled-backward"]
+    assert (run.first.step, run.first.evidence["factor"]) == (0, 1 / 4096)
+    assert run.first.location.code.startswith("taken = [torch.autograd.grad(")
+
+
+def test_some_are_replaced_by_scaled_ones(guard: Guard) -> None:
+    assert guard(heads_and_trunk("scaled")).causes == []
+
+
 def test_an_optimizer_of_its_own_inside_the_surgery(guard: Guard) -> None:
     """Its first steps make the outer iteration one that is looked at closely, from the middle on."""
 

@@ -70,3 +70,61 @@ def test_an_average_that_moves(momentum: float, dtype: torch.dtype, guard: Guard
 @pytest.mark.parametrize("write", [lambda mean, p, m: mean.clamp_(-9, 9), lambda mean, p, m: mean.copy_(mean.clone())])
 def test_a_copy_that_is_meant_to_stay(write: Write, guard: Guard) -> None:
     assert guard(lambda: train(write, 0.5, torch.bfloat16)).causes == []
+
+
+Remake = Callable[[dict[str, Tensor], str, Tensor, float], Any]
+
+
+def _anew(mean: dict[str, Tensor], name: str, p: Tensor, m: float) -> None:
+    mean[name] = mean[name] * m + p.data * (1 - m)
+
+
+def _lerp(mean: dict[str, Tensor], name: str, p: Tensor, m: float) -> None:
+    mean[name] = torch.lerp(mean[name], p.detach().to(mean[name].dtype), 1 - m)
+
+
+def _in_place(mean: dict[str, Tensor], name: str, p: Tensor, m: float) -> None:
+    mean[name].mul_(m).add_(p.detach(), alpha=1 - m)
+
+
+REMADE: dict[str, Remake] = {"anew": _anew, "interpolated": _lerp, "in place": _in_place}
+
+
+def train_with_dictionary(remake: Remake, momentum: float, dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+    mean = {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(72):
+        x = torch.randn(8, 8)
+        loss = nn.functional.cross_entropy(model(x.bfloat16()).float(), x[:, :4].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                remake(mean, name, p, momentum)
+    return fingerprint(model, optimizer)
+
+
+@pytest.mark.parametrize("name", REMADE)
+def test_an_average_that_no_module_holds(name: str, guard: Guard) -> None:
+    plain = train_with_dictionary(REMADE[name], 0.9995, torch.bfloat16)
+    run = guard(lambda: train_with_dictionary(REMADE[name], 0.9995, torch.bfloat16))
+    assert run.faults == 0, run.stderr
+    assert run.result == plain
+    assert run.causes == ["lost-update"]
+    incident = run.first
+    assert (incident.severity, incident.step, incident.dtype) == ("warning", 32, "bfloat16")
+    assert incident.location.code.startswith("mean[name]")
+    assert incident.evidence["stuck_share"] > 0.5
+    assert incident.evidence["update"] < incident.evidence["spacing"]
+    assert incident.fixes[0].verified
+
+
+@pytest.mark.parametrize(("momentum", "dtype"), [(0.5, torch.bfloat16), (0.9995, torch.float32)])
+@pytest.mark.parametrize("name", REMADE)
+def test_an_average_that_no_module_holds_and_that_moves(
+    name: str, momentum: float, dtype: torch.dtype, guard: Guard
+) -> None:
+    assert guard(lambda: train_with_dictionary(REMADE[name], momentum, dtype)).causes == []

@@ -207,3 +207,73 @@ def test_looks_that_take_too_long_are_no_longer_made(guard: Guard, monkeypatch: 
     assert looked == [0]
     assert [i.cause for i in run.report.incidents if i.severity == "error"] != ["optimizer-underflow"]
     assert run.report.incidents, "the weights are bad in the next step, which is told all the same"
+
+
+class Plain:
+    """Adam of a script that knows no `torch.optim`: one number too small for float16."""
+
+    def __init__(self, parameters: list[nn.Parameter], eps: float) -> None:
+        self.parameters, self.eps, self.steps = parameters, eps, 0
+        self.first = [torch.zeros_like(p) for p in parameters]
+        self.second = [torch.zeros_like(p) for p in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for p, m, v in zip(self.parameters, self.first, self.second, strict=True):
+            assert p.grad is not None
+            m.mul_(0.9).add_(p.grad, alpha=0.1)
+            v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            update = (m / (1 - 0.9**self.steps)) / ((v / (1 - 0.999**self.steps)).sqrt() + self.eps)
+            p.sub_(update, alpha=1e-3)
+            p.grad = None
+
+
+def plain_class(eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).half()
+    optimizer = Plain(list(model.parameters()), eps)
+    for _ in range(6):
+        x = torch.randn(32, 8)
+        nn.functional.cross_entropy(model(x.half()).float(), x[:, :3].argmax(1)).backward()
+        optimizer.step()
+
+
+def trees(eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).half()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    second = {name: torch.zeros_like(p) for name, p in weights.items()}
+    for _ in range(6):
+        x = torch.randn(32, 8)
+        out = torch.func.functional_call(model, weights, (x.half(),))
+        loss = nn.functional.cross_entropy(out.float(), x[:, :3].argmax(1))
+        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        with torch.no_grad():
+            second = {name: 0.999 * v + 0.001 * gradients[name] * gradients[name] for name, v in second.items()}
+            weights = {
+                name: (p - 1e-3 * gradients[name] / (second[name].sqrt() + eps)).requires_grad_()
+                for name, p in weights.items()
+            }
+
+
+@pytest.mark.parametrize("script", [plain_class, trees])
+def test_optimizer_that_is_none_of_pytorchs(guard: Guard, script: Callable[[float], None]) -> None:
+    run = guard(lambda: script(1e-8))
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["optimizer-underflow"]
+    incident = run.first
+    assert (incident.step, incident.phase, incident.op, incident.dtype) == (
+        0,
+        "optimizer",
+        "aten.div.Tensor",
+        "float16",
+    )
+    assert "sqrt() + " in incident.location.code
+    assert incident.fixes[0].action == "add-epsilon"
+    assert incident.fixes[0].verified
+
+
+@pytest.mark.parametrize("script", [plain_class, trees])
+def test_the_same_with_an_epsilon_that_float16_has(guard: Guard, script: Callable[[float], None]) -> None:
+    assert guard(lambda: script(1e-3)).causes == []

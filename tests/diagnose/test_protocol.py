@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,28 @@ def test_copied_model(guard: Guard) -> None:
     assert incident.cause == "stale-parameters"
     assert incident.evidence["lost_count"] == 4
     assert incident.fixes[0].action == "rebuild-optimizer"
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_copy_trained_in_place_of_the_model_from_some_step_on(is_scaled: bool, guard: Guard) -> None:
+    """An average of the weights that is meant to be evaluated only; the model itself is alive, and was called before."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=64.0, enabled=is_scaled)
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        with contextlib.suppress(AssertionError):
+            for step in range(12):
+                opt.zero_grad()
+                scaler.scale(loss_of(model if step < 5 else average)).backward()
+                scaler.step(opt)
+                scaler.update()
+
+    run = guard(body)
+    assert run.causes == ["stale-parameters"]
+    assert (run.first.step, run.first.evidence["lost_count"]) == (5, 4)
+    assert "not called in this step" in run.first.explanation
 
 
 def test_fused_optimizer_without_gradients_is_refused_at_the_update(guard: Guard) -> None:

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,13 @@ from ampguard.capture.functions import AppliedFunctions
 from ampguard.capture.given_objects import with_objects
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging.judge import Judge
+from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.log import EventLog
 from ampguard.capture.pace import Pace
 from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.ranks.collectives import Collectives
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall
+from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Ref, RootCall
 from ampguard.capture.remade import gradients_of
 from ampguard.capture.scaling import LossScaling
 from ampguard.capture.schedule import TapeSchedule
@@ -53,20 +53,8 @@ LATELY = 8
 FIRST_STEPS = 2
 """Steps in which it is seen what follows a backward pass."""
 
-
-class Listener(Protocol):
-    """Who is told what the recorder saw. `on_bad` may take its time: the training waits for it."""
-
-    def on_bad(self, bad: BadResult) -> None: ...
-    def on_step(self, step: int) -> None: ...
-    def on_forward(self) -> None: ...
-
-
-class LiveTracer(Protocol):
-    """Sees operators while the step runs: for steps that cannot be replayed."""
-
-    def watch(self, event: Event) -> AbstractContextManager[Any]: ...
-    def begin_step(self) -> None: ...
+FEW_STEPS = 31
+"""Of the steps' number in binary, the digits that are 0 where it is seen what the script makes of weights between two."""
 
 
 class FlightRecorder:
@@ -95,9 +83,9 @@ class FlightRecorder:
         self.pace = Pace()
         self.drivers = Drivers()
         self.on_raise: Callable[[BaseException], None] = lambda error: None
+        """Told of an error in the frame in which a module raised it."""
         self.on_written: Callable[..., None] = lambda weights, record: None
         """Told of weights that the script has written between two steps."""
-        """Told of an error in the frame in which a module raised it."""
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.scaling = LossScaling()
         self.live: LiveTracer | None = None
@@ -146,7 +134,7 @@ class FlightRecorder:
             return None  # the script watches this call with a dispatch mode of its own
         self._has_root = self.turns.has_begun = True
         log = self.log
-        if self.between_steps and len(log.written):
+        if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         if not torch.is_grad_enabled():
             self.pace.enter(log.next_index)
@@ -214,9 +202,11 @@ class FlightRecorder:
         self.tape.enter(self.schedule.limit)
 
     def _look_at_written(self) -> None:
-        """A step begins, and the script has written to weights since the last one."""
-        self.schedule.kept_for_weights(self.log.size_of_iteration)
+        """A step begins, and the script has written to weights since the last one, or may have made averages of them."""
         self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
+        if not len(self.log.written):
+            return
+        self.schedule.kept_for_weights(self.log.size_of_iteration)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
             self.judge.gradients.written_weights_are_bad(bad)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ampguard.check.facts import Finding
+from ampguard.numerics import dtype_name
 
 
 def combinations() -> list[Finding]:
@@ -142,6 +143,26 @@ def masked_rows() -> Iterator[Finding]:
         )
 
 
+def recurrent_layers() -> Iterator[Finding]:
+    """Recurrent layers that a device cannot compute under autocast."""
+    for dtype in (torch.float16, torch.bfloat16):
+        raising = []
+        for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+            try:
+                with torch.autocast("cpu", dtype=dtype):
+                    kind(2, 2)(torch.zeros(1, 1, 2))
+            except RuntimeError:
+                raising.append(f"nn.{kind.__name__}")
+        if raising:
+            yield Finding(
+                "note",
+                "recurrent-under-autocast",
+                f"a call of {' or '.join(raising)} raises RuntimeError under {dtype_name(dtype)} autocast on the CPU.",
+                "use bfloat16, or run them in float32: with torch.autocast(device.type, enabled=False): ... "
+                "(ampguard run --precision fp16 does so).",
+            )
+
+
 def reduced_sums() -> Iterator[Finding]:
     """CUDA may add up float16 products in float16, and use TF32 for float32."""
     if not torch.cuda.is_available():
@@ -164,5 +185,6 @@ TRIALS: tuple[Callable[[], Iterator[Finding]], ...] = (
     float_is_undone,
     masks_overflow,
     masked_rows,
+    recurrent_layers,
     reduced_sums,
 )

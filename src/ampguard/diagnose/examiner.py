@@ -35,6 +35,7 @@ from ampguard.diagnose.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
+from ampguard.replay.behind import has_bad_leaves
 from ampguard.replay.forgiving import calls_hooks
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
@@ -301,7 +302,8 @@ class Examiner:
                 ):  # else the weights were given bad values, not made bad
                     return evidence
         try:
-            return locate(bad, Replayer(bad, self._recorder), budget)
+            evidence = locate(bad, Replayer(bad, self._recorder), budget)
+            return self._behind_an_update(evidence, bad, budget) or evidence
         except ChangedSinceError as changed:
             self._recorder.log.arguments.copies_large = True
             try:
@@ -314,6 +316,15 @@ class Examiner:
             if not calls_hooks(bad):
                 raise
             return locate(bad, Replayer(bad, self._recorder, forgives_hooks=True), budget)
+
+    def _behind_an_update(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
+        """Where plain weights were bad before the step: what in the script's own update made them so, if that was recorded."""
+        if evidence is None or evidence.given is None or bad.kind != "loss" or not has_bad_leaves(bad.record):
+            return None
+        with contextlib.suppress(ReplayError):
+            found = locate(bad, Replayer(bad, self._recorder, remakes_weights=True), budget)
+            return found if found is not None and found.given is None else None
+        return None
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""

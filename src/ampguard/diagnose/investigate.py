@@ -18,6 +18,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.diagnose.minimal import advice
+from ampguard.diagnose.own_update import as_update, is_an_update
 from ampguard.diagnose.proposals import spelled
 from ampguard.diagnose.script_casts import casts_behind
 from ampguard.diagnose.terms import Term, in_words, terms_of
@@ -188,11 +189,17 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
     if bad.kind == "gradient" and bad.error is not None:
         facts["raised"] = str(bad.error)
     dtype = finding.dtype or evidence.precision or evidence.result_dtype
+    phase = finding.phase or phase_of(evidence)
+    step = bad.step
+    if phase == "parameters" and finding.cause == "fp16-underflow" and is_an_update(evidence):
+        finding, phase = as_update(finding), "optimizer"
+        if evidence.replayer is not None and evidence.replayer.ends_steps_with_backward:
+            step = max(0, step - 1)  # the update of the step before
     return Incident(
-        step=bad.step,
+        step=step,
         rank=rank,
         mode=bad.mode,
-        phase=finding.phase or phase_of(evidence),  # type: ignore[arg-type]
+        phase=phase,  # type: ignore[arg-type]
         severity=finding.severity,
         cause=finding.cause,
         module=place.module if place.root is not None else None,
@@ -220,7 +227,7 @@ def phase_of(evidence: Evidence) -> Phase:
     if isinstance(event, RootCall):
         after = any(r.index < event.index for r in with_weights)
         return "loss" if event not in with_weights and after else "forward"
-    if isinstance(event, GlueOp) and any(_has_written(evidence, event, root) for root in roots if root.is_rewritten):
+    if isinstance(event, GlueOp) and any(_has_written(evidence, event, root) for root in roots if root.swapped_state):
         return "parameters"
     if isinstance(event, GlueOp) and with_weights and event.index < min(r.index for r in with_weights):
         return "loss" if _is_made_of_weights(evidence, event) else "data"

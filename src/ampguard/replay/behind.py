@@ -14,11 +14,12 @@ from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref,
 from ampguard.numerics import is_finite
 
 
-def updated_leaves(record: StepRecord) -> dict[Ref, Tensor]:
+def updated_leaves(record: StepRecord, only_finite: bool = False) -> dict[Ref, Tensor]:
     """Weights that the script keeps as plain tensors and updates by itself: as they are since the last update.
 
     A step begins with them as they are; the updates before it are those of earlier steps. What was computed with gradients
-    on and detached then may be no weight: where it is bad, it is asked what made it.
+    on and detached then may be no weight: where it is bad, it is asked what made it. With `only_finite` that is asked of every
+    one that is bad, and what backward calls returned is given.
     """
     last: dict[int, tuple[Ref, Tensor]] = {}
     for event in (event for event in record.events if isinstance(event, GlueOp)):
@@ -26,9 +27,21 @@ def updated_leaves(record: StepRecord) -> dict[Ref, Tensor]:
             tensor = ref()
             if tensor is None or not tensor.is_leaf or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
                 continue
-            if not event.grad or is_finite(tensor.detach()):
+            if (not event.grad and not only_finite) or is_finite(tensor.detach()):
                 last[id(tensor)] = (Ref(event.index, position), tensor)
-    return dict(last.values())
+    return dict(last.values()) | (_returned(record) if only_finite else {})
+
+
+def _returned(record: StepRecord) -> dict[Ref, Tensor]:
+    """What backward calls have returned and the script still holds."""
+    calls = [event for event in record.events if isinstance(event, BackwardCall)]
+    refs = [(Ref(call.index, position), ref()) for call in calls for position, ref in enumerate(call.outputs)]
+    return {name: tensor for name, tensor in refs if tensor is not None}
+
+
+def has_bad_leaves(record: StepRecord) -> bool:
+    """Whether an update of the script's own has made plain weights bad, as far as it was recorded."""
+    return any(not is_finite(tensor.detach()) for tensor in updated_leaves(record).values())
 
 
 def plain_weights(record: StepRecord) -> list[Tensor]:

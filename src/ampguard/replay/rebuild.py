@@ -50,15 +50,17 @@ class Replayer:
         as_it_is_now: bool = False,
         forgives_hooks: bool = False,
         given: Mapping[Ref, Tensor] | None = None,
+        remakes_weights: bool = False,
     ) -> None:
         """`as_it_is_now`: replay although a given was changed since, with its present value.
 
         `forgives_hooks`: replay although hooks of the script refuse to run twice. `given`: results that are not made again.
+        `remakes_weights`: those that the script's own update has made bad are made again, from gradients that are given.
         """
         self.bad = bad
         self._forgives_hooks = forgives_hooks
         self.is_exact = not as_it_is_now
-        leaves = updated_leaves(bad.record) | dict(given or {})
+        leaves = updated_leaves(bad.record, only_finite=remakes_weights) | dict(given or {})
         self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
         self._given = leaves | self._given
         self.is_autocast_used = recorder.uses_autocast or is_autocast_on()
@@ -101,6 +103,11 @@ class Replayer:
     def loss_scale(self) -> Tensor | None:
         """The scale of the scaler that the script uses, where it lies."""
         return compat.loss_scale(self._recorder.scaling.scaler) if self._recorder.scaling.scaler is not None else None
+
+    @property
+    def ends_steps_with_backward(self) -> bool:
+        """Whether the loop has no optimizer: what it updates its weights by belongs to the step before."""
+        return self._recorder.steps.counts_backwards
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from override_loops import DTYPES, batches, model, train_by_hand, train_plain, train_with_amp, weights
-from torch import nn
+from torch import Tensor, nn
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
@@ -184,14 +185,16 @@ def test_a_scaler_for_cuda_becomes_one_for_the_cpu(overridden: Callable[..., Any
     assert any("CUDA" in done for done in session.report.run["did"])
 
 
-def train_converted(dtype: torch.dtype, in_region: bool) -> nn.Module:
+def train_converted(dtype: torch.dtype, in_region: bool, seen: set[torch.dtype]) -> nn.Module:
     """A script that has its weights in a low precision: it casts the inputs itself, or lets its autocast do that."""
     net = model().to(dtype)
+    net[0].register_forward_hook(lambda _module, _args, output: seen.add(output.dtype))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for x, y in batches(4):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype) if in_region else contextlib.nullcontext():
             output = net(x if in_region else x.to(dtype))
+        assert output.dtype == dtype  # what comes after was written for it
         nn.functional.cross_entropy(output.float(), y).backward()
         optimizer.step()
     return net
@@ -200,18 +203,62 @@ def train_converted(dtype: torch.dtype, in_region: bool) -> nn.Module:
 @pytest.mark.parametrize("in_region", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", ["fp32", "fp16", "bf16", "O2", "O3"])
-def test_a_model_in_a_low_precision_of_its_own_is_left_alone(
+def test_a_model_in_a_low_precision_of_its_own_computes_in_what_is_asked(
     overridden: Callable[..., Any], wanted: str, dtype: torch.dtype, in_region: bool
 ) -> None:
-    """Activations in another type would not go together with its weights."""
-    control = train_converted(dtype, in_region)
+    """Its weights stay what they are, in type and in how they are rounded."""
+    seen: set[torch.dtype] = set()
+    control = train_converted(dtype, in_region, set())
     with overridden(wanted) as session:
-        net = train_converted(dtype, in_region)
-    if wanted in ("fp16", "bf16"):
+        net = train_converted(dtype, in_region, seen)
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    assert seen == {types.get(wanted, dtype)}
+    assert {p.dtype for p in net.parameters()} == {dtype}
+    if seen == {dtype} and wanted in types:
         assert_equal(net, control)
-    else:
-        assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(weights(net), weights(control), strict=True))
+    assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(weights(net), weights(control), strict=True))
     assert session.report.steps == 4
+
+
+def test_a_loss_inside_a_model_of_low_weights_keeps_its_digits(overridden: Callable[..., Any]) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.head(x)
+            return nn.functional.cross_entropy(logits.float(), y), logits
+
+    x, y = batches(1)[0]
+    with overridden("fp32"):
+        net = WithLoss().bfloat16()
+        loss, logits = net(x.bfloat16(), y)
+    assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
+    lifted = copy.deepcopy(net).float()
+    assert torch.equal(loss, lifted(x.bfloat16().float(), y)[0])
+
+
+def test_a_model_that_casts_to_its_own_type_is_left_alone(overridden: Callable[..., Any]) -> None:
+    """As Fabric's wrapper does in `bf16-true`."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(nn.functional.dropout(x, 0.5).bfloat16())
+
+    x = batches(1)[0][0]
+    torch.manual_seed(1)
+    net = Casts().bfloat16()
+    expected = [net(x) for _ in range(2)]
+    torch.manual_seed(1)
+    with overridden("fp32") as session:
+        net = Casts().bfloat16()
+        assert all(map(torch.equal, expected, [net(x) for _ in range(2)]))
+    assert "computes in the type of its own weights after all" in session.report.run["could_not"][-1]
 
 
 def test_what_cannot_be_overridden_is_said(overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,13 +267,17 @@ def test_what_cannot_be_overridden_is_said(overridden: Callable[..., Any], capsy
         half(torch.ones(1, 4).half())
         bf16 = nn.Linear(4, 4).bfloat16()
         bf16(torch.ones(1, 4).bfloat16())
+        double = nn.Linear(4, 4).double()
+        double(torch.ones(1, 4).double())
         net = nn.Linear(4, 1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*create_graph")  # PyTorch says it once in a process
             net(torch.ones(1, 4)).sum().backward(create_graph=True)
     could_not = session.report.run["could_not"]
     assert could_not == [
-        "the weights of Linear are bfloat16 by the script's own doing",
+        "the weights of Linear are bfloat16 by the script's own doing: its calls run on float32 casts of them, its updates "
+        "are rounded as before",
+        "the weights of Linear are float64, which autocast leaves as they are",
         "a backward pass with create_graph=True runs without a loss scale",
     ]
     assert "not overridden: the weights of Linear are bfloat16" in capsys.readouterr().err

@@ -75,14 +75,11 @@ class AssignedGradients:
     """What tasks gave, until the next update."""
 
     def __init__(self) -> None:
-        self._tasks: dict[OptimizerWatch, _Tasks] = {}
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._tasks)
+        self.tasks: dict[OptimizerWatch, _Tasks] = {}
+        """By optimizer; empty in most iterations."""
 
     def knows(self, watch: OptimizerWatch) -> bool:
-        return watch in self._tasks
+        return watch in self.tasks
 
     def taken(
         self, watches: Iterable[OptimizerWatch], given: tuple[Any, Any], scale: DeviceScale | None, where: Line | None
@@ -114,14 +111,14 @@ class AssignedGradients:
     def forget(self, watch: OptimizerWatch | None = None) -> None:
         """An iteration is over, or the step of one optimizer."""
         if watch is None:
-            self._tasks.clear()
+            self.tasks.clear()
         else:
-            self._tasks.pop(watch, None)
+            self.tasks.pop(watch, None)
 
     def _of(self, watch: OptimizerWatch, scale: DeviceScale | None, where: Line | None) -> _Tasks:
-        tasks = self._tasks.get(watch)
+        tasks = self.tasks.get(watch)
         if tasks is None:
-            tasks = self._tasks[watch] = _Tasks(scale, where, _seen(watch))
+            tasks = self.tasks[watch] = _Tasks(scale, where, _seen(watch))
         tasks.is_mixed = tasks.is_mixed or tasks.scale is not scale
         tasks.where = where
         return tasks
@@ -137,7 +134,7 @@ class AssignedGradients:
     def to(self, watch: OptimizerWatch, scale: DeviceScale) -> Assigned | None:
         """Whether the gradients that the script has put in place carry `scale`. None: it has put none there, or it cannot
         be told. Waits for the device."""
-        tasks = self._tasks.get(watch)
+        tasks = self.tasks.get(watch)
         if tasks is None or tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
             return None
         size = float(scale)
@@ -154,18 +151,36 @@ class AssignedGradients:
 
     def are_mixed(self, watch: OptimizerWatch) -> bool:
         """Whether some of its tasks' gradients carry a scale and others none."""
-        tasks = self._tasks.get(watch)
+        tasks = self.tasks.get(watch)
         return tasks is not None and len({task.scale is None for task in tasks.tasks}) == 2
 
     def partly_scaled(self, watch: OptimizerWatch, scale: float) -> tuple[float, Line | None] | None:
         """Where the script has put sums in place of a gradient that carries `scale` and of one that does not: the factor
         of the latter, and where it was made. Waits for the device."""
-        tasks = self._tasks.get(watch)
+        tasks = self.tasks.get(watch)
         if tasks is None or not tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
             return None
         with torch.no_grad(), compat.unseen():
             found = [plain for p in watch.sample if (plain := _plain_part(p, tasks.of(p), scale)) is not None]
         return found[0] if found else None
+
+    def put_in_place(self, watch: OptimizerWatch, scale: float) -> tuple[float, Line | None] | None:
+        """Where the script has put what unscaled gradients make, and nothing else, in the place of one that carried
+        `scale`: how large it is beside the largest of them, and where that was made. Waits for the device."""
+        tasks = self.tasks.get(watch)
+        if tasks is None or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
+            return None
+        with torch.no_grad(), compat.unseen():
+            found = [
+                (ratio, plain[-1].where)
+                for p in watch.sample
+                if (plain := [task for task in tasks.of(p) if task.scale is None]) and len(plain) < len(tasks.of(p))
+                if (ratio := _ratio(p, plain, EXPLAINED)) is not None
+            ]
+        apart = min(APART, scale**0.5 / 2)
+        if not found or not all(1 / apart <= ratio <= apart for ratio, _ in found) or _is_normalised(watch):
+            return None
+        return found[0]
 
 
 def _seen(watch: OptimizerWatch) -> list[Seen]:
@@ -185,8 +200,11 @@ def _split(mine: list[tuple[Tensor, Tensor]]) -> list[dict[int, Tensor]]:
     return [{id(p): g[i] for p, g in mine} for i in range(min(count, MOST_TASKS + 1))]
 
 
-def _ratio(parameter: Tensor, tasks: list[_Task]) -> float | None:
-    """The size of the gradient in place over that of the largest task's; None where it was not made from them."""
+def _ratio(parameter: Tensor, tasks: list[_Task], most_left: float = (1 - ALIKE**2) ** 0.5) -> float | None:
+    """The size of the gradient in place over that of the largest task's; None where it was not made from them.
+
+    `most_left`: how much of it may be no sum of multiples of theirs.
+    """
     found = _in_place_and_made(parameter, tasks)
     if found is None:
         return None
@@ -194,7 +212,7 @@ def _ratio(parameter: Tensor, tasks: list[_Task]) -> float | None:
     largest, norm = float(made.norm(dim=1).max()), float(now.norm())
     if not (0 < largest < float("inf")) or not (0 < norm < float("inf")):
         return None
-    return norm / largest if float(_left(now, made).norm()) <= (1 - ALIKE**2) ** 0.5 * norm else None
+    return norm / largest if float(_left(now, made).norm()) <= most_left * norm else None
 
 
 def _plain_part(parameter: Tensor, tasks: list[_Task], scale: float) -> tuple[float, Line | None] | None:

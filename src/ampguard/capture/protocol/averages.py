@@ -2,7 +2,7 @@
 
 `mean.mul_(0.999).add_(weight, alpha=0.001)` in bfloat16 adds less than half of the distance between two numbers, and rounds
 it away. What was recorded as written between two steps is computed once more on copies, in the weights' own precision and
-in float32, in a few iterations of a run.
+in float32, in a few iterations of a run. Averages that are no parameters of a module: `remade_averages.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.protocol.remade_averages import remade_averages
 from ampguard.capture.protocol.scans import LOOKS
 from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
 from ampguard.capture.weights import slice_of
@@ -71,10 +72,40 @@ class Averages:
         self._has_told = False
 
     def written(self, weights: Callable[[], list[Tensor]], record: Callable[[], StepRecord]) -> None:
-        """The script has written to these."""
+        """The script has written to these, or may have made others."""
         step = self._moves.recorder.steps.count
         if self._has_told or step < FIRST_STEP or step not in LOOKS:
             return
+        self._parameters(weights, record)
+        if not self._has_told:
+            self._remade(record())
+
+    def _remade(self, record: StepRecord) -> None:
+        """Averages that no module holds. The weight that each is of tells them apart."""
+        step = self._moves.recorder.steps.count
+        trained = [p for watch in self._moves.mine() for p in watch.sample if is_low_precision(p.dtype)]
+        if not trained:
+            return
+        with torch.no_grad(), compat.unseen():
+            found = remade_averages(record, trained, LARGEST, MOST)
+            known = [(each, self._first.get(id(each.weight))) for each in found]
+            lost = [
+                answer
+                for each, first in known
+                if first is not None and first.parameter() is each.weight and step - first.step >= APART
+                if (answer := _stuck(each.weight, (each.old, each.now, each.wide), first, each.last)) is not None
+            ]
+            for each, first in known:
+                if first is None or first.parameter() is not each.weight:
+                    values = slice_of(each.now).clone()
+                    self._first[id(each.weight)] = _First(weakref.ref(each.weight), step, values)
+        if lost and len(lost) > LOST_SHARE * len(known):
+            self._has_told = True
+            self._tell(sorted(lost, key=lambda each: -each.share), is_of_weight=True)
+
+    def _parameters(self, weights: Callable[[], list[Tensor]], record: Callable[[], StepRecord]) -> None:
+        """Parameters of modules, which the script writes to."""
+        step = self._moves.recorder.steps.count
         found = [p for p in weights() if not p.requires_grad and is_low_precision(p.dtype) and p.numel() <= LARGEST]
         chosen = [found[i * (len(found) - 1) // (MOST - 1)] for i in range(MOST)] if found else []
         known = [(p, self._first.get(id(p))) for p in {id(p): p for p in chosen}.values()]
@@ -92,9 +123,11 @@ class Averages:
             self._has_told = True
             self._tell(sorted(lost, key=lambda each: -each.share))
 
-    def _tell(self, lost: list[Lost]) -> None:
+    def _tell(self, lost: list[Lost], is_of_weight: bool = False) -> None:
+        """`is_of_weight`: they are called by the weights that they are averages of."""
         moves, worst = self._moves, lost[0]
         facts = {"lost": lost, "parameters": [each.parameter for each in lost], "noticed": moves.recorder.steps.count}
+        facts["is_of_weight"] = is_of_weight
         moves.tell([Breach("lost-update", None, None, None, worst.last.line, None, facts)], worst.since)
 
 
@@ -112,7 +145,12 @@ def lost_in(parameter: Tensor, first: _First, record: StepRecord) -> Lost | None
         narrow, wide = (_written_again(parameter, writes, record, dtype) for dtype in (parameter.dtype, torch.float32))
     except Exception:  # an operator refuses, or something is gone: nothing can be said
         return None
-    now, narrow, wide = slice_of(parameter), slice_of(narrow), slice_of(wide)
+    return _stuck(parameter, (parameter, narrow, wide), first, writes[-1])
+
+
+def _stuck(parameter: Tensor, values: tuple[Tensor, Tensor, Tensor], first: _First, last: GlueOp) -> Lost | None:
+    """The same of an average before a write, after it, and after it in float32."""
+    now, narrow, wide = map(slice_of, values)
     before = now.float()
     moves = (wide != before) & wide.isfinite()
     stuck = moves & (narrow == now) & (now == first.values)
@@ -125,7 +163,7 @@ def lost_in(parameter: Tensor, first: _First, record: StepRecord) -> Lost | None
     size = float((wide - before).abs().median())
     if size >= float(spacing.median()):
         return None
-    return Lost(parameter, share, in_float32, size, float(spacing.median()), first.step, writes[-1])
+    return Lost(parameter, share, in_float32, size, float(spacing.median()), first.step, last)
 
 
 def _written_again(parameter: Tensor, writes: list[GlueOp], record: StepRecord, dtype: torch.dtype) -> Tensor:

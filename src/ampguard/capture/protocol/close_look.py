@@ -17,6 +17,7 @@ from ampguard.capture.protocol.assigned import AssignedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.graph_hooks import GraphHooks
 from ampguard.capture.protocol.hand_scale import HandScale
+from ampguard.capture.protocol.handed_over import HandedOver
 from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookClip, HookDivision, LeafHooks, clip_of
 from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.protocol.script_lines import names_scale, script_line
@@ -49,6 +50,7 @@ class CloseLook:
         self.added = AddedGradients()
         self.assigned = AssignedGradients()
         self.own_scale = HandScale()
+        self.handed_over = HandedOver(moves)
 
     def _looks_at_hook(self, is_new: bool) -> bool:
         """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
@@ -76,6 +78,7 @@ class CloseLook:
         self, reached: tuple[OptimizerWatch, ...], of_loss: DeviceScale | None, where: Line | None
     ) -> None:
         """Copy what will be compared, and tell hooks that have clipped what carries the scale."""
+        self.handed_over.after_backward(reached, of_loss, where)
         if of_loss is None:
             if not self._moves.scales:
                 self.own_scale.after_backward(reached, where)
@@ -191,6 +194,8 @@ class CloseLook:
         moves, machine = self._moves, self._moves.machine
         stage = machine.stage(watch)
         is_new = stage in (Stage.EMPTY, Stage.USED)
+        if is_new and self.handed_over.loose is not None:
+            self.handed_over.settle(watch)
         if not self.assigned.knows(watch) or not (is_new or (stage is Stage.SCALED and not watch.is_untouched())):
             return
         scalers = [of for of in moves.watches.scalers if of.is_enabled and of.uses]
@@ -212,8 +217,13 @@ class CloseLook:
         watch.divides_by_hand = not found.carried
         moves.scale_was_read = False  # whether it was used to divide by is known
 
+    @property
+    def settles(self) -> bool:
+        """Whether the script may have put gradients in place itself."""
+        return True if self.assigned.tasks else self.handed_over.loose is not None
+
     def settle_all(self) -> None:
-        if self.assigned.is_open:
+        if self.settles:
             for watch in self._moves.mine():
                 self.settle(watch)
 
@@ -240,7 +250,7 @@ class CloseLook:
             return None
         self._moves.look_again(watch)
         first = self._mixed_since.setdefault(watch, self._moves.since(watch))
-        found = self.assigned.partly_scaled(watch, scale)
+        found = self.assigned.partly_scaled(watch, scale) or self.assigned.put_in_place(watch, scale)
         if found is not None:
             watch.odd = first, self._moves.recorder.steps.count
         return found

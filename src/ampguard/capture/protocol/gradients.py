@@ -48,6 +48,7 @@ class OptimizerWatch:
         "divides_by_hand",
         "divides_in_hook",
         "first_step",
+        "had_gradient",
         "is_stale",
         "is_used",
         "lost_one",
@@ -86,6 +87,8 @@ class OptimizerWatch:
         """Parameters that have not been seen with a gradient; None before the first look."""
         self.first_step: int | None = None
         """The iteration in which it stepped first."""
+        self.had_gradient: set[int] = set()
+        """Parameters, by identity, that have had a gradient when they were looked at."""
         self.without_since: dict[int, int] = {}
         """The parameters that had no gradient when last looked at, by identity, and the iteration since which."""
         self.copy: tuple[Tensor, Tensor] | None = None

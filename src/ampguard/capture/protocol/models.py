@@ -68,6 +68,12 @@ class Models:
             found |= {**dict(inner.named_parameters()), **dict(inner.named_buffers()), **found}
         return found
 
+    def called(self) -> set[int]:
+        """The parameters, by identity, of the modules that were called with gradients since the last update before them."""
+        roots = [event for event in self.record().events if type(event) is RootCall and event.modes.grad]
+        last = [root for root in roots if root.updates_before == roots[-1].updates_before]
+        return {id(p) for root in last for p in root.module.parameters()}
+
     def plain_leaves(self) -> list[Tensor]:
         """The tensors of the present step that want a gradient and hang in no module."""
         events = self._recorder.log.record.events

@@ -296,7 +296,8 @@ class Moves:
         self._forget_set_by_hand(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
-        watch.lost_one = watch.lost_one or idle == 1
+        has_lost = not (of.is_enabled or watch.candidates or watch.has_gradients())
+        watch.lost_one = watch.lost_one or idle == 1 or has_lost
         if breaches or idle:
             self.routine.spoil()
         if breaches and of.is_own:

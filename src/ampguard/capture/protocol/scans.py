@@ -102,8 +102,8 @@ class Scans:
         """These candidates are none."""
         if not found:
             return
-        ids = {id(p) for p in found}
-        watch.candidates = [p for p in watch.candidates or () if id(p) not in ids]
+        watch.had_gradient |= {id(p) for p in found}
+        watch.candidates = [p for p in watch.candidates or () if id(p) not in watch.had_gradient]
         if watch.candidates:
             self._judge(watch)
         else:
@@ -120,8 +120,9 @@ class Scans:
         watch.without_since = {id(p): before.get(id(p), now) for p in without}
         if watch.first_step is None:
             watch.first_step = now
-        known = None if watch.candidates is None else {id(p) for p in watch.candidates}
-        watch.candidates = [p for p in without if known is None or id(p) in known]
+        if not is_idle and len(watch.had_gradient) != len(trained):
+            watch.had_gradient |= {id(p) for p in trained if p.grad is not None}
+        watch.candidates = [p for p in without if id(p) not in watch.had_gradient]
         if watch.candidates:
             self.asked.append(watch)
         if watch.steps <= EARLY_STEPS or watch.lost_one:
@@ -195,12 +196,14 @@ class Scans:
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
 
     def _judge(self, watch: OptimizerWatch) -> None:
-        step = watch.first_step if watch.first_step is not None else self._moves.attempt
         assert watch.candidates is not None
+        # Those that have joined the optimizer late, or were unfrozen, have been without a gradient since then.
+        step = min(watch.without_since.get(id(p), self._moves.attempt) for p in watch.candidates)
         none_at_all = len(watch.candidates) == len(watch.trained())
-        is_long = watch.steps >= EARLY_STEPS if none_at_all else self._finite_steps(watch) >= UNUSED_STEPS
+        late = step - (watch.first_step or 0)
+        is_long = watch.steps >= EARLY_STEPS if none_at_all else self._finite_steps(watch) - late >= UNUSED_STEPS
         if is_long:
-            breach = self._without(watch, none_at_all)
+            breach = self._without(watch, none_at_all, watch.steps - late)
             self._moves.listener.on_suspicion(("unused", watch), breach, step)
             if watch.steps >= LIVE_STEPS and ("unused", id(watch)) not in self._told:
                 self._told.add(("unused", id(watch)))
@@ -214,10 +217,10 @@ class Scans:
             return watch.steps
         return min(watch.steps, judge.bad_since - (watch.first_step or 0))
 
-    def _without(self, watch: OptimizerWatch, none_at_all: bool) -> Breach:
+    def _without(self, watch: OptimizerWatch, none_at_all: bool, steps: int) -> Breach:
         candidates = watch.candidates or []
         ledger = self._moves.machine.ledger(watch)
-        facts: dict[str, Any] = {"parameters": candidates, "steps": watch.steps, "of": len(watch.parameters())}
+        facts: dict[str, Any] = {"parameters": candidates, "steps": steps, "of": len(watch.parameters())}
         if not none_at_all:
             facts |= unused_facts([module for module, _ in self._models.roots()], candidates, watch.trained())
             return Breach("unused-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
@@ -248,6 +251,9 @@ class Scans:
         if not lost and self._collect():
             lost = orphans(self._models, without)
         others += plain
+        copied = []
+        if not lost:
+            copied = lost = self._copied(watch, without, others)
         if not lost:
             return self._wrapped(watch, is_refused)
         flat = hold_flat(lost, others)
@@ -263,10 +269,20 @@ class Scans:
             "had_gradients": any(p.grad is not None for p in without),
             "plain": len(plain) == len(others),
             "same_memory": not flat and share_memory(lost, others),
+            "copied": bool(copied),
             "of": len(watch.parameters()),
             "since": min(watch.without_since.get(id(p), self._moves.attempt) for p in lost),
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
+
+    def _copied(self, watch: OptimizerWatch, without: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+        """All that an optimizer trains, where its model is not called any more and a copy of it is trained in its place."""
+        trained = [p for p in watch.trained() if p.requires_grad]
+        if not trained or not {id(p) for p in trained} <= {id(p) for p in without}:
+            return []
+        called = self._models.called()
+        is_idle = not any(id(p) in called for p in trained)
+        return trained if is_idle and look_alike(trained, [p for p in others if id(p) in called]) else []
 
     def _is_any_forgotten(self, lost: list[Tensor], held: list[Tensor]) -> bool:
         """Whether some of them are held by optimizers only."""

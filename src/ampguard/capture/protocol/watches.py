@@ -94,6 +94,11 @@ class Watches:
         self._remember(optimizer, watch)
         return watch
 
+    @property
+    def has_scaler(self) -> bool:
+        """Whether losses may be scaled: perhaps gradients are taken before the first one is."""
+        return any(watch.is_enabled for watch in self.scalers)
+
     def join_wrapped(self) -> None:
         """An optimizer inside another (SAM's, Lookahead's base) that shares its groups is one optimizer with it."""
         for later in self.optimizers[1:]:

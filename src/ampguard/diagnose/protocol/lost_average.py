@@ -20,13 +20,17 @@ def lost_average(scene: Scene) -> Telling:
     lost: list[Lost] = scene.facts["lost"]
     worst, dtype = lost[0], dtype_name(lost[0].parameter.dtype)
     name = scene.parameters[0]
+    of = bool(scene.facts.get("is_of_weight"))
+    what = f"makes that of {listed(scene.parameters)} anew" if of else f"writes to {listed(scene.parameters)}"
     text = (
-        f"An average of the weights does not move: {at(scene.again)} writes to {listed(scene.parameters)} in every step, and "
-        f"{worst.share:.0%} of {name} stand where they stood at step {worst.since}. The lines move them by "
-        f"{worst.step_size:.2g}, {dtype}'s spacing there is {worst.spacing:.2g}: it is rounded away. In float32 they move "
-        f"{worst.in_float32:.0%}."
+        f"An average of the weights does not move: {at(scene.again)} {what} in every step, and "
+        f"{worst.share:.0%} of {'that of ' if of else ''}{name} stand where they stood at step {worst.since}. The lines move "
+        f"them by {worst.step_size:.2g}, {dtype}'s spacing there is {worst.spacing:.2g}: it is rounded away. In float32 "
+        f"they move {worst.in_float32:.0%}."
     )
     how = "keep the average in float32: copy.deepcopy(model).float(), and add weight.float()"
+    if of:
+        how = "keep the average in float32: weight.detach().float().clone() to begin with, and add weight.float()"
     outcome = f"the same lines in float32 move {worst.in_float32:.0%} of it"
     fixes = (
         Fix("fp32-parameters", None, how, True, outcome),

@@ -30,6 +30,10 @@ def _how_it_came(scene: Scene) -> str:
             "They have the same memory: the weights were wrapped in new parameters (weight_norm, prune, nn.Parameter(p.data)) "
             "after the optimizer was built."
         )
+    if scene.facts.get("copied"):
+        return (
+            "The forward pass goes through a copy of the model (copy.deepcopy, AveragedModel): that one is trained now."
+        )
     if scene.facts.get("plain"):
         return "These weights were made anew, copied or moved after the optimizer was built."
     return (
@@ -74,12 +78,16 @@ def stale_parameters(scene: Scene) -> Telling:
         any_more = " any more" if scene.facts.get("had_gradients") else ""
         plain = bool(scene.facts.get("plain"))
         belongs = "" if plain else f"{'belongs' if len(lost) == 1 else 'belong'} to no module that is called and "
+        if scene.facts.get("copied"):
+            belongs = f"{'belongs' if len(lost) == 1 else 'belong'} to a model that is not called in this step and "
         why = (
             f"{what} {belongs}{'gets' if len(lost) == 1 else 'get'} no gradient{any_more}, while {listed(scene.parameters)} "
             f"{'gets one and belongs' if len(scene.parameters) == 1 else 'get one and belong'} to no optimizer. "
             f"{_how_it_came(scene)}"
         )
         how = f"build {name} after the model is complete and on its device{built}, from its parameters() then"
+        if scene.facts.get("copied"):
+            how = f"call the model whose parameters {name} holds; or build {name} anew from those of the copy that is trained now"
         if plain:
             how = f"build {name} after its tensors have got their last values and place{built}, from those"
         fix = order(

@@ -158,6 +158,14 @@ class CastWeights:
             "or bf16 (autocast)"
         )
 
+    def keep_own(self, root: nn.Module, refusal: BaseException) -> None:
+        """A call of the root on float32 casts of the script's low weights has failed: from now on it keeps these."""
+        self._given_up.add(root)
+        self._ledger.failed(
+            f"{type(root).__name__} computes in the type of its own weights after all: its code casts to that itself "
+            f"({str(refusal).splitlines()[0]})"
+        )
+
     @contextlib.contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
         """Around an optimizer's own step."""

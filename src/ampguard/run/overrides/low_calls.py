@@ -102,15 +102,24 @@ class LowCalls:
         leave: Callable[[], None],
     ) -> Any:
         """The call on float32 casts of weights that the script made low; its results are the script's type, where they fit."""
+        random_numbers = torch.get_rng_state() if module not in self._has_run else None
         try:
             with _quiet_compiler(module), inputs_cast_to(module, torch.float32) as are_cast:
                 output = run(cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32))
-        except BaseException:
+        except BaseException as error:
             self._weights.forget_call(module)
-            raise
+            is_refusal = isinstance(error, RuntimeError) and OF_TYPES.search(str(error)) is not None
+            if self._plan.is_healed or random_numbers is None or not is_refusal:
+                raise  # a fix that is not borne is taken back
+            refusal = error
+        else:
+            self._has_run.add(module)
+            return output if are_cast else map_tensors(lambda t: _as_it_fits(t, own), output)
         finally:
             leave()
-        return output if are_cast else map_tensors(lambda t: _as_it_fits(t, own), output)
+        torch.set_rng_state(random_numbers)
+        self._barrier.call(self._weights.keep_own, module, refusal)
+        return run(args, kwargs)
 
     def _region(
         self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype
@@ -163,8 +172,11 @@ def running_replay() -> Variant | None:
 
 
 def _as_it_fits(result: Tensor, own: torch.dtype) -> Tensor:
-    """A result in the type that the script's code is written for; in float32 where that cannot hold it."""
-    if not is_castable(result) or result.dtype == own:
+    """A result in the type that the script's code is written for; in float32 where that cannot hold it.
+
+    So are losses, which keep the digits that were asked for: a tensor without dimensions does not change another's type.
+    """
+    if not is_castable(result) or result.dtype == own or not result.dim():
         return result
     low = result.to(own)
     return low if is_finite(low) or not is_finite(result) else result

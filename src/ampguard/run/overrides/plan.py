@@ -17,6 +17,8 @@ class Plan:
         self.mode: type[Precision] | None = mode_named(name) if name is not None else None
         self.lifts_own_weights = False
         """Whether models whose weights the script itself made low run on float32 casts of them."""
+        self.is_healed = False
+        """Whether they do so as a fix, which is taken back where a model does not bear it."""
 
     def change(self, name: str) -> Callable[[], None]:
         """From now on another precision. Returns what takes it back."""

@@ -99,7 +99,8 @@ class Regions:
         if device is None or not torch.amp.is_autocast_available(device):
             return None
         own = own_low_dtype(module) if not self._plan.lifts_own_weights else None
-        if own is not None and own != wanted:  # in another type its weights and its activations would not go together
+        if own is not None and (own != wanted or device not in self.of_script):
+            # in another type its weights and its activations would not go together
             return (self.make(device, own), False) if device in self.of_script else None
         if torch.is_autocast_enabled(device):
             is_right = wanted is not None and torch.get_autocast_dtype(device) == wanted

@@ -31,8 +31,10 @@ from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.low_calls import LowCalls
 from ampguard.run.overrides.memory import peak_memory_mib
 from ampguard.run.overrides.patience import Patience
+from ampguard.run.overrides.places import why_weights_stay
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.reads import Reads
+from ampguard.run.overrides.refused import refused
 from ampguard.run.overrides.regions import Regions
 from ampguard.run.overrides.remaking import Remaking
 from ampguard.run.overrides.roots import RootCalls
@@ -75,7 +77,7 @@ class RunningOverrides:
             self._roots.evaluations = self._evaluations
         self._scalers = Scalers(plan, self.ledger)
         self._lightning = LightningPlugins(plan, self._regions, self.ledger)
-        self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger, self._lift_weights)
+        self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger, self._lift_as_fix)
         holds_off = patience if on_nonfinite in ("skip", "heal") else None
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
@@ -114,6 +116,10 @@ class RunningOverrides:
         recorder = self._listener.recorder
         self._roots.low_calls = LowCalls(weights, self._plan, self._regions, recorder, self._barrier)
         return weights
+
+    def _lift_as_fix(self) -> None:
+        self._plan.is_healed = True
+        self._lift_weights()
 
     def _lift_weights(self) -> None:
         self._plan.lifts_own_weights = True
@@ -221,13 +227,25 @@ class RunningOverrides:
         self._forced.see(parts)
         if not self._plan.is_set:
             return
-        low = next((p.dtype for p in module.parameters() if numerics.is_low_precision(p.dtype)), None)
+        if self._plan.dtype is not None:
+            for name, part, why in refused(parts, self._plan.dtype, self._regions):
+                if self._forced.force([(name, part)], cast_back=True):
+                    self.ledger.done(why)
+        self._see_types(module)
+
+    def _see_types(self, module: nn.Module) -> None:
+        """A model whose weights are not float32 by the script's own doing: what of it can be another type, and what not."""
+        name, types = type(module).__name__, {p.dtype for p in module.parameters() if p.is_floating_point()}
+        low = next(filter(numerics.is_low_precision, types), None)
         if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
-            name = type(module).__name__
-            self.ledger.failed(f"the weights of {name} are {numerics.dtype_name(low)} by the script's own doing")
+            stays = f"the weights of {name} are {numerics.dtype_name(low)} by the script's own doing"
+            if types == {low} and self._plan.weights_dtype == torch.float32 and why_weights_stay(module) is None:
+                self._lift_weights()
+                stays += ": its calls run on float32 casts of them, its updates are rounded as before"
+            self.ledger.failed(stays)
         is_lowered = self._plan.dtype is not None or self._plan.weights_dtype != torch.float32
-        if is_lowered and {p.dtype for p in module.parameters() if p.is_floating_point()} == {torch.float64}:
-            self.ledger.failed(f"the weights of {type(module).__name__} are float64, which autocast leaves as they are")
+        if is_lowered and types == {torch.float64}:
+            self.ledger.failed(f"the weights of {name} are float64, which autocast leaves as they are")
 
     def _on_fault(self, fault: Exception) -> None:
         self.ledger.failed(f"anything from here on: a fault of ampguard's own ({type(fault).__name__}: {fault})")

@@ -74,7 +74,7 @@ class BackwardProbe:
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not moves.scales or not recorder.active or recorder.paused:
+            if not moves.watches.has_scaler or not recorder.active or recorder.paused:
                 return original(outputs, inputs, grad_outputs, *args, **kwargs)
             if not witness.guarded(self._looks_at, sys._getframe(1)):
                 return original(outputs, inputs, grad_outputs, *args, **kwargs)

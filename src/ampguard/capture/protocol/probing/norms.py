@@ -45,7 +45,7 @@ class NormProbe:
 
     def _before_clipping(self, frame: Frame, *given: Any) -> None:
         moves = self._witness.moves
-        if moves.machine.scaled or moves.close.assigned.is_open:
+        if moves.machine.scaled or moves.close.settles:
             moves.close.before_clipping()
         if moves.close.own_scale.is_open and not moves.looks_closely:
             moves.close.own_scale.forget()
@@ -54,7 +54,7 @@ class NormProbe:
 
     def _after_clipping(self, frame: Frame, *given: Any) -> None:
         moves = self._witness.moves
-        if moves.machine.scaled or moves.close.assigned.is_open:
+        if moves.machine.scaled or moves.close.settles:
             moves.close.after_clipping()
         if moves.close.own_scale.is_open and given:
             limit = given[1] if len(given) > 1 and isinstance(given[1], (int, float)) else None
@@ -79,7 +79,7 @@ class NormProbe:
                 if routine.is_on and routine.matches(move):
                     return original(tensors, *args, **kwargs)
                 routine.note(move, None)
-                if close.assigned.is_open:
+                if close.settles:
                     guarded(close.settle_all)
                 if not machine.scaled:
                     return original(tensors, *args, **kwargs)

@@ -41,7 +41,8 @@ class Witness:
         self.moves = Moves(recorder, listener)
         self.training = self.moves.training
         self.models = Models(recorder)
-        self.moves.close.own_scale.roots = lambda: [root.parameters() for root, _ in self.models.roots()]
+        close = self.moves.close
+        close.own_scale.roots = close.handed_over.roots = lambda: [root.parameters() for root, _ in self.models.roots()]
         self.scans = Scans(self.moves, self.models)
         self.unfrozen = Unfrozen(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
