@@ -128,3 +128,79 @@ def test_an_average_that_no_module_holds_and_that_moves(
     name: str, momentum: float, dtype: torch.dtype, guard: Guard
 ) -> None:
     assert guard(lambda: train_with_dictionary(REMADE[name], momentum, dtype)).causes == []
+
+
+class Momentum(nn.Module):
+    """Two encoders; the second is written in the forward pass of both, where no operator is recorded."""
+
+    def __init__(self, write: Callable[[nn.Parameter, nn.Parameter, int], None]) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 8))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.write, self.calls = write, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                self.write(q, k, self.calls)
+            self.calls += 1
+            key = nn.functional.normalize(self.key(x), dim=1)
+        return nn.functional.normalize(self.query(x), dim=1) @ key.T / 0.2
+
+
+def given_new_data(q: nn.Parameter, k: nn.Parameter, call: int) -> None:
+    k.data = k.data * 0.999 + q.data * 0.001
+
+
+def in_place(q: nn.Parameter, k: nn.Parameter, call: int) -> None:
+    k.mul_(0.999).add_(q, alpha=0.001)
+
+
+def fast(q: nn.Parameter, k: nn.Parameter, call: int) -> None:
+    k.data = k.data * 0.5 + q.data * 0.5
+
+
+def at_times(q: nn.Parameter, k: nn.Parameter, call: int) -> None:
+    if call % 20 == 0:
+        k.data = q.data.clone()
+
+
+def never(q: nn.Parameter, k: nn.Parameter, call: int) -> None:
+    k.data = k.data.clone()
+
+
+def train_momentum(write: Any, dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Momentum(write).to(dtype)
+    optimizer = torch.optim.SGD(model.query.parameters(), 0.3, momentum=0.9)
+    for _ in range(68):
+        logits = model(torch.randn(24, 12).to(dtype))
+        loss = nn.functional.cross_entropy(logits.float(), torch.arange(24))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return fingerprint(model, optimizer)
+
+
+@pytest.mark.parametrize("write", [given_new_data, in_place])
+def test_an_average_that_a_module_writes_itself(write: Any, guard: Guard) -> None:
+    plain = train_momentum(write, torch.bfloat16)
+    run = guard(lambda: train_momentum(write, torch.bfloat16))
+    assert run.faults == 0, run.stderr
+    assert run.result == plain
+    assert run.causes == ["lost-update"]
+    assert (run.first.severity, run.first.step, run.first.module) == ("warning", 32, "key.0")
+    assert run.first.evidence["update"] < run.first.evidence["spacing"]
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        (fast, torch.bfloat16),
+        (at_times, torch.bfloat16),
+        (never, torch.bfloat16),
+        (given_new_data, torch.float32),
+    ],
+)
+def test_what_a_module_writes_itself_and_is_right(write: Any, dtype: torch.dtype, guard: Guard) -> None:
+    assert guard(lambda: train_momentum(write, dtype)).causes == []

@@ -2,7 +2,8 @@
 
 `mean.mul_(0.999).add_(weight, alpha=0.001)` in bfloat16 adds less than half of the distance between two numbers, and rounds
 it away. What was recorded as written between two steps is computed once more on copies, in the weights' own precision and
-in float32, in a few iterations of a run. Averages that are no parameters of a module: `remade_averages.py`.
+in float32, in a few iterations of a run. Averages that are no parameters of a module: `remade_averages.py`; those that a
+module writes in its own forward pass: `hidden_averages.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.protocol.hidden_averages import Seen, pairs, stands_still
+from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.remade_averages import remade_averages
 from ampguard.capture.protocol.scans import LOOKS
 from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
@@ -66,9 +69,12 @@ class Lost:
 class Averages:
     """Asked when a step begins and weights were written since the last one."""
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: Moves, models: Models) -> None:
         self._moves = moves
+        self._models = models
         self._first: dict[int, _First] = {}
+        self._hidden: dict[int, Seen] = {}
+        """Frozen parameters that a module may write in its own forward pass."""
         self._has_told = False
 
     def written(self, weights: Callable[[], list[Tensor]], record: Callable[[], StepRecord]) -> None:
@@ -79,6 +85,25 @@ class Averages:
         self._parameters(weights, record)
         if not self._has_told:
             self._remade(record())
+        if not self._has_told:
+            self._written_inside(step)
+
+    def _written_inside(self, step: int) -> None:
+        """Averages that a module writes where no operator is recorded."""
+        with torch.no_grad(), compat.unseen():
+            found = pairs([module for module, _ in self._models.roots()], LARGEST, MOST)
+            known = [(pair, self._hidden.get(id(pair[0]))) for pair in found]
+            due = [seen for _, seen in known if seen is not None and step - seen.step >= APART]
+            still = [answer for seen in due if (answer := stands_still(seen, step)) is not None]
+            for (parameter, weight), seen in known:
+                if seen is None or seen.parameter() is not parameter:
+                    self._hidden[id(parameter)] = Seen.of(parameter, weight, step)
+        if still:
+            self._has_told = True
+            worst = max(still, key=lambda each: each.share)
+            facts = {"hidden": worst, "parameters": [each.parameter for each in still], "noticed": step}
+            where = self._models.called_at(worst.parameter)
+            self._moves.tell([Breach("lost-update", None, None, None, where, None, facts)], worst.since)
 
     def _remade(self, record: StepRecord) -> None:
         """Averages that no module holds. The weight that each is of tells them apart."""

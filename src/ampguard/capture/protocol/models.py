@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.judging.plain_leaves import leaves_in
-from ampguard.capture.record import BackwardCall, RootCall, StepRecord
+from ampguard.capture.record import BackwardCall, Line, RootCall, StepRecord
 from ampguard.capture.recorder import FlightRecorder
 
 MAX_ROOTS = 64
@@ -73,6 +73,12 @@ class Models:
         roots = [event for event in self.record().events if type(event) is RootCall and event.modes.grad]
         last = [root for root in roots if root.updates_before == roots[-1].updates_before]
         return {id(p) for root in last for p in root.module.parameters()}
+
+    def called_at(self, parameter: Tensor) -> Line | None:
+        """Where the module that has this parameter was called last."""
+        roots = [event for event in self.record().events if type(event) is RootCall]
+        calls = (root for root in reversed(roots) if any(p is parameter for p in root.module.parameters()))
+        return next((root.line for root in calls), None)
 
     def plain_leaves(self) -> list[Tensor]:
         """The tensors of the present step that want a gradient and hang in no module."""

@@ -9,6 +9,7 @@ Instead        keep the average in float32 (and cast a copy of it where it is us
 from __future__ import annotations
 
 from ampguard.capture.protocol.averages import Lost
+from ampguard.capture.protocol.hidden_averages import StandsStill
 from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach
 from ampguard.incident import Fix
@@ -17,6 +18,8 @@ from ampguard.numerics import dtype_name
 
 @breach("lost-update")
 def lost_average(scene: Scene) -> Telling:
+    if scene.facts.get("hidden") is not None:
+        return _hidden(scene)
     lost: list[Lost] = scene.facts["lost"]
     worst, dtype = lost[0], dtype_name(lost[0].parameter.dtype)
     name = scene.parameters[0]
@@ -55,4 +58,41 @@ def lost_average(scene: Scene) -> Telling:
         dtype=dtype,
         phase="optimizer",
         op=str(worst.last.func),
+    )
+
+
+def _hidden(scene: Scene) -> Telling:
+    """An average that a module writes in its own forward pass: by which lines was not recorded."""
+    still: StandsStill = scene.facts["hidden"]
+    name, dtype = scene.parameters[0], dtype_name(still.parameter.dtype)
+    text = (
+        f"An average of the weights hardly moves: {listed(scene.parameters)} {'is' if len(scene.parameters) == 1 else 'are'} "
+        f"written in each call at {at(scene.again)}, and {still.share:.0%} of {name} stand where they stood at step "
+        f"{still.since}, though the trained weights have gone further away. Only elements that are far from those have moved, "
+        f"and towards them: what is added to the others, about {still.step_size:.2g}, is less than half of {dtype}'s spacing "
+        f"there, {still.spacing:.2g}, and is rounded away."
+    )
+    how = "keep the average in float32 (the momentum encoder's weights), and add the trained weights' .float()"
+    fixes = (
+        Fix("fp32-parameters", None, how),
+        Fix("stochastic-rounding", None, "round what is written up or down at random, in proportion"),
+    )
+    evidence = {
+        "stuck_share": still.share,
+        "since_step": still.since,
+        "noticed_at_step": scene.facts["noticed"],
+        "layers": list(scene.parameters),
+        "update": still.step_size,
+        "spacing": still.spacing,
+    }
+    module = name.rpartition(".")[0] if scene.hangs_in_module(name) else None
+    return Telling(
+        text,
+        scene.again,
+        fixes,
+        severity="warning",
+        evidence=evidence,
+        module=module,
+        dtype=dtype,
+        phase="optimizer",
     )

@@ -53,7 +53,7 @@ class Witness:
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
-        recorder.on_written = Averages(self.moves).written
+        recorder.on_written = Averages(self.moves, self.models).written
 
     def close_window(self) -> None:
         """What is made of a norm is not followed beyond this call."""
