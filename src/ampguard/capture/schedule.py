@@ -69,6 +69,8 @@ class TapeSchedule:
         self._has_much_glue = False
         self.is_functional = False
         """True where the last step called no module: all of it ran outside modules."""
+        self.tapes_all = False
+        """Whether everything is taped that runs between an optimizer's step and the first module, for a while."""
         self.has_no_prefix = False
         """Whether nothing is taped between an optimizer's step and the first module."""
         self._wants_prefix = True
@@ -130,7 +132,7 @@ class TapeSchedule:
         enough = RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
         is_empty = not self._wants_prefix or self._empty_prefixes >= enough
         looks_again = self._wants_prefix and (steps % LOOK_AGAIN == 0 or self._is_prefix_cheap(steps, usual))
-        self.has_no_prefix = has_root and is_empty and not looks_again
+        self.has_no_prefix = has_root and is_empty and not (looks_again or self.tapes_all)
         self._has_prefix = self.keeps_for_weights = False
         self._may_have_more = True
 
@@ -144,7 +146,7 @@ class TapeSchedule:
         """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, only that (`is_last`)."""
         if is_last and not self.is_functional:
             self._clears_between_steps = True
-        return is_last or not self._clears_between_steps
+        return is_last or self.tapes_all or not self._clears_between_steps
 
     def more(self) -> int:
         """Operators to be taped beyond those of preprocessing, where that turns out to be the step itself: once a step."""
@@ -168,7 +170,7 @@ class TapeSchedule:
     @property
     def prefix_limit(self) -> int:
         """Operators that are taped before the first module; 0 for none."""
-        if self.is_functional:
+        if self.is_functional or self.tapes_all:
             return self.glue_limit
         if self.has_no_prefix or (self._is_prefix_long and self._spent >= 0):
             return 0

@@ -20,6 +20,7 @@ from ampguard.capture.protocol.hand_scale import HandScale
 from ampguard.capture.protocol.handed_over import HandedOver
 from ampguard.capture.protocol.leaf_hooks import SMALLEST_LIMIT, HookClip, HookDivision, LeafHooks, clip_of
 from ampguard.capture.protocol.loss_scale import DeviceScale
+from ampguard.capture.protocol.of_weights import MadeOfWeights
 from ampguard.capture.protocol.script_lines import names_scale, script_line
 from ampguard.capture.protocol.shared import SharedParameters
 from ampguard.capture.protocol.watches import ScalerWatch
@@ -51,6 +52,7 @@ class CloseLook:
         self.assigned = AssignedGradients()
         self.own_scale = HandScale()
         self.handed_over = HandedOver(moves)
+        self.of_weights = MadeOfWeights(moves)
 
     def _looks_at_hook(self, is_new: bool) -> bool:
         """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
@@ -68,6 +70,8 @@ class CloseLook:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def before_backward(self, losses: Any, is_scaled: bool) -> None:
+        if self.of_weights.is_open:
+            self.of_weights.look()
         if is_scaled:
             self._hooks.begin(self._moves.mine())
             self.graph_hooks.begin()
@@ -121,6 +125,11 @@ class CloseLook:
         """The scaler is about to divide: what is wrong with these gradients already?"""
         moves = self._moves
         self.settle(watch)
+        if of.is_enabled and self.of_weights.unknown(watch):
+            made_at = self.of_weights.settle(watch)
+            if made_at is not None:
+                scale = float(of.current_scale())
+                self._tell("unscaled-backward", watch, of, (made_at, frame), scale, {"of_weights": True})
         if moves.looks_closely and of.is_enabled:
             if len(moves.watches.optimizers) > 1:
                 self._tell_shared(watch, of, frame)

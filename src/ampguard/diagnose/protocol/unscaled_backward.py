@@ -20,6 +20,8 @@ def unscaled_backward(scene: Scene) -> Telling:
     name, scaler = scene.optimizer, scene.scaler
     if refused is None and scene.facts.get("scaled_by_another"):
         return _by_another(scene)
+    if scene.facts.get("of_weights"):
+        return _of_weights(scene)
     if refused is None:
         scale = number(float(scene.facts.get("scale", 0.0)))
         text = (
@@ -49,6 +51,18 @@ def unscaled_backward(scene: Scene) -> Telling:
         (order(scene, _how(scene)),),
         evidence={"scale": scene.facts.get("scale"), "refused": refused},
     )
+
+
+def _of_weights(scene: Scene) -> Telling:
+    """What stands in `.grad` was computed of weights; no loss was differentiated for it."""
+    name, scaler, scale = scene.optimizer, scene.scaler, number(float(scene.facts["scale"]))
+    text = (
+        f"The script makes the gradients of `{name}` of weights alone, at {at(scene.first)}: no loss scale is in them, and "
+        f"`{scaler}` divides them by {scale} all the same, at {at(scene.again)}. What `{name}` gets is {scene.factor}."
+    )
+    how = f"step past the scaler, for nothing is scaled here: {name}.step()"
+    evidence = {"scale": scene.facts["scale"], "of_weights": True}
+    return Telling(text, scene.again, (order(scene, how),), evidence=evidence)
 
 
 def _by_another(scene: Scene) -> Telling:
