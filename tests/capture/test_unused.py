@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -248,3 +249,67 @@ def test_unfrozen_and_still_called_without_a_graph(is_held: bool, guard: Guard) 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_unfrozen_and_trained_from_there_on(is_held: bool, guard: Guard) -> None:
     assert guard(unfreezes(forgets=False, is_held=is_held)).causes == []
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.heads = nn.ModuleDict({"value": nn.Linear(8, 1)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return torch.cat([head(hidden) for head in self.heads.values()], 1)
+
+
+def grows(
+    then: Callable[[Growing, torch.optim.Optimizer], None], each: Callable[[Growing], None]
+) -> Callable[[], None]:
+    """A head is added in step 13. `then`: what is done about it there; `each`: in each step."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Growing()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(36):
+            if step == 13:
+                model.heads["policy"] = nn.Linear(8, 2)
+                then(model, optimizer)
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+            each(model)
+
+    return body
+
+
+def nothing(model: Growing, optimizer: Any = None) -> None: ...
+
+
+def joins(model: Growing, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": list(model.heads["policy"].parameters())})
+
+
+def is_frozen(model: Growing, optimizer: torch.optim.Optimizer) -> None:
+    model.heads["policy"].requires_grad_(False)
+
+
+def moves_it(model: Growing) -> None:
+    with torch.no_grad():
+        for p in model.heads["policy"].parameters() if "policy" in model.heads else ():
+            assert p.grad is not None
+            p.sub_(1e-3 * p.grad)
+            p.grad = None
+
+
+def test_a_head_that_is_added_and_belongs_to_no_optimizer(guard: Guard) -> None:
+    run = guard(grows(nothing, nothing))
+    assert run.causes == ["stale-parameters"]
+    assert (run.first.severity, run.first.step, run.first.module) == ("warning", 13, "heads.policy")
+    assert "were not there when training began" in run.first.explanation
+    assert "add_param_group" in run.first.fixes[0].how
+
+
+@pytest.mark.parametrize(("then", "each"), [(joins, nothing), (is_frozen, nothing), (nothing, moves_it)])
+def test_a_head_that_is_added_and_cared_for(then: Any, each: Any, guard: Guard) -> None:
+    assert guard(grows(then, each)).causes == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -83,5 +84,66 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_silent(guard: Guard, name: str) -> None:
     run = guard(RIGHT[name])
+    assert run.faults == 0, run.stderr
+    assert run.causes == []
+
+
+def first_order(has_inner_optimizer: bool, finish: Callable[..., Any]) -> Callable[[], None]:
+    """MAML without second derivatives: the sum of what adapted copies give."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 1))
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(8):
+            optimizer.zero_grad()
+            for p in net.parameters():
+                p.grad = torch.zeros_like(p)
+            for _ in range(2):
+                fast = copy.deepcopy(net)
+                inner = torch.optim.SGD(fast.parameters(), lr=0.01) if has_inner_optimizer else None
+                x = torch.randn(16, 2)
+                for is_last in (False, True):
+                    with torch.autocast("cpu", dtype=torch.float16):
+                        out = fast(x)
+                    loss = F.mse_loss(out.float(), x[:, :1].sin())
+                    fast.zero_grad()
+                    if is_last:
+                        scaler.scale(loss).backward()
+                    elif inner is not None:
+                        loss.backward()
+                        inner.step()
+                    else:
+                        found = torch.autograd.grad(loss, list(fast.parameters()))
+                        with torch.no_grad():
+                            for p, grad in zip(fast.parameters(), found, strict=True):
+                                p -= 0.01 * grad
+                for p, q in zip(net.parameters(), fast.parameters(), strict=True):
+                    assert p.grad is not None
+                    assert q.grad is not None
+                    p.grad += q.grad / 2
+            finish(optimizer, scaler, list(net.parameters()))
+
+    return body
+
+
+@pytest.mark.parametrize("has_inner_optimizer", [False, True])
+def test_sum_of_what_copies_give(guard: Guard, has_inner_optimizer: bool) -> None:
+    run = guard(first_order(has_inner_optimizer, past))
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["bypassed-scaler"]
+    assert (run.first.evidence["factor"], run.first.location.code) == (1024.0, "optimizer.step()")
+
+
+def unscaled_and_clipped(optimizer: Any, scaler: Any, parameters: Any) -> None:
+    scaler.unscale_(optimizer)
+    clipped(optimizer, scaler, parameters)
+
+
+@pytest.mark.parametrize("finish", [through, unscaled_and_clipped])
+@pytest.mark.parametrize("has_inner_optimizer", [False, True])
+def test_sum_of_what_copies_give_through_the_scaler(guard: Guard, has_inner_optimizer: bool, finish: Any) -> None:
+    run = guard(first_order(has_inner_optimizer, finish))
     assert run.faults == 0, run.stderr
     assert run.causes == []

@@ -120,6 +120,25 @@ def test_copied_model(guard: Guard) -> None:
     assert incident.fixes[0].action == "rebuild-optimizer"
 
 
+def test_window_that_begins_late_and_is_unscaled_in_each_pass(guard: Guard) -> None:
+    """Told as an update that was left out, for the loop has never accumulated before; what else it may be is said."""
+
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(12):
+            scaler.scale(loss_of(model)).backward()
+            scaler.unscale_(opt)
+            if step < 6 or step % 2:
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+
+    incident = refused(guard, body, "already been called")
+    assert (incident.cause, incident.step, incident.evidence["was_kept"]) == ("missing-update", 6, True)
+    assert "accumulated" in incident.fixes[1].how
+
+
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_copy_trained_in_place_of_the_model_from_some_step_on(is_scaled: bool, guard: Guard) -> None:
     """An average of the weights that is meant to be evaluated only; the model itself is alive, and was called before."""

@@ -57,7 +57,8 @@ class Refusals:
         if event.weights_moved and ledger.stage is not Stage.REOPENED:
             return "double-unscale", first, {**facts, "second_pass": True, "backward": last}
         if ledger.stage is not Stage.REOPENED or event.found_inf or ledger.backwards_per_step == 1:
-            return "missing-update", first, {**facts, "next_iteration": True}
+            kept = ledger.stage is Stage.REOPENED and not event.found_inf
+            return "missing-update", first, {**facts, "next_iteration": True, "was_kept": kept}
         return "accumulation-broken", first, {**facts, "backwards": ledger.backwards_since_unscale}
 
     def _unscaled_after_step(self, event: Refused, ledger: Ledger) -> Answer:

@@ -203,7 +203,7 @@ class CloseLook:
         moves, machine = self._moves, self._moves.machine
         stage = machine.stage(watch)
         is_new = stage in (Stage.EMPTY, Stage.USED)
-        if is_new and self.handed_over.loose is not None:
+        if is_new:
             self.handed_over.settle(watch)
         if not self.assigned.knows(watch) or not (is_new or (stage is Stage.SCALED and not watch.is_untouched())):
             return

@@ -91,6 +91,26 @@ class LooseGradients:
         return None
 
 
+def size_of_sum(passes: list[LooseGradients], masters: Iterable[Tensor]) -> float | None:
+    """The size of a gradient of `masters` over that of the largest pass's, where it is a sum of what several passes gave.
+
+    Waits for the device.
+    """
+    for grad in (g for p in masters if (g := p.grad) is not None and not g.is_sparse and g.numel() <= SMALL):
+        rows = [s.kept for each in passes for s in each.sources if s.kept.numel() == grad.numel()]
+        if not rows or grad.numel() < 2 * len(rows):
+            continue
+        with torch.no_grad(), compat.unseen():
+            made, now = torch.stack(rows).double(), grad.detach().double().flatten()
+            norm, largest = float(now.norm()), float(made.norm(dim=1).max())
+            if not bool(made.isfinite().all()) or not 0 < norm < float("inf") or not largest:
+                continue
+            left = float((now - made.T @ (torch.linalg.pinv(made.T) @ now)).norm())
+        if left <= SAME * norm:
+            return norm / largest
+    return None
+
+
 def ratio_of(kept: Tensor, now: Tensor | None) -> float | None:
     """What gradients were over what their first elements are now; None where that is not one number. Waits for the device.
 

@@ -1,8 +1,8 @@
-"""Layers that were frozen when the optimizers began, train now, and belong to none of them.
+"""Layers that were frozen when the optimizers began, or not there, train now, and belong to none of them.
 
-An optimizer that is built from `filter(lambda p: p.requires_grad, ...)` never learns of what is unfrozen later: backward
-fills those gradients, and nobody uses or clears them. To leave layers out without freezing them is no such case: it is the
-change from frozen to trained that says what was meant.
+An optimizer that is built from `filter(lambda p: p.requires_grad, ...)` never learns of what is unfrozen later, and none
+learns of a layer that is added to its model: backward fills those gradients, and nobody uses or clears them. To leave layers
+out without freezing them is no such case: it is the change that says what was meant.
 """
 
 from __future__ import annotations
@@ -50,12 +50,20 @@ class Unfrozen:
         self._seen_by: tuple[OptimizerWatch, int, int] | None = None
         """Whose look that was, after how many of its steps, and in which iteration."""
         self._is_told = False
+        self._there: set[int] | None = None
+        """All parameters, by identity, when the frozen ones were noted last."""
         self.mask = NEVER
         """An optimizer's step is one to look after where its number has none of these bits."""
 
-    def after_step(self, watch: OptimizerWatch) -> None:
-        """Note what is frozen, in steps that are looked at anyway."""
+    def after_step(self, watch: OptimizerWatch, may_be_new: bool) -> None:
+        """Note what is frozen, in steps that are looked at anyway. `may_be_new`: a layer was made, or has come or gone."""
         steps = watch.steps
+        if may_be_new and not self._is_told and self._seen_by is None and self._there is not None:
+            added = self._added(watch)
+            if added:
+                self._frozen += [weakref.ref(p) for p in added]
+                self._begin(watch, added)
+                return
         if not self._is_told and steps & (steps - 1) == 0 and self._seen_by is None:
             self.look(watch)
             if self._seen_by is None:
@@ -68,7 +76,20 @@ class Unfrozen:
         frozen = [p for p in self._models.parameters() if not p.requires_grad and p.is_leaf and id(p) not in held]
         known: dict[int, Tensor] = {id(p): p for p in frozen if p.is_floating_point()}
         self._frozen = [weakref.ref(p) for p in known.values()][:MAX_FROZEN]
+        self._there = {id(p) for p in self._models.parameters()}
         self.mask = EVERY_32 if self._frozen else NEVER
+
+    def _added(self, watch: OptimizerWatch) -> list[Tensor]:
+        """What has been added to a model of which the optimizer holds other parameters, and has a gradient."""
+        self._models.look()
+        held, mine, there = self._held(), {id(p) for p in watch.parameters()}, self._there or set()
+        found: dict[int, Tensor] = {}
+        for root, _ in self._models.roots():
+            inside = list(root.parameters())
+            if any(id(p) in mine for p in inside):
+                new = [p for p in inside if id(p) not in there and id(p) not in held]
+                found |= {id(p): p for p in new if p.requires_grad and p.is_leaf and p.grad is not None}
+        return list(found.values())
 
     def look(self, watch: OptimizerWatch) -> None:
         """Have any of them got gradients, and does nobody use these?"""
@@ -107,6 +128,7 @@ class Unfrozen:
         self._is_told, self.mask = True, NEVER
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": left, "unfrozen": True, "of": len(watch.parameters()), "since": since}
+        facts["added"] = self._there is not None and not any(id(p) in self._there for p in left)
         self._moves.tell(
             [Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)], since
         )

@@ -66,7 +66,13 @@ def missing_update(scene: Scene) -> Telling:
             )
     between = None if facts.get("refused") or facts.get("twice") else facts.get("updated_between")
     line = between if between is not None else scene.again
-    return Telling(text, line, (order(scene, how, target=scaler),), evidence=_evidence(scene))
+    fixes = [order(scene, how, target=scaler)]
+    if facts.get("was_kept"):
+        text += " The gradients were not cleared in between either: the next backward pass has added to unscaled ones."
+        ends = "only where the window ends, right before its step"
+        window = f"or, if gradients are accumulated here: {scaler}.unscale_({name}) {ends}"
+        fixes.append(order(scene, window, target=scaler))
+    return Telling(text, line, tuple(fixes), evidence=_evidence(scene))
 
 
 def _is_by_framework(scene: Scene) -> bool:
@@ -99,5 +105,5 @@ def _between(scene: Scene) -> str:
 
 
 def _evidence(scene: Scene) -> dict[str, object]:
-    keys = ("scale", "scales", "divided_by", "twice", "refused", "first_found_inf", "next_iteration")
+    keys = ("scale", "scales", "divided_by", "twice", "refused", "first_found_inf", "next_iteration", "was_kept")
     return {key: scene.facts[key] for key in keys if scene.facts.get(key) is not None}

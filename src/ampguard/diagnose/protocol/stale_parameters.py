@@ -107,14 +107,18 @@ def stale_parameters(scene: Scene) -> Telling:
 def _unfrozen(scene: Scene) -> Telling:
     """Layers that were frozen as the optimizer was built, and so left out of it."""
     name, alone = scene.optimizer, len(scene.parameters) == 1
+    added = bool(scene.facts.get("added"))
+    was = ("was" if alone else "were") + (" not there" if added else " frozen")
     text = (
-        f"{listed(scene.parameters)} {'was' if alone else 'were'} frozen when training began and "
-        f"{'gets a gradient and belongs' if alone else 'get gradients and belong'} to no optimizer now: unfrozen in the middle "
-        f"of the run, and never updated. Nobody clears those gradients, so they pile up. No error comes of it."
+        f"{listed(scene.parameters)} {was} when training began and "
+        f"{'gets a gradient and belongs' if alone else 'get gradients and belong'} to no optimizer now: "
+        f"{'added' if added else 'unfrozen'} in the middle of the run, and never updated. Nobody clears those gradients, so "
+        f"they pile up{', and count where the norm of all is taken' if added else ''}. No error comes of it."
     )
     owners = scene.owners()
     group = f"{owners[0]}.parameters()" if len(owners) == 1 and scene.module is not None else "..."
-    how = f'where {listed(owners)} {"is" if len(owners) == 1 else "are"} unfrozen: {name}.add_param_group({{"params": {group}}})'
+    done = "added" if added else "unfrozen"
+    how = f'where {listed(owners)} {"is" if len(owners) == 1 else "are"} {done}: {name}.add_param_group({{"params": {group}}})'
     fix = order(scene, how, "rebuild-optimizer")
     evidence = {"flat_buffers": False, "lost_shapes": [], "lost_count": 0, "unfrozen": True}
     line = scene.again if scene.again is not None else scene.first

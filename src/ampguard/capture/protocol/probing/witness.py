@@ -66,8 +66,9 @@ class Witness:
         if habits.watches_regions or habits.region is not None:
             habits.stepped(watch)
             habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler or habits.region is not None
+        may_be_new = watch.lost_one
         self.scans.after_step(watch)
-        self.unfrozen.after_step(watch)
+        self.unfrozen.after_step(watch, may_be_new)
         habits.tick()
         if self.moves.looks_closely or is_time_to_look(steps):
             on, self.moves.looks_on = self.moves.looks_on, False
