@@ -6,6 +6,7 @@ two optimizers. All of it is found by comparing a few small gradients with copie
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -296,6 +297,13 @@ class CloseLook:
         self.note_division(watch)
         self.settle(watch)
         self.assigned.forget(watch)
+        undivided = self.own_scale.undivided(watch)
+        if undivided is not None:
+            scale, backward = undivided
+            facts: dict[str, Any] = {"scale": scale, "own_scale": True}
+            where = script_line(sys._getframe(1))
+            breach = Breach("bypassed-scaler", watch, None, backward, where, scale, facts)
+            self._moves.tell([breach], self._moves.recorder.steps.count)
         clipped = self.own_scale.stepping(watch)
         if clipped is not None:
             facts = {"clips": True, "scale": clipped.scale, "own_scale": True}

@@ -3,11 +3,14 @@
 A large constant by which a loss is multiplied may mean anything. It is a loss scale where the script also divides the
 gradients by it before the optimizer's step; only then, and only if they were clipped in between, something is told.
 In iterations that are looked at closely. Where no optimizer holds what was differentiated (a float16 model, its float32
-masters in the optimizer), the gradients are followed from the one to the other: `copied_gradients.py`.
+masters in the optimizer), the gradients are followed from the one to the other: `copied_gradients.py`. A loop that has
+divided so far and steps with undivided ones is told as well.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +27,9 @@ from ampguard.capture.record import Line
 SMALLEST_SCALE = 8.0
 SAME = 1e-2
 CLIPPED = 1e-3
+FEWEST_DIVISIONS = 2
+"""Steps in which gradients were divided by the scale, before one in which they are not is told."""
+MOST_DIVISIONS = 8
 SMALLEST_LIMIT = 1e-3
 """Times the scale: a limit from there on that is a round multiple of it was multiplied by it."""
 
@@ -79,6 +85,8 @@ class HandScale:
         self._loose: LooseGradients | None = None
         self._sources: list[_Scaled] = []
         """Of those that no optimizer holds: what was clipped before it is copied to masters."""
+        self._divides: weakref.WeakKeyDictionary[OptimizerWatch, list[float]] = weakref.WeakKeyDictionary()
+        """By which scales the gradients of an optimizer were seen to be divided, in one step after the other."""
         self.roots: Callable[[], Iterable[Iterable[Tensor]]] = tuple
         """The parameters of each module that was called."""
 
@@ -141,6 +149,23 @@ class HandScale:
             scaled.clipped(limit, where)
         for scaled in self._sources:
             scaled.clipped(limit, where)
+
+    def undivided(self, watch: OptimizerWatch) -> tuple[float, Line | None] | None:
+        """The scale of gradients with which an optimizer is about to step undivided, though they were divided before."""
+        scaled, loose = self._scaled.get(watch), self._loose
+        if scaled is not None:
+            ratio, scale, where = scaled.ratio() if not scaled.clips else None, scaled.scale, scaled.where
+        elif loose is not None and not any(each.clips for each in self._sources):
+            found = loose.in_masters(watch.parameters())
+            ratio, scale, where = found.ratio if found is not None else None, loose.scale, loose.where
+        else:
+            return None
+        divided = self._divides.setdefault(watch, [])
+        if _is(ratio, scale) and len(divided) < MOST_DIVISIONS:
+            divided.append(scale)
+        # (A weight of one term is no scale: those are powers of two as a rule.)
+        is_scale = scale in divided or math.frexp(scale)[0] == 0.5
+        return (scale, where) if len(divided) >= FEWEST_DIVISIONS and is_scale and _is(ratio, 1.0) else None
 
     def stepping(self, watch: OptimizerWatch) -> ClippedScaled | None:
         """The optimizer is about to step: were its gradients divided only after they had been clipped?"""

@@ -35,6 +35,8 @@ def bypassed_scaler(scene: Scene) -> Telling:
     scaler = scene.scaler
     if scene.facts.get("own_update"):
         return _own_update(scene)
+    if scene.facts.get("own_scale"):
+        return _own_scale(scene)
     if scene.facts.get("was_skipped"):
         text = (
             f"`{name}` was stepped once more at {at(scene.again)}, with the very gradients, Inf or NaN among them, for which "
@@ -75,6 +77,17 @@ def bypassed_scaler(scene: Scene) -> Telling:
         )
     evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats", "by_closure")}
     return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)
+
+
+def _own_scale(scene: Scene) -> Telling:
+    """No scaler: the script multiplies and divides itself, and leaves the division out."""
+    scale = number(float(scene.facts["scale"]))
+    text = (
+        f"`{scene.optimizer}` steps with gradients that still carry the script's own loss scale {scale}, from "
+        f"{at(scene.first)}: they are {scene.factor} at {at(scene.again)}. In the steps before it they were divided first."
+    )
+    how = f"divide the gradients by the loss scale {scale} before this step, as in the steps before"
+    return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "own_scale": True})
 
 
 def _own_update(scene: Scene) -> Telling:
