@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched
 
+from ampguard.capture import schedule
+
 Guard = Callable[..., Watched]
 BAD, STEPS = 4, 8
 
@@ -69,6 +71,17 @@ def test_loss_that_is_read_after_the_step(kept_as: str, micro_steps: int, reads:
     (incident,) = run.report.incidents
     assert (incident.step, incident.cause, incident.module) == (BAD, "fp16-overflow", "0")
     assert not run.faults
+
+
+@pytest.mark.parametrize("kept_as", ["a sum", "a sum with its graph", "a running mean"])
+@pytest.mark.parametrize(("long_step", "much_glue"), [(0.0, 0.0), (0.0, 1e9), (1e9, 0.0), (1e9, 1e9)])
+def test_it_is_one_incident_however_glue_is_kept(
+    kept_as: str, long_step: float, much_glue: float, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By operators, by calls, or first by the one and then by the other: how long steps take decides."""
+    monkeypatch.setattr(schedule, "LONG_STEP", long_step)
+    monkeypatch.setattr(schedule, "MUCH_GLUE", much_glue)
+    test_loss_that_is_read_after_the_step(kept_as, 2, "after the step", guard)
 
 
 def test_a_second_failure_is_told_beside_a_sum_that_is_bad_for_ever(guard: Guard) -> None:

@@ -120,6 +120,6 @@ def test_time_that_others_take_is_not_charged(monkeypatch: pytest.MonkeyPatch) -
     """On a machine that is shared an evaluation is kept as far as on one that is not."""
     kept = pace.Pace()
     monkeypatch.setattr(pace.time, "thread_time", lambda: 1.0)
-    kept.enter(5)
+    kept.enter(5, 0)
     kept.leave(5, seconds=0.0)
     assert kept.spent == 0.0

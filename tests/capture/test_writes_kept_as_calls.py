@@ -87,7 +87,7 @@ def by_average(is_bad: bool) -> Any:
                 if is_bad and step == BAD:
                     mean.div_(weight.abs().min() * 0)
             target = key(x)
-        loss = F.mse_loss(out, target)
+        loss = F.mse_loss(out, target) + 1.0  # (one that rises from 0 would have its steps kept)
         optimizer.zero_grad()
         loss.backward()
         if loss.isfinite():

@@ -124,12 +124,16 @@ class ForgettingLog(KeptEvents):
     def _must_settle(self, has_closed: bool) -> bool:
         """Whether so much is kept that what is pending has to be counted and looked through with the rest."""
         size = self.size
-        is_due = not has_closed and size > self._sweep_at
+        is_due = not has_closed and size > self._sweep_at and not self._is_amid_training()
         if is_due or len(self._pending.entries) > SETTLED_AT or size > self.most // 2:
             return True
         if torch.is_grad_enabled():
             return False
         return self.evaluation.is_under_way or self.evaluation.may_cut(size) or is_evaluating(self.kept_since(0))
+
+    def _is_amid_training(self) -> bool:
+        """Whether a module was called with gradients since the last backward pass: most of what is kept is still wanted."""
+        return any(type(event) is RootCall and event.modes.grad for event in self.kept_since(self.closed_until))
 
     def _has_open_graph(self) -> bool:
         """Whether anything that was made since the last backward pass, and is still there, wants a gradient."""

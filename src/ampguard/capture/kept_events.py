@@ -51,6 +51,8 @@ class KeptEvents:
         self.most = MAX_EVENTS
         """Events that are kept at most."""
         self.next_index = 0
+        self.set_aside = 0
+        """Indices before the next one that are those of no event: a call that is kept as one has room for its operators."""
         self.closed_until = 0
         """Events before it lie before the last backward pass."""
         self.iteration_start = 0
@@ -75,6 +77,11 @@ class KeptEvents:
         index = self.next_index
         self.next_index += 1
         return index
+
+    @property
+    def kept(self) -> int:
+        """Events that were kept so far."""
+        return self.next_index - self.set_aside
 
     @property
     def record(self) -> StepRecord:
@@ -242,11 +249,12 @@ class KeptEvents:
                 if self._may_be_renamed(tensor):
                     self.settle()
         ref = self.producers.of(tensor, version)
-        if ref is not None and ref.event < self.closed_until:
+        if ref is not None and (ref.event < self.closed_until or ref.event < self.iteration_start):
             pending = self._pending.entries
             record = self.record if pending and pending[0][0].index <= ref.event else self._record
             event = record.event(ref.event)
-            if event is None or (ref.event < self.iteration_start and not self._can_run_again(event)):
+            is_of_past = ref.event < self.closed_until and ref.event < self.iteration_start
+            if event is None or (is_of_past and not self._can_run_again(event)):
                 return None  # glue of a finished step is not kept, nor what a call was given that only it had made
         return ref
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from torch import Tensor, nn
 
@@ -145,10 +145,17 @@ def nonfinite_number_behind(record: StepRecord, ref: Ref) -> Ref | None:
     return None
 
 
-def rests_on_a_figure(record: StepRecord, ref: Ref) -> bool:
+def bad_numbers(record: StepRecord) -> set[int]:
+    """The events that have made a number which is not finite."""
+    made = ((event.index, ref()) for event in record.events for ref in event.outputs)
+    return {index for index, tensor in made if tensor is not None and _is_bad_figure(tensor)}
+
+
+def rests_on_a_figure(record: StepRecord, ref: Ref, told: Set[int] = frozenset()) -> bool:
     """Whether a number that the step was given, and that was bad already, is part of what this one was computed from.
 
-    (What a script counts on from step to step: a sum of losses, their running mean.)
+    (What a script counts on from step to step: a sum of losses, their running mean.) `told`: events that have made such
+    numbers, and that need not be in the record any more.
     """
     stack, seen = [ref.event], set[int]()
     while stack:
@@ -156,7 +163,7 @@ def rests_on_a_figure(record: StepRecord, ref: Ref) -> bool:
         if not isinstance(event, GlueOp) or event.index in seen:
             continue
         seen.add(event.index)
-        if any(_is_bad_figure(held.tensor) for held in held_by(event)):
+        if any(_is_bad_figure(held.tensor) for held in held_by(event)) or any(r.event in told for r in refs_of(event)):
             return True
         stack += [r.event for r in refs_of(event) if is_float(record, r) and _may_be_bad(record, r)]
     return False

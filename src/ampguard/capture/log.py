@@ -28,6 +28,9 @@ from ampguard.capture.trees import PLAIN_TYPES
 from ampguard.compat import plain_version, storage_key, version_of
 from ampguard.numerics import is_finite
 
+ROOM = MAX_CALL_OPERATORS - 1
+"""Indices in front of a kept call's own, for the operators that it is made of."""
+
 MAX_BEHIND = 16
 """Calls behind a yes or no that are looked through for the number that it is about."""
 
@@ -52,8 +55,9 @@ class EventLog(ForgettingLog):
         if len(self._pending.entries) >= self.most:
             self._record.complete = False
             return
-        index = self.next_index + MAX_CALL_OPERATORS - 1
+        index = self.next_index + ROOM
         self.next_index = index + 1
+        self.set_aside += ROOM
         more = versions_in(kwargs.values()) if kwargs else ()
         modes = current_modes()
         grad = modes.grad
@@ -80,8 +84,9 @@ class EventLog(ForgettingLog):
             self._record.complete = False
             return
         written = args[0]
-        index = self.next_index + MAX_CALL_OPERATORS - 1
+        index = self.next_index + ROOM
         self.next_index = index + 1
+        self.set_aside += ROOM
         modes = current_modes()
         call = WritingCall(
             index, func, args, kwargs, line, modes.grad, None, [weakref.ref(written)], [written.dtype.is_floating_point],

@@ -30,18 +30,24 @@ class Pace:
         self.spent = 0.0
         self._began = math.inf
         self._entered = 0.0
-        self._index = 0
+        self._kept = 0
+        self._backwards = 0
 
-    def enter(self, index: int) -> None:
-        """A call is about to be kept as event number `index`."""
+    def enter(self, kept: int, backwards: int) -> None:
+        """A call is about to be kept, beside so many events, after so many backward passes.
+
+        What lies between two calls is charged where nothing was differentiated between them: a training step's is its own.
+        """
         self._entered = time.thread_time()
         if self._began == math.inf:
-            self._began, self._index = time.perf_counter(), index
-        self.spent += TAPED_OP_SECONDS * (index - self._index)
+            self._began = time.perf_counter()
+        elif self._backwards == backwards:
+            self.spent += TAPED_OP_SECONDS * (kept - self._kept)
+        self._backwards = backwards
 
-    def leave(self, index: int, seconds: float) -> None:
-        """It has returned after `seconds` of the script's own (of the thread's time); the next event is number `index`."""
-        self._index = index
+    def leave(self, kept: int, seconds: float) -> None:
+        """It has returned after `seconds` of the script's own (of the thread's time); so many events are kept now."""
+        self._kept = kept
         self.spent += time.thread_time() - self._entered - seconds
         self.is_resting = self.may_rest and self.spent > FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
 

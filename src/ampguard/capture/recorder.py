@@ -91,6 +91,8 @@ class FlightRecorder:
         self.live: LiveTracer | None = None
         self.step_seconds = 0.0
         self.between_steps = False
+        self.is_amid_training = False
+        """Whether a module was called with gradients since the last step: what is computed now may become part of a loss."""
         self.tells_forward = True
         """Whether the listener wants to know of the next root call."""
         self.regions = 0
@@ -137,7 +139,7 @@ class FlightRecorder:
         if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         if not torch.is_grad_enabled():
-            self.pace.enter(log.next_index)
+            self.pace.enter(log.kept, self.steps.backwards)
         if log.has_open_events or self.judge.has_open_questions:
             self.judge.settle(module)
         if self.tells_forward:
@@ -154,6 +156,8 @@ class FlightRecorder:
             args = with_objects(map_tensors(args, log.named_argument), log.named_argument)
         kwargs = with_objects(map_tensors(kwargs, log.named_argument), log.named_argument) if kwargs else {}
         modes = current_modes()
+        if modes.grad:
+            self.is_amid_training = True
         rng, buffers, prefix, attributes = self.context.before_call(module, frame)
         region = self.regions if torch.is_autocast_cache_enabled() else -1
         root = RootCall(
@@ -198,7 +202,7 @@ class FlightRecorder:
             self.judge.outputs.suspect_buffers(root, poisoned)
         if not root.modes.grad:
             self.judge.outputs.look_at(root, outputs)
-            self.pace.leave(self.log.next_index, root.seconds)
+            self.pace.leave(self.log.kept, root.seconds)
         self.tape.enter(self.schedule.limit)
 
     def _look_at_written(self) -> None:
@@ -364,6 +368,7 @@ class FlightRecorder:
         self._step_started = now
         self.step_seconds = seconds if not self.step_seconds else min(0.8 * self.step_seconds + 0.2 * seconds, 1e4)
         self.between_steps = True
+        self.is_amid_training = False
         self.preprocessing.backwards_before = self.steps.backwards
         hangs_together = self.steps.counts_backwards
         if hangs_together:

@@ -27,12 +27,14 @@ class RestingCalls:
     def look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It has returned: are its results finite?"""
         recorder = self._recorder
-        is_followed = recorder.turns.thread == threading.get_ident()
-        if not is_followed or not recorder.judge.outputs.wants_to_know(module, output, recorder.pace):
+        if recorder.turns.thread != threading.get_ident():
             return
-        root = recorder.enter_root(module, args, kwargs)
-        if root is not None:
-            recorder.leave_root(root, output)
+        if recorder.judge.outputs.wants_to_know(module, output, recorder.pace):
+            root = recorder.enter_root(module, args, kwargs)
+            if root is not None:
+                recorder.leave_root(root, output)
+        elif recorder.is_amid_training:
+            recorder.resume_tape()  # a teacher's call, in the middle of a loss
 
     def look_at_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
         """It has raised: were its numbers why?"""

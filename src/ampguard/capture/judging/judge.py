@@ -56,6 +56,8 @@ class Judge:
         """Optimizer steps that had been attempted when the last loss was differentiated."""
         self.bad_loss_step: int | None = None
         """The step in which a loss was last bad."""
+        self._told_numbers: set[int] = set()
+        """The events that have made the bad numbers of the loss that was told last."""
         self.outputs = OutputJudge(log, steps, self._suspect, report)
         self.gradients = GradientJudge(log, steps, self, report)
         self._log = log
@@ -157,6 +159,7 @@ class Judge:
             if self.bad_since is None or self.bad_since < (self.last_good_step or 0):
                 self.bad_since = bad.step
             tell_calls(bad.record)
+            self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
 
     @property
@@ -229,7 +232,7 @@ class Judge:
 
     def _is_old_news(self, ref: Ref) -> bool:
         """Whether a number is bad only because another one was, after a bad loss was told."""
-        return self.bad_loss_step is not None and lineage.rests_on_a_figure(self._log.record, ref)
+        return self.bad_loss_step is not None and lineage.rests_on_a_figure(self._log.record, ref, self._told_numbers)
 
     def _was_judged(self, events: set[int]) -> bool:
         for known in self._healthy:
@@ -281,6 +284,7 @@ class Judge:
                 continue  # a teacher's: the loss that was made from it is told
             if bad.mode == "train":
                 self.bad_loss_step = bad.step
+                self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
 
     def settle_before_write(self, written: Iterable[Tensor]) -> None:
