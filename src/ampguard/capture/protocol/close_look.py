@@ -114,7 +114,7 @@ class CloseLook:
         for breach in breaches:
             breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
             breach.facts["within_graph"] = within_graph
-        moves.tell(breaches, moves.since(clip.watch))
+        moves.tell_found(breaches, clip.watch)
 
     def arrived(self, watch: OptimizerWatch, scale: float) -> list[tuple[Tensor, Tensor]]:
         """Parameters with hooks of the script's whose gradient has come, in the backward pass that is under way."""
@@ -302,8 +302,7 @@ class CloseLook:
             scale, backward = undivided
             facts: dict[str, Any] = {"scale": scale, "own_scale": True}
             where = script_line(sys._getframe(1))
-            breach = Breach("bypassed-scaler", watch, None, backward, where, scale, facts)
-            self._moves.tell([breach], self._moves.recorder.steps.count)
+            self._moves.tell_found([Breach("bypassed-scaler", watch, None, backward, where, scale, facts)], watch)
         clipped = self.own_scale.stepping(watch)
         if clipped is not None:
             facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
@@ -323,7 +322,7 @@ class CloseLook:
     ) -> None:
         first, frame = places
         breach = Breach(cause, watch, of, first, script_line(frame), 1.0 / scale, {"scale": scale, **facts})
-        self._moves.tell([breach], self._moves.since(watch))
+        self._moves.tell_found([breach], watch)
 
 
 def _is_scale(by: float | None, scale: float) -> bool:

@@ -89,6 +89,8 @@ class Moves:
         self.scale_read_at: Line | None = None
         """Where, in an iteration that is looked at closely."""
         self.looks_closely: bool = True
+        self.looked_before: int | None = None
+        """The last iteration that was looked at closely and is over."""
         self.looks_on = False
         """The iteration after this one is to be looked at as well."""
         self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None
@@ -269,6 +271,14 @@ class Moves:
         """The iteration in which began what a close look has found just now."""
         step = self.recorder.steps.count
         return watch.odd[0] if watch.odd is not None and watch.odd[1] >= step - 1 else step
+
+    def tell_found(self, breaches: Sequence[Breach], watch: OptimizerWatch) -> None:
+        """What only a close look shows: told with the iteration in which that had not found it, where some lie between."""
+        step, before = self.since(watch), self.looked_before
+        if before is not None and step - before > 1:
+            for breach in breaches:
+                breach.facts["not_in_step"] = before
+        self.tell(breaches, step)
 
     def after_scaler_step(self, scaler: Any, optimizer: Optimizer) -> tuple[ScalerWatch, OptimizerWatch]:
         """The scaler has stepped, or skipped."""

@@ -302,7 +302,7 @@ class ReadWindow:
             if watch not in told:
                 told.add(watch)
                 breaches = self._moves.machine.feed(Read(watch, where, clips=False))
-                self._moves.tell(breaches, self._moves.since(watch))
+                self._moves.tell_found(breaches, watch)
 
     @staticmethod
     def _is_gradient(product: Tensor | None, clip: _Clip, found: Powers) -> bool:
@@ -326,7 +326,7 @@ class ReadWindow:
         breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
         for breach in breaches:
             breach.facts |= facts
-        self._moves.tell(breaches, self._moves.since(clip.watch))
+        self._moves.tell_found(breaches, clip.watch)
         return {clip.watch}
 
     def _left_over(self, found: Powers) -> list[tuple[OptimizerWatch, Line | None]]:

@@ -60,6 +60,7 @@ def incident_of(scene: Scene, told: Telling, step: int, rank: int) -> Incident:
         "factor": scene.breach.factor,
         "parameters": scene.parameters[:MAX_NAMES] or None,
         "parameter_count": len(scene.parameters) or None,
+        "not_in_step": scene.facts.get("not_in_step"),
         **told.evidence,
     }
     return Incident(
@@ -73,10 +74,17 @@ def incident_of(scene: Scene, told: Telling, step: int, rank: int) -> Incident:
         op=told.op,
         dtype=told.dtype,
         location=_location(told.line),
-        explanation=told.explanation,
+        explanation=told.explanation + _began_later_than(scene.facts.get("not_in_step"), step),
         evidence={key: value for key, value in evidence.items() if value is not None},
         fixes=told.fixes,
     )
+
+
+def _began_later_than(before: int | None, step: int) -> str:
+    """What is seen in some iterations only may have begun before the one in which it was seen."""
+    if before is None or step - before <= 1:
+        return ""
+    return f" It was not so yet in step {before}, the last before this one that was looked at as closely."
 
 
 def _location(line: Line | None) -> Location | None:

@@ -70,6 +70,8 @@ class Witness:
         self.scans.after_step(watch)
         self.unfrozen.after_step(watch, may_be_new)
         habits.tick()
+        if self.moves.looks_closely:
+            self.moves.looked_before = self.moves.attempt
         if self.moves.looks_closely or is_time_to_look(steps):
             on, self.moves.looks_on = self.moves.looks_on, False
             self.moves.looks_closely = on or any(is_time_to_look(w.steps) for w in self.moves.mine())
