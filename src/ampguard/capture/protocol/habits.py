@@ -17,6 +17,7 @@ from ampguard import compat
 from ampguard.capture.compiled_functions import hides_autocast
 from ampguard.capture.protocol.checkpoints import contents_of, spoiled
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.idle_scaler import IdleScalers
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Frame, Moves
 from ampguard.capture.protocol.script_lines import script_line
@@ -53,6 +54,7 @@ class Habits:
         self._schedulers: dict[int, list[int]] = {}
         self._first_lost: dict[int, int] = {}
         """The step of a scheduler's first move without its optimizer."""
+        self.idle = IdleScalers(moves, models)
         self._told_needless: set[ScalerWatch] = set()
         self._suspected: dict[ScalerWatch, int] = {}
         """Scalers that look needless, and since which step."""
@@ -75,6 +77,7 @@ class Habits:
         if torch.is_grad_enabled():
             kind = str(region.fast_dtype).removeprefix("torch.")
             self._regions[kind] = self._regions.get(kind, 0) + 1
+            self.idle.entered(kind)
 
     def cache_cleared(self) -> None:
         """The outermost region ends: the casts are forgotten."""
@@ -112,7 +115,7 @@ class Habits:
     @property
     def suspects_scaler(self) -> bool:
         """Whether some scaler looks needless so far, or is not judged yet: regions of autocast are to be counted on."""
-        return bool(self._suspected or self._joined)
+        return bool(self._suspected or self._joined or self.idle.suspected)
 
     def after_scaler_step(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
         """Has any forward pass been in float16 at all?"""

@@ -20,6 +20,8 @@ OFF = "{} = torch.amp.GradScaler(enabled=False)"
 def needless_scaler(scene: Scene) -> Telling:
     facts, scaler = scene.facts, scene.scaler
     dtype = facts["dtype"]
+    if facts.get("idle"):
+        return _idle(scene)
     why = "with float32's range gradients" if dtype == "bfloat16" else "there gradients"
     text = (
         f"`{scaler}` scales the loss although nothing is computed in float16: every forward pass of {facts['steps']} "
@@ -34,6 +36,20 @@ def needless_scaler(scene: Scene) -> Telling:
     )
     keys = ("steps", "skipped", "first_scale", "scale", "parameter_dtypes")
     evidence = {**{key: facts[key] for key in keys}, "autocast_regions": facts["regions"], "float16_regions": 0}
+    return Telling(text, scene.again, (fix,), severity="warning", dtype=dtype, evidence=evidence)
+
+
+def _idle(scene: Scene) -> Telling:
+    """It was needed at first."""
+    facts, scaler, dtype = scene.facts, scene.scaler, scene.facts["dtype"]
+    text = (
+        f"`{scaler}` goes on scaling the loss although nothing is computed in float16 any more: since step {facts['since']} at "
+        f"the latest every region of autocast is of {dtype}, whose gradients do not underflow. Scaling costs a pass over the "
+        f"gradients and a wait for the device."
+    )
+    how = f"leave it out where autocast changes to {dtype}: {OFF.format(scaler)}"
+    evidence = {"scale": facts["scale"], "since_step": facts["since"], "is_needed_before": True}
+    fix = order(scene, how, "remove-scaler", scaler)
     return Telling(text, scene.again, (fix,), severity="warning", dtype=dtype, evidence=evidence)
 
 

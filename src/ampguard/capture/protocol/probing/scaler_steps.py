@@ -130,6 +130,9 @@ class ScalerStepProbe:
         witness.stepped(watch)
         if of.is_enabled:
             witness.habits.after_scaler_step(of, watch)
+            if watch.steps in LOOKS:
+                witness.habits.idle.look(of, watch)
+                witness.habits.watches_regions |= bool(witness.habits.idle.suspected)
 
     def _stepped_as_usual(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
         witness, habits = self._witness, self._witness.habits
@@ -144,5 +147,8 @@ class ScalerStepProbe:
             witness.guarded(witness.stepped, watch)
             if habits.suspects_scaler:
                 witness.guarded(habits.after_scaler_step, of, watch)
+            if steps in LOOKS:
+                witness.guarded(habits.idle.look, of, watch)
+                habits.watches_regions |= bool(habits.idle.suspected)
         elif not steps & witness.unfrozen.mask:
             witness.guarded(witness.unfrozen.look, watch)
