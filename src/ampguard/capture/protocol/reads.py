@@ -257,6 +257,8 @@ class ReadWindow:
         where, whose = script_line(sys._getframe(4)), held[0].watch
         if name in ("clamp_", "copy_"):
             is_copy = name == "copy_"
+            if is_copy:  # a gradient of one element that was computed anew (a mean over ranks) is no norm
+                found.mark_used(args[-1])
             self._seen.clips.append(_Clip(whose, args[-1], None, where, False, not is_copy, is_copy))
             return
         clip = self._clip(name, args, whose, found, sys._getframe(4))
@@ -336,6 +338,8 @@ class ReadWindow:
             tensor = quantity.ref()
             if tensor is None or quantity.is_used or not quantity.power or tensor.numel() != 1:
                 continue
+            if any(p.grad is tensor for p in quantity.watch.parameters()):
+                continue  # put in the place of a gradient of one element
             for frame in _script_frames(sys._getframe(1)):
                 name = _name_of(tensor, frame)
                 if name is None:
