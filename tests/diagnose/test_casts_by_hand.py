@@ -103,7 +103,7 @@ def test_outside_a_model_with_weights_in_float16(guard: Guard) -> None:
     assert (first.cause, first.op) == ("fp16-overflow", "aten.mul.Tensor")
     fix = next(fix for fix in first.fixes if fix.action == "force-fp32")
     assert fix.verified
-    assert fix.how == "ranked = scores * 7  # on .float() operands"
+    assert fix.how == "ranked = scores.float() * 7"
 
 
 def test_a_call_in_a_line_that_enters_autocast_does_not_stand_under_another(guard: Guard) -> None:

@@ -73,3 +73,31 @@ def test_whose_code_it_was(guard: Guard, data: Dataset[Any], collate: Any, named
     assert ("The DataLoader made it with" in text) == bool(named)
     for name in named:
         assert f"`{name}` ({__name__}.py:" in text
+
+
+def test_a_loader_that_is_a_batch_ahead(guard: Guard) -> None:
+    """As Accelerate's are, so that they know the last one."""
+
+    def ahead(loader: DataLoader[Any]) -> Any:
+        batches = iter(loader)
+        present = next(batches)
+        for coming in batches:
+            yield present
+            present = coming
+        yield present
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for xb, yb in ahead(DataLoader(Frames(), 2)):
+            loss = functional.cross_entropy(net(xb), yb)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["nonfinite-input"]
+    assert f"`Frames.__getitem__` ({__name__}.py:" in run.first.explanation
+    assert run.first.fixes[0].how.endswith("keep = torch.isfinite(xb).all(1); xb, yb = xb[keep], yb[keep]")

@@ -89,10 +89,7 @@ def _rest(evidence: Evidence, given: NamedTensor, place: Place) -> str | None:
     beside = [
         other
         for other, value in place.variables.items()
-        if other != place.written
-        and has_rows(value)
-        and replayer is not None
-        and replayer.name_in_batch(value) is not None
+        if other != place.written and has_rows(value) and replayer is not None and replayer.is_of_batch(value)
     ]
     if not beside:
         return None

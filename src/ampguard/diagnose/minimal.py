@@ -17,6 +17,7 @@ from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.float_code import in_float32
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locating import chain_of
 from ampguard.diagnose.region_code import call_outside_autocast, forward_outside_autocast
@@ -206,7 +207,8 @@ def advice(
             without = (
                 f", without its cast to {words.precision(evidence)}" if op.line is not None and casts(op.line) else ""
             )
-            body = f"{code}  # on .float() operands{without}"
+            written_out = in_float32(evidence, op.line) if op.line is not None and not without else None
+            body = written_out or f"{code}  # on .float() operands{without}"
         bodies.setdefault(off, {})[body] = None
     others = "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
     return "\n".join(part for part in (written, others) if part)

@@ -1,6 +1,7 @@
 """Stable forms as the script would write them: `torch.log(torch.exp(x).sum(-1))` becomes `torch.logsumexp(x, -1)`.
 
-Where what goes into the logarithm is computed in another statement, the form stays in words.
+What goes into the logarithm may be computed in another statement and have a name; where the text leaves doubts about it, the
+form stays in words.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 
 from ampguard.capture.record import Line
+from ampguard.diagnose.assigned_code import assigned_to
 from ampguard.diagnose.code_text import joined_lines, spliced
 from ampguard.diagnose.rewrite import PRIMARY
 from ampguard.diagnose.source_code import LineOfCode, Source, called_name, line_of_code, plain_number
@@ -25,12 +27,18 @@ def with_stable_form(line: Line | None, form: str) -> str | None:
     (log, statement), source = logs[0], code.source
     assert isinstance(log, ast.Call)
     operand = _operand(code, log)
-    written = _written(code, _without_guard(operand), form) if operand is not None else None
+    written = _written(code, _meant(code, _without_guard(operand), log), form) if operand is not None else None
     if written is None:
         return None
     is_short = statement is not None and statement.lineno == statement.end_lineno
     shown = statement if statement is not None and is_short else log
     return joined_lines(spliced(source.text, *source.span(shown), [(*source.span(log), written)]))
+
+
+def _meant(code: LineOfCode, inner: ast.expr, log: ast.Call) -> ast.expr:
+    """What goes into the logarithm, where that has a name: the expression that was assigned to it."""
+    assigned = assigned_to(code.source, inner.id, log.lineno) if isinstance(inner, ast.Name) else None
+    return _without_guard(assigned) if assigned is not None else inner
 
 
 def _written(code: LineOfCode, inner: ast.expr, form: str) -> str | None:

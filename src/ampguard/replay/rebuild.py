@@ -142,13 +142,17 @@ class Replayer:
         return self._recorder.loaded.line_of(tensor)
 
     def loader_of(self, tensor: Tensor) -> Any:
-        """The iterator of the DataLoader that gave the step this tensor; None where it is none of its batch.
+        """The iterator of the DataLoader that gave the step this tensor; None where it is none of its batch."""
+        loader = self._recorder.preprocessing.last_loader
+        return loader() if loader is not None and self.is_of_batch(tensor) else None
+
+    def is_of_batch(self, tensor: Tensor) -> bool:
+        """Whether a DataLoader gave it, last or right before.
 
         Accelerate asks for the next batch ahead, and a loss that is thrown away is looked at when the next step begins.
         """
         given = self._recorder.preprocessing
-        is_there = any(self._name_in(batch, tensor) for batch in (given.last_batch, given.batch_before))
-        return given.last_loader() if is_there and given.last_loader is not None else None
+        return any(self._name_in(batch, tensor) is not None for batch in (given.last_batch, given.batch_before))
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
