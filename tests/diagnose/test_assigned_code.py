@@ -25,9 +25,15 @@ SURE = [
     """,
     """
     for x in data:
-        p = net(x).sigmoid()
+        p = x.float().sigmoid()
         if x.any():
             y = p.log()  # here
+    """,
+    """
+    def score(net, x):
+        with torch.no_grad():
+            p = (x * 2).sigmoid()
+        return torch.log(1 - p)  # here
     """,
     """
     class Loss:
@@ -38,6 +44,21 @@ SURE = [
     """,
 ]
 UNSURE = {
+    "a call of a model": """
+    for x in data:
+        p = net(x).sigmoid()
+        y = p.log()  # here
+    """,
+    "a call of a part": """
+    def loss(self, x):
+        p = self.head(x).sigmoid()
+        return p.log()  # here
+    """,
+    "random numbers": """
+    for x in data:
+        p = torch.softmax(x + torch.randn(3), -1)
+        y = p.log()  # here
+    """,
     "bound twice": """
     def loss(z):
         p = z.softmax(-1)
@@ -118,8 +139,15 @@ def hits(z: Tensor) -> Tensor:
     return each.mean()
 
 
+def misses(z: Tensor) -> Tensor:
+    p = torch.sigmoid(z * 40)
+    each = -torch.log(1 - p)
+    return each.mean()
+
+
 FORMS = {
     entropy: "each = -(p * torch.log_softmax(z, -1)).sum(-1)",
+    misses: "each = -torch.nn.functional.logsigmoid(-(z * 40))",
     hits: "each = -torch.nn.functional.logsigmoid(z * 40)",
 }
 

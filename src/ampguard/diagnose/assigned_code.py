@@ -5,7 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from ampguard.diagnose.source_code import Source
+
+DRAWING = ("rand", "sample", "dropout", "bernoulli", "normal", "uniform", "exponential")
+"""Parts of the names of functions that draw random numbers."""
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -14,7 +19,7 @@ def assigned_to(source: Source, name: str, line: int) -> ast.expr | None:
     """The expression that was assigned to a name and that would give the same in this line; None where that is not sure.
 
     The name is bound in one place of its function, which the line cannot be reached without, and nothing that the expression
-    names is bound in between.
+    names is bound in between. Nor does it call a model, or draw random numbers: that is not written twice.
     """
     scope = _scope_of(source.tree, line)
     bound = [(number, node) for number, what, node in _bindings(scope) if what == name]
@@ -24,10 +29,25 @@ def assigned_to(source: Source, name: str, line: int) -> ast.expr | None:
     end = statement.end_lineno or statement.lineno
     if not end < line or not isinstance(statement.targets[0], ast.Name) or not _leads_to(scope, statement, line):
         return None
+    if not all(_may_be_repeated(node, source) for node in ast.walk(statement.value)):
+        return None
     read = {_text(node) for node in ast.walk(statement.value) if isinstance(node, (ast.Name, ast.Attribute))}
     if any(end < number < line and what in read for number, what, _ in _bindings(scope)):
         return None
     return statement.value
+
+
+def _may_be_repeated(node: ast.AST, source: Source) -> bool:
+    """Whether a node is no call, or one of a function of PyTorch's or a method of a tensor that only computes."""
+    if not isinstance(node, ast.Call):
+        return not isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr))
+    function = node.func
+    if not isinstance(function, ast.Attribute) or any(part in function.attr for part in DRAWING):
+        return False
+    root: ast.expr = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return (isinstance(root, ast.Name) and root.id in source.torch_names) or hasattr(Tensor, function.attr)
 
 
 def _scope_of(tree: ast.Module, line: int) -> ast.AST:
@@ -77,12 +97,13 @@ def _bindings(scope: ast.AST) -> Iterator[tuple[int, str, ast.AST]]:
 
 
 def _leads_to(scope: ast.AST, statement: ast.stmt, line: int) -> bool:
-    """Whether the statement stands in a block that the line is a part of."""
+    """Whether the statement stands in a block that the line is a part of (what stands under a `with` is always run)."""
     for node in (scope, *_within(scope)):
         for block in ("body", "orelse", "finalbody"):
             lines: list[ast.stmt] = getattr(node, block, [])
             if isinstance(lines, list) and statement in lines:
-                return lines[0].lineno <= line <= (lines[-1].end_lineno or lines[-1].lineno)
+                is_part = lines[0].lineno <= line <= (lines[-1].end_lineno or lines[-1].lineno)
+                return is_part or (isinstance(node, (ast.With, ast.AsyncWith)) and _leads_to(scope, node, line))
     return False
 
 

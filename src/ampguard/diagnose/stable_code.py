@@ -35,9 +35,9 @@ def with_stable_form(line: Line | None, form: str) -> str | None:
     return joined_lines(spliced(source.text, *source.span(shown), [(*source.span(log), written)]))
 
 
-def _meant(code: LineOfCode, inner: ast.expr, log: ast.Call) -> ast.expr:
+def _meant(code: LineOfCode, inner: ast.expr, place: ast.expr) -> ast.expr:
     """What goes into the logarithm, where that has a name: the expression that was assigned to it."""
-    assigned = assigned_to(code.source, inner.id, log.lineno) if isinstance(inner, ast.Name) else None
+    assigned = assigned_to(code.source, inner.id, place.lineno) if isinstance(inner, ast.Name) else None
     return _without_guard(assigned) if assigned is not None else inner
 
 
@@ -48,7 +48,7 @@ def _written(code: LineOfCode, inner: ast.expr, form: str) -> str | None:
     if form == "F.logsigmoid(x)":
         return _of(code, inner, "sigmoid", "torch.nn.functional.logsigmoid")
     if form == "F.logsigmoid(-x)" and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
-        operand = _given(code, inner.right, "sigmoid")
+        operand = _given(code, _meant(code, inner.right, inner), "sigmoid")
         is_one = plain_number(inner.left) == 1
         return f"torch.nn.functional.logsigmoid(-{_primary(code, operand)})" if operand is not None and is_one else None
     if name == "torch.logdet":

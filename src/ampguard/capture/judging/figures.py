@@ -15,7 +15,7 @@ from ampguard.capture.preprocessing import MOVES
 from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite
 
-LARGEST = 1 << 20
+LARGEST = 1 << 18
 """Elements up to which an array is looked at."""
 
 MOST_EVENTS = 512

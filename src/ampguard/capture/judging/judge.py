@@ -216,8 +216,8 @@ class Judge:
 
     def read_array(self, tensor: Tensor) -> None:
         """The script has taken several numbers of an evaluation out of PyTorch (`predictions.numpy()`), or shown them."""
-        ref = self._log.lookup(tensor)
-        if ref is None or not self._figures.may_tell(tensor) or any(ref in bad.targets for bad in self.suspects):
+        ref = self._log.lookup(tensor) if self._figures.may_tell(tensor) else None
+        if ref is None or any(ref in bad.targets for bad in self.suspects):
             return
         record = self._log.snapshot()
         if lineage.was_wanting(record, ref) or not self._log.evaluation.is_behind(record, ref):

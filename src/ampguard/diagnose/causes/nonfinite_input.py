@@ -33,8 +33,11 @@ ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "lerp"})
 
 @cause("nonfinite-input", phases=("forward", "backward"))
 def nonfinite_input(evidence: Evidence) -> Finding | None:
-    if evidence.given is None and evidence.op.short_name in ARITHMETIC and any(map(_is_nan, evidence.op.scalars)):
-        return _number(evidence)
+    if evidence.given is None and evidence.op.short_name in ARITHMETIC:
+        if any(map(_is_nan, evidence.op.scalars)):
+            return _number(evidence, "NaN")
+        if evidence.op.short_name == "mul" and any(map(math.isinf, evidence.op.scalars)):
+            return _number(evidence, "infinite")
     given = describe_input(evidence)
     if given is None:
         return None
@@ -122,13 +125,14 @@ def _infinities(tensors: Iterable[Tensor]) -> list[str]:
     return [name for name, is_there in kinds.items() if is_there]
 
 
-def _number(evidence: Evidence) -> Finding:
-    """A plain number of the script's own that is NaN (the mean of an empty list, as a weight of the loss)."""
+def _number(evidence: Evidence, what: str) -> Finding:
+    """A plain number of the script's own that is NaN (the mean of an empty list, as a weight of the loss), or a factor that
+    is infinite."""
     code = words.code(evidence)
-    how = f"repair the number that is NaN where it is computed; it is used in: {code}"
+    how = f"repair the number that is {what} where it is computed; it is used in: {code}"
     return Finding(
         "nonfinite-input",
-        f"{words.operator(evidence)} {words.place(evidence)} was given a number of the script's own that is NaN, and "
+        f"{words.operator(evidence)} {words.place(evidence)} was given a number of the script's own that is {what}, and "
         f"passed it on.",
         weight=100,
         evidence={"name": code, "role": "number", "samples": []},

@@ -1,0 +1,31 @@
+"""A factor of the script's own that is infinite is no overflow: nothing is too large but the number itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from watching import Watched
+
+Guard = Callable[..., Watched]
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(float("inf"), "nonfinite-input"), (1e39, "overflow")])
+def test_it_is_told_as_what_the_script_gave(guard: Guard, factor: float, cause: str) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        for step in range(4):
+            weight = factor if step == 2 else 1.0
+            loss = (net(torch.randn(5, 4)).double() * weight).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == (cause, 2)
+    assert ("a number of the script's own that is infinite" in run.first.explanation) == (cause == "nonfinite-input")
