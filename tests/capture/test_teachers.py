@@ -80,3 +80,25 @@ def test_a_teachers_calls_rest_no_sooner_than_they_cost(guard: Guard, monkeypatc
     assert run.faults == 0, run.stderr
     assert len(spent) == STEPS
     assert spent[-1] < 1.0
+
+
+@pytest.mark.parametrize("at", [3, 40])
+def test_a_bad_figure_between_a_loss_and_its_backward_is_told(at: int, guard: Guard) -> None:
+    """An evaluation that is read there is not on the way to the loss."""
+
+    def body() -> None:
+        seed_everything()
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(STEPS):
+            x = torch.randn(4, 8)
+            loss = model(x).square().mean()
+            with torch.no_grad():
+                scores = model(x * (1e38 if step == at else 1.0)).exp()
+                (scores / scores.sum(1, keepdim=True)).mean().item()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.mode, incident.step) == ("overflow", "eval", at)

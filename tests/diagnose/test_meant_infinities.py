@@ -64,3 +64,24 @@ def test_infinities_that_nothing_consumes_are_bad_data(guard: Guard) -> None:
         Scaled()(x).backward()
 
     assert guard(body).first.cause == "nonfinite-input"
+
+
+def test_infinities_of_either_sign_are_no_mask(guard: Guard) -> None:
+    """Advantages that the script has divided by 0 where nobody followed it: each of the sums' terms is infinite."""
+    batches = [(torch.randn(8, 4), torch.randn(8)) for _ in range(5)]
+    batches[3][1].div_(torch.zeros(()))
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for x, advantage in batches:
+            optimizer.zero_grad()
+            loss = (model(x).flatten() * advantage).mean()
+            loss.backward()
+            if torch.isfinite(loss):
+                optimizer.step()
+
+    first = guard(body).first
+    assert (first.cause, first.step, first.op) == ("nonfinite-input", 3, "aten.mul.Tensor")
+    assert "`advantage`" in first.explanation

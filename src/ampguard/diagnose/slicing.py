@@ -225,7 +225,7 @@ def _explore(trace: Trace, start: Link) -> Chain:
             best, fallback = _ranked(best, fallback, chain)
         for number, step in enumerate(steps):
             if isinstance(step, Given):
-                chain = Chain(links, given=step, intended=step.kind != NAN and not _is_parameter_like(step))
+                chain = Chain(links, given=step, intended=_is_meant(step))
                 best, fallback = _ranked(best, fallback, chain)
             else:
                 on = way or (min(number, 1) + 1 if len(steps) > 1 else 0)
@@ -240,6 +240,17 @@ def _ranked(best: Chain | None, fallback: Chain | None, new: Chain) -> tuple[Cha
     if fallback is None or (fallback.conversion() is None and new.conversion() is not None):
         return best, new
     return best, fallback
+
+
+def _is_meant(given: Given) -> bool:
+    """Whether an infinity that was given can be one that the code meant to have: a mask's, a sentinel's, the ends of a range.
+
+    A parameter's is none, and where there are several of either sign something has been computed.
+    """
+    if given.kind == NAN or _is_parameter_like(given):
+        return False
+    bad = given.tensor.bad
+    return bad is None or any(int((bad.kinds == kind).sum()) < 2 for kind in (POS_INF, NEG_INF))
 
 
 def _is_parameter_like(given: Given) -> bool:

@@ -363,7 +363,10 @@ class Judge:
             self.suspects.append(self._bad("output", "eval", bad))
 
     def _drop_teachers(self) -> None:
-        """A call under `no_grad` whose result reached this backward was no evaluation: the loss is the judge."""
+        """A call under `no_grad` whose result reached this backward was no evaluation: the loss is the judge.
+
+        So it is of numbers that the script has read on the way to it; an evaluation's figure stays a suspect.
+        """
         if not self.suspects:
             return
         reached = lineage.events_behind_gradients(self._log.record)
@@ -371,7 +374,10 @@ class Judge:
             bad
             for bad in self.suspects
             if bad.kind == "buffer"
-            or (bad.kind == "output" and not any(isinstance(t, Ref) and t.event in reached for t in bad.targets))
+            or (
+                (bad.kind == "output" or (bad.kind == "loss" and bad.mode == "eval"))
+                and not any(isinstance(t, Ref) and t.event in reached for t in bad.targets)
+            )
         ]
 
     def _bad(
