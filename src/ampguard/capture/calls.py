@@ -12,7 +12,7 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.protocol.functional import FunctionalTraining
-from ampguard.capture.protocol.moves import BreachListener
+from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.probing.autocast import AutocastProbe
 from ampguard.capture.protocol.probing.backward import BackwardProbe
 from ampguard.capture.protocol.probing.hooks import HookProbe

@@ -59,7 +59,7 @@ class CloseLook:
         """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
         moves = self._moves
         if is_new and moves.scales and not moves.looks_closely:
-            moves.look_again(*moves.mine())
+            moves.second_looks.ask(*moves.mine())
         return moves.looks_closely
 
     def forget(self) -> None:
@@ -114,7 +114,7 @@ class CloseLook:
         for breach in breaches:
             breach.facts |= {"by_hand": True, "limit_in_hook": clip.limit, "limits_norm": clip.by_norm}
             breach.facts["within_graph"] = within_graph
-        moves.tell_found(breaches, clip.watch)
+        moves.second_looks.tell(breaches, clip.watch)
 
     def arrived(self, watch: OptimizerWatch, scale: float) -> list[tuple[Tensor, Tensor]]:
         """Parameters with hooks of the script's whose gradient has come, in the backward pass that is under way."""
@@ -258,8 +258,8 @@ class CloseLook:
         """The same where the script puts its gradients in place itself. How it combines them may hide it at times."""
         if not self.assigned.are_mixed(watch):
             return None
-        self._moves.look_again(watch)
-        first = self._mixed_since.setdefault(watch, self._moves.since(watch))
+        self._moves.second_looks.ask(watch)
+        first = self._mixed_since.setdefault(watch, self._moves.second_looks.since(watch))
         found = self.assigned.partly_scaled(watch, scale) or self.assigned.put_in_place(watch, scale)
         if found is not None:
             watch.odd = first, self._moves.recorder.steps.count
@@ -302,7 +302,9 @@ class CloseLook:
             scale, backward = undivided
             facts: dict[str, Any] = {"scale": scale, "own_scale": True}
             where = script_line(sys._getframe(1))
-            self._moves.tell_found([Breach("bypassed-scaler", watch, None, backward, where, scale, facts)], watch)
+            self._moves.second_looks.tell(
+                [Breach("bypassed-scaler", watch, None, backward, where, scale, facts)], watch
+            )
         clipped = self.own_scale.stepping(watch)
         if clipped is not None:
             facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
@@ -322,7 +324,7 @@ class CloseLook:
     ) -> None:
         first, frame = places
         breach = Breach(cause, watch, of, first, script_line(frame), 1.0 / scale, {"scale": scale, **facts})
-        self._moves.tell_found([breach], watch)
+        self._moves.second_looks.tell([breach], watch)
 
 
 def _is_scale(by: float | None, scale: float) -> bool:

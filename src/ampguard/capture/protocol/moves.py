@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from threading import get_ident
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,12 +21,14 @@ from ampguard.capture.protocol.clipped import ClippedGradients
 from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.in_backward import StepsInBackward
+from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.loss_scale import DeviceScale
 from ampguard.capture.protocol.norms import Norms
 from ampguard.capture.protocol.penalties import Penalties
 from ampguard.capture.protocol.refusals import Refusals
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.second_looks import SecondLooks
 from ampguard.capture.protocol.threads import TrainingThread
 from ampguard.capture.protocol.usual_backward import UsualBackward
 from ampguard.capture.protocol.watches import ScalerWatch, Watches, only_scales_itself
@@ -46,21 +48,8 @@ from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
 
 ZERO_CHECKS = 8
-MAX_SURPRISES = 8
-"""Iterations of a run that are looked at closely because the script does to gradients what it has not done before."""
 
 Frame = FrameType | None
-
-
-class BreachListener(Protocol):
-    """Who is told of a breach, in the very frame in which it happened."""
-
-    def on_breach(self, breach: Breach, step: int) -> None: ...
-    def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
-        """A breach that may yet turn out to be none; None withdraws it. What is left at the end is told then."""
-
-    def on_confirmed(self, key: tuple[Any, ...], breach: Breach, step: int) -> None:
-        """It is one."""
 
 
 class Moves:
@@ -81,6 +70,7 @@ class Moves:
         self.penalties = Penalties(self)
         self.norms = Norms(self)
         self.refusals = Refusals(self)
+        self.second_looks = SecondLooks(self)
         self.usual_backward = UsualBackward(self)
         self.attempt = 0
         """The iteration of the last attempted step."""
@@ -89,8 +79,6 @@ class Moves:
         self.scale_read_at: Line | None = None
         """Where, in an iteration that is looked at closely."""
         self.looks_closely: bool = True
-        self.looked_before: int | None = None
-        """The last iteration that was looked at closely and is over."""
         self.looks_on = False
         """The iteration after this one is to be looked at as well."""
         self.stepping: tuple[ScalerWatch, OptimizerWatch, Line | None] | None = None
@@ -103,7 +91,6 @@ class Moves:
         self._step_frame: Frame = None
         self._untouched = True
         self._zero_checks = 0
-        self._surprises = 0
 
     @property
     def scales(self) -> bool:
@@ -251,34 +238,6 @@ class Moves:
             watch.usually_touched = not watch.is_untouched()
         if of.is_enabled and (watch.copy is not None or self.looks_closely):
             self.close.before_unscale(watch, of, frame)
-
-    def divided_as_usual(self, watch: OptimizerWatch) -> None:
-        """The scaler is about to divide, as the routine has it. Has the script begun to write to the gradients before?"""
-        if watch.usually_touched is False and not watch.is_untouched():
-            self.look_again(watch)
-
-    def look_again(self, *watches: OptimizerWatch) -> None:
-        """Something unusual was done to their gradients, or is about to: the next iteration is looked at closely too."""
-        if self._surprises < MAX_SURPRISES:
-            self._surprises += 1
-            step = self.recorder.steps.count
-            for watch in watches:
-                is_new = watch.odd is None or watch.odd[1] < step - 1
-                watch.odd = step if is_new or watch.odd is None else watch.odd[0], step
-            self.looks_closely = self.looks_on = True
-
-    def since(self, watch: OptimizerWatch) -> int:
-        """The iteration in which began what a close look has found just now."""
-        step = self.recorder.steps.count
-        return watch.odd[0] if watch.odd is not None and watch.odd[1] >= step - 1 else step
-
-    def tell_found(self, breaches: Sequence[Breach], watch: OptimizerWatch) -> None:
-        """What only a close look shows: told with the iteration in which that had not found it, where some lie between."""
-        step, before = self.since(watch), self.looked_before
-        if before is not None and step - before > 1:
-            for breach in breaches:
-                breach.facts["not_in_step"] = before
-        self.tell(breaches, step)
 
     def after_scaler_step(self, scaler: Any, optimizer: Optimizer) -> tuple[ScalerWatch, OptimizerWatch]:
         """The scaler has stepped, or skipped."""

@@ -304,7 +304,7 @@ class ReadWindow:
             if watch not in told:
                 told.add(watch)
                 breaches = self._moves.machine.feed(Read(watch, where, clips=False))
-                self._moves.tell_found(breaches, watch)
+                self._moves.second_looks.tell(breaches, watch)
 
     @staticmethod
     def _is_gradient(product: Tensor | None, clip: _Clip, found: Powers) -> bool:
@@ -328,7 +328,7 @@ class ReadWindow:
         breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
         for breach in breaches:
             breach.facts |= facts
-        self._moves.tell_found(breaches, clip.watch)
+        self._moves.second_looks.tell(breaches, clip.watch)
         return {clip.watch}
 
     def _left_over(self, found: Powers) -> list[tuple[OptimizerWatch, Line | None]]:

@@ -106,7 +106,7 @@ class BackwardProbe:
         ):
             self._places.add(place)
             if not moves.looks_closely:
-                moves.look_again(*moves.mine())
+                moves.second_looks.ask(*moves.mine())
                 if moves.routine.is_on:
                     moves.routine.leave()
         return moves.looks_closely

@@ -49,7 +49,7 @@ class ScalerStepProbe:
             if routine.is_on:
                 of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
                 if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
-                    guarded(moves.divided_as_usual, watch)
+                    guarded(moves.second_looks.divided_as_usual, watch)
                     try:
                         return original(self_, optimizer)
                     except Exception as error:
@@ -86,7 +86,7 @@ class ScalerStepProbe:
                     watch.stepped = False
                     moves.stepping = (of, watch, None)
                     if divides:
-                        guarded(moves.divided_as_usual, watch)
+                        guarded(moves.second_looks.divided_as_usual, watch)
                     try:
                         return original(self_, optimizer, *args, **kwargs)
                     except Exception as error:

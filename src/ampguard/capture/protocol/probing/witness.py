@@ -15,8 +15,9 @@ from ampguard.capture.protocol.averages import Averages
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
+from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.models import Models
-from ampguard.capture.protocol.moves import BreachListener, Moves
+from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.own_updates import OwnUpdates
 from ampguard.capture.protocol.piled_by_hand import PiledByHand
@@ -71,7 +72,7 @@ class Witness:
         self.unfrozen.after_step(watch, may_be_new)
         habits.tick()
         if self.moves.looks_closely:
-            self.moves.looked_before = self.moves.attempt
+            self.moves.second_looks.looked_before = self.moves.attempt
         if self.moves.looks_closely or is_time_to_look(steps):
             on, self.moves.looks_on = self.moves.looks_on, False
             self.moves.looks_closely = on or any(is_time_to_look(w.steps) for w in self.moves.mine())
