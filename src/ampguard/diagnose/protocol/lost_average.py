@@ -8,6 +8,8 @@ Instead        keep the average in float32 (and cast a copy of it where it is us
 
 from __future__ import annotations
 
+import dataclasses
+
 from ampguard.capture.protocol.averages import Lost
 from ampguard.capture.protocol.hidden_averages import StandsStill
 from ampguard.diagnose.protocol.scene import Scene, at, listed
@@ -39,26 +41,9 @@ def lost_average(scene: Scene) -> Telling:
         Fix("fp32-parameters", None, how, True, outcome),
         Fix("stochastic-rounding", None, "round what is written up or down at random, in proportion"),
     )
-    evidence = {
-        "stuck_share": worst.share,
-        "since_step": worst.since,
-        "noticed_at_step": scene.facts["noticed"],
-        "layers": list(scene.parameters),
-        "update": worst.step_size,
-        "spacing": worst.spacing,
-        "moves_in_float32": worst.in_float32,
-    }
-    return Telling(
-        text,
-        scene.again,
-        fixes,
-        severity="warning",
-        evidence=evidence,
-        module=name.rpartition(".")[0] if scene.hangs_in_module(name) else None,
-        dtype=dtype,
-        phase="optimizer",
-        op=str(worst.last.func),
-    )
+    telling = _telling(scene, worst, text, fixes)
+    telling.evidence["moves_in_float32"] = worst.in_float32
+    return dataclasses.replace(telling, op=str(worst.last.func))
 
 
 def _hidden(scene: Scene) -> Telling:
@@ -77,22 +62,26 @@ def _hidden(scene: Scene) -> Telling:
         Fix("fp32-parameters", None, how),
         Fix("stochastic-rounding", None, "round what is written up or down at random, in proportion"),
     )
+    return _telling(scene, still, text, fixes)
+
+
+def _telling(scene: Scene, of: Lost | StandsStill, text: str, fixes: tuple[Fix, ...]) -> Telling:
+    name = scene.parameters[0]
     evidence = {
-        "stuck_share": still.share,
-        "since_step": still.since,
+        "stuck_share": of.share,
+        "since_step": of.since,
         "noticed_at_step": scene.facts["noticed"],
         "layers": list(scene.parameters),
-        "update": still.step_size,
-        "spacing": still.spacing,
+        "update": of.step_size,
+        "spacing": of.spacing,
     }
-    module = name.rpartition(".")[0] if scene.hangs_in_module(name) else None
     return Telling(
         text,
         scene.again,
         fixes,
         severity="warning",
         evidence=evidence,
-        module=module,
-        dtype=dtype,
+        module=name.rpartition(".")[0] if scene.hangs_in_module(name) else None,
+        dtype=dtype_name(of.parameter.dtype),
         phase="optimizer",
     )
