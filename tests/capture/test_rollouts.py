@@ -120,6 +120,20 @@ def test_time_that_others_take_is_not_charged(monkeypatch: pytest.MonkeyPatch) -
     """On a machine that is shared an evaluation is kept as far as on one that is not."""
     kept = pace.Pace()
     monkeypatch.setattr(pace.time, "thread_time", lambda: 1.0)
-    kept.enter(5, 0)
+    kept.enter(5)
     kept.leave(5, seconds=0.0)
     assert kept.spent == 0.0
+
+
+def test_what_an_evaluation_makes_of_a_call_is_charged_and_a_loss_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = pace.Pace()
+    monkeypatch.setattr(pace.time, "thread_time", lambda: 1.0)
+    kept.enter(5)
+    kept.leave(6, seconds=0.0)
+    kept.close(16)  # the next step's model is called
+    assert kept.spent == pytest.approx(10 * pace.TAPED_OP_SECONDS)
+    kept.enter(26)
+    kept.leave(27, seconds=0.0)
+    kept.is_open = False  # backward: this was a teacher's, and what follows it a loss
+    kept.enter(99)
+    assert kept.spent == pytest.approx(10 * pace.TAPED_OP_SECONDS)

@@ -31,23 +31,26 @@ class Pace:
         self._began = math.inf
         self._entered = 0.0
         self._kept = 0
-        self._backwards = 0
+        self.is_open = False
+        """Whether what is kept now follows such a call, and no gradients have been asked for since."""
 
-    def enter(self, kept: int, backwards: int) -> None:
-        """A call is about to be kept, beside so many events, after so many backward passes.
-
-        What lies between two calls is charged where nothing was differentiated between them: a training step's is its own.
-        """
+    def enter(self, kept: int) -> None:
+        """A call is about to be kept, beside so many events."""
         self._entered = time.thread_time()
         if self._began == math.inf:
             self._began = time.perf_counter()
-        elif self._backwards == backwards:
+        self.close(kept)
+
+    def close(self, kept: int) -> None:
+        """Charge what was kept since the last such call. (What a loss is made of is the training's, and not charged.)"""
+        if self.is_open:
+            self.is_open = False
             self.spent += TAPED_OP_SECONDS * (kept - self._kept)
-        self._backwards = backwards
 
     def leave(self, kept: int, seconds: float) -> None:
         """It has returned after `seconds` of the script's own (of the thread's time); so many events are kept now."""
         self._kept = kept
+        self.is_open = True
         self.spent += time.thread_time() - self._entered - seconds
         self.is_resting = self.may_rest and self.spent > FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
 

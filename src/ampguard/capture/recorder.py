@@ -139,7 +139,7 @@ class FlightRecorder:
         if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         if not torch.is_grad_enabled():
-            self.pace.enter(log.kept, self.steps.backwards)
+            self.pace.enter(log.kept)
         if log.has_open_events or self.judge.has_open_questions:
             self.judge.settle(module)
         if self.tells_forward:
@@ -158,6 +158,8 @@ class FlightRecorder:
         modes = current_modes()
         if modes.grad:
             self.is_amid_training = True
+            if self.pace.is_open:
+                self.pace.close(log.kept)
         rng, buffers, prefix, attributes = self.context.before_call(module, frame)
         region = self.regions if torch.is_autocast_cache_enabled() else -1
         root = RootCall(
@@ -262,6 +264,7 @@ class FlightRecorder:
             self.tape.leave()
         if self.undecided:
             self.undecided.clear()
+        self.pace.is_open = False
         self.turns.differentiates()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self.scaling.unscaled(t) for t in tensors] if self.scaling.losses else tensors
