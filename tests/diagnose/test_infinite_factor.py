@@ -29,3 +29,24 @@ def test_it_is_told_as_what_the_script_gave(guard: Guard, factor: float, cause: 
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.step) == (cause, 2)
     assert ("a number of the script's own that is infinite" in run.first.explanation) == (cause == "nonfinite-input")
+
+
+def test_a_mask_times_infinity_was_meant_to_hide_the_rest(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for step in range(4):
+            keep = torch.ones(5, 4)
+            if step == 2:
+                keep[:, -1] = 0
+            scores = net(torch.randn(5, 4))
+            if step >= 2:
+                scores = scores + (1.0 - keep) * float("-inf")
+            loss = -scores.log_softmax(-1)[:, 0].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert (run.first.cause, run.first.step, run.first.op) == ("indeterminate", 2, "aten.mul.Tensor")

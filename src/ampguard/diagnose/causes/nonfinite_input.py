@@ -36,7 +36,8 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     if evidence.given is None and evidence.op.short_name in ARITHMETIC:
         if any(map(_is_nan, evidence.op.scalars)):
             return _number(evidence, "NaN")
-        if evidence.op.short_name == "mul" and any(map(math.isinf, evidence.op.scalars)):
+        is_zeros_doing = evidence.kind == "nan"  # 0 * Inf: a mask, times what is meant to hide the rest
+        if evidence.op.short_name == "mul" and any(map(math.isinf, evidence.op.scalars)) and not is_zeros_doing:
             return _number(evidence, "infinite")
     given = describe_input(evidence)
     if given is None:
