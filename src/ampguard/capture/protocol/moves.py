@@ -198,7 +198,7 @@ class Moves:
     def before_unscale(self, scaler: Any, optimizer: Optimizer, frame: Frame) -> None:
         """Somebody may have done to the gradients what the scaler is about to do."""
         watch = self._claimed(optimizer)
-        watch.usually_touched = not watch.is_untouched()
+        self.second_looks.divided(watch)
         self.clipped.used(watch)
         self.close.before_unscale(watch, self.watches.scaler(scaler), frame)
 
@@ -235,7 +235,7 @@ class Moves:
         self.stepping = (of, watch, script_line(frame))
         self._step_frame = frame
         if self.machine.stage(watch) is Stage.SCALED:
-            watch.usually_touched = not watch.is_untouched()
+            self.second_looks.divided(watch)
         if of.is_enabled and (watch.copy is not None or self.looks_closely):
             self.close.before_unscale(watch, of, frame)
 

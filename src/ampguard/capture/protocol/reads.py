@@ -340,12 +340,13 @@ class ReadWindow:
                 continue
             if any(p.grad is tensor for p in quantity.watch.parameters()):
                 continue  # put in the place of a gradient of one element
-            for frame in _script_frames(sys._getframe(1)):
+            frames = list(_script_frames(sys._getframe(1)))
+            for depth, frame in enumerate(frames):
                 name = _name_of(tensor, frame)
                 if name is None:
                     continue
-                spot = Spot(frame.f_code, frame.f_lineno, _scales_in(frame, found.scale))
-                if use_of_name(spot, name, quantity.power).is_raw:
+                spots = [Spot(f.f_code, f.f_lineno, _scales_in(f, found.scale)) for f in frames[depth:]]
+                if use_of_name(spots, name, quantity.power).is_raw:
                     left.append((quantity.watch, quantity.where))
                 break
         return left

@@ -27,7 +27,8 @@ class Routine:
         self._machine = machine
         self._guarded = guarded
         self._expected: list[tuple[Key, Event | None]] = []
-        self._next = 0
+        self.place = 0
+        """How many of them."""
         self._noted: list[tuple[Key, Event | None]] = []
         self._is_plain = True
 
@@ -48,7 +49,7 @@ class Routine:
         """An update: from here on the same is expected again, if nothing was out of order."""
         noted, self._noted = self._noted, []
         if may_rest and self._is_plain and self._machine.is_at_rest and len(noted) < MAX_CALLS:
-            self._expected, self._next, self.is_on = noted, 0, True
+            self._expected, self.place, self.is_on = noted, 0, True
         self._is_plain = True
 
     # --- the routine ------------------------------------------------------------------------------------------------
@@ -56,34 +57,34 @@ class Routine:
     @property
     def is_before_backward(self) -> bool:
         """Whether no backward pass of this iteration has come yet: gradients may have been cleared."""
-        return not any(type(event) is Backward for _, event in self._expected[: self._next])
+        return not any(type(event) is Backward for _, event in self._expected[: self.place])
 
     @property
     def divides_next(self) -> bool:
         """Whether the call that is expected now is a scaler's step that divides the gradients first."""
-        event = self._expected[self._next][1]
+        event = self._expected[self.place][1]
         return type(event) is Step and event.unscales_with is not None
 
     def matches(self, key: Key) -> bool:
         """Whether this call is the one that is expected now; if not, the routine is over."""
-        if self._expected[self._next][0] == key:
-            self._next += 1
-            if self._next == len(self._expected):
-                self._next = 0
+        if self._expected[self.place][0] == key:
+            self.place += 1
+            if self.place == len(self._expected):
+                self.place = 0
             return True
         self._guarded(self.leave)
         return False
 
     def expected_backward(self) -> Backward | None:
         """The backward pass that is expected now."""
-        event = self._expected[self._next][1]
+        event = self._expected[self.place][1]
         return event if type(event) is Backward else None
 
     def leave(self) -> None:
         """Feed what was left out of this iteration."""
         self.is_on = False
-        self._noted = self._expected[: self._next]
-        self._next = 0
+        self._noted = self._expected[: self.place]
+        self.place = 0
         for _, event in self._noted:
             if event is not None:
                 self._machine.feed(_as_now(event))

@@ -35,10 +35,13 @@ from ampguard.protocol.events import Breach, Clear
 
 EARLY_STEPS = 3
 LOOKS = frozenset(
-    [1 << k for k in range(40)] + [n * 10**k - late for k in range(1, 12) for n in (1, 2, 5) for late in (0, 1)]
+    [1 << k for k in range(40)]
+    + [n * 10**k - late for k in range(1, 12) for n in (1, 2, 5) for late in (0, 1)]
+    + [n * 500 - late for n in range(1, 40) for late in (0, 1)]
+    + [n * 1000 - late for n in range(20, 2000) for late in (0, 1)]
 )
 """Iterations that are looked at closely, besides the first: powers of two, and those in which scripts log and evaluate
-(`step % 50 == 0`, `(step + 1) % 50 == 0`), which no power of two falls on."""
+(`step % 50 == 0`, `(step + 1) % 50 == 0`), which no power of two falls on. What begins late is not to wait for long."""
 
 ASKED_EACH_STEP = 64
 UNUSED_STEPS = 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -95,14 +96,31 @@ def use_of_number(spots: list[Spot], power: float) -> Use:
     return Use(is_raw=True)
 
 
-def use_of_name(spot: Spot, name: str, power: float) -> Use:
-    """A tensor that carries S^`power` is still known to the script's frame as `name`."""
-    function = _function(spot.code)
+def use_of_name(spots: list[Spot], name: str, power: float) -> Use:
+    """A tensor that carries S^`power` is still known as `name` to the script's frame at the first of `spots` (the others
+    called it)."""
+    function = _function(spots[0].code)
     if function is None:
         return Use()
-    units = _Units((), power, {**spot.scales, name: power})
+    units = _Units((), power, {**spots[0].scales, name: power})
     units.walk(function)
+    if units.returned and not (units.is_raw or units.cancels):
+        return _use_of_returned(spots, units)
     return Use(units.is_raw or not (units.cancels or units.returned), units.clips)
+
+
+def _use_of_returned(spots: list[Spot], units: _Units) -> Use:
+    """The same of a tensor that is returned: told only where a caller uses it, and none of them knows of a scale."""
+    for callee, spot in itertools.pairwise(spots):
+        function = _function(spot.code)
+        if function is None or spot.scales or "get_scale" in spot.code.co_names:
+            break
+        calls = _calls_at(function, spot.line, {callee.code.co_name}) or _only_call_at(function, spot.line)
+        units = _Units(calls, units.returned, {}, units.returned_items)
+        units.walk(function)
+        if units.is_raw or units.cancels or not units.returned:
+            return Use(units.is_raw and not units.cancels, units.clips)
+    return Use()
 
 
 def computes_with_scale(spot: Spot) -> bool:
@@ -144,6 +162,12 @@ def _calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tupl
     return tuple(call for call in found if _last_name(call.func) in names)
 
 
+def _only_call_at(function: ast.AST, line: int) -> tuple[ast.AST, ...]:
+    """The call at a line, where there is one alone: what is called may have another name than its code (a partial)."""
+    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
+    return tuple(found) if len(found) == 1 else ()
+
+
 def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -160,12 +184,16 @@ class _Units:
     seed_power: float
     fixed: Mapping[str, float]
     """What some names are known to carry, by their values."""
+    seed_items: tuple[float, ...] | None = None
+    """What each item of a seed carries that is a tuple."""
     names: dict[str, float] = field(default_factory=dict)
     computes: bool = False
     is_raw: bool = False
     clips: bool = False
     cancels: bool = False
     returned: float = 0.0
+    returned_items: tuple[float, ...] | None = None
+    """Where a tuple is returned that is written out."""
     _handlers: dict[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -203,6 +231,8 @@ class _Units:
             power = self.power(node.value)
             if isinstance(node, ast.Return):
                 self.returned = _strongest((self.returned, power))
+                if isinstance(node.value, ast.Tuple):
+                    self.returned_items = tuple(self.power(item) for item in node.value.elts)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._set(node.target, self.power(node.iter))
         elif isinstance(node, (ast.If, ast.While, ast.Assert)):
@@ -216,6 +246,9 @@ class _Units:
         if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
             for inner, part in zip(target.elts, value.elts, strict=False):
                 self._assign(inner, part)
+        elif isinstance(target, (ast.Tuple, ast.List)) and self.seed_items and any(value is s for s in self.seeds):
+            for inner, power in zip(target.elts, self.seed_items, strict=False):
+                self._set(inner, power)
         else:
             self._set(target, self.power(value))
 

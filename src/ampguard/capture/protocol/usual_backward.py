@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gc import get_count
 from types import FrameType
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from ampguard.capture.protocol.carried_scales import CarriedScales
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.second_looks import SecondLooks
 from ampguard.protocol.events import Backward, Clear
 from ampguard.protocol.machine import Machine
 
@@ -21,6 +23,7 @@ class Moves(Protocol):
     machine: Machine
     routine: Routine
     carried: CarriedScales
+    second_looks: SecondLooks
     scale_was_read: bool
 
 
@@ -64,6 +67,7 @@ class UsualBackward:
         if not watches and event.scale is not None and of is not None:
             carried.ended_outside = of.current_scale()
         if len(reached) == len(watches) and routine.matches(key):
+            moves.second_looks.objects.began = get_count()[0]
             return
         if routine.is_on:
             routine.leave()

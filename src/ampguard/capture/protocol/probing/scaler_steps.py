@@ -143,7 +143,7 @@ class ScalerStepProbe:
         watch.was_skipped = not watch.stepped
         judges = habits.suspects_scaler and (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0)
         asks = watch.candidates or watch.lost_one or habits.has_saved or habits.region is not None
-        if asks or judges or steps in LOOKS:
+        if asks or judges or steps in LOOKS or steps == witness.moves.second_looks.due:
             witness.guarded(witness.stepped, watch)
             if habits.suspects_scaler:
                 witness.guarded(habits.after_scaler_step, of, watch)

@@ -73,8 +73,9 @@ class Witness:
         habits.tick()
         if self.moves.looks_closely:
             self.moves.second_looks.looked_before = self.moves.attempt
-        if self.moves.looks_closely or is_time_to_look(steps):
-            on, self.moves.looks_on = self.moves.looks_on, False
+        is_due = steps == self.moves.second_looks.due
+        if self.moves.looks_closely or is_time_to_look(steps) or is_due:
+            on, self.moves.looks_on = self.moves.looks_on or is_due, False
             self.moves.looks_closely = on or any(is_time_to_look(w.steps) for w in self.moves.mine())
 
     def noting(
