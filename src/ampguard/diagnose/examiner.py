@@ -16,7 +16,7 @@ from ampguard.diagnose.awaiting import Awaited, Awaiting
 from ampguard.diagnose.budget import LEAST_SECONDS, LEAST_SECONDS_OF_HEALING, Budget
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case, place_of
-from ampguard.diagnose.causes.gradient_underflow import begun_before, prove_underflow
+from ampguard.diagnose.causes.gradient_underflow import begun_before, most_proofs, prove_underflow
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.handed_on import tell_handed_on
@@ -49,9 +49,6 @@ FORWARDS_PER_STEP = 4
 """How many forward passes a step takes at most, where no other step has shown it: a backward pass is about two."""
 
 NOT_REPEATED = "run again, it has finite gradients: something changed them between backward and the optimizer's step"
-MAX_PROOFS = 3
-"""Suspicions of gradient-underflow that are followed."""
-
 
 MEANT_AT_TIMES = frozenset({"division-by-zero", "empty-reduction", "indeterminate", "nonfinite-input", "unexplained"})
 """Causes of a figure that is NaN on purpose: of no samples, or of targets that are not known."""
@@ -262,7 +259,9 @@ class Examiner:
 
     def _look_for_underflow(self, bad: BadResult) -> None:
         """A suspicion: told only if a replay in float32 proves it."""
-        if self._proofs >= MAX_PROOFS or any(c.incident.cause == "gradient-underflow" for c in self._casebook.cases):
+        if self._proofs >= most_proofs(bad.step) or any(
+            c.incident.cause == "gradient-underflow" for c in self._casebook.cases
+        ):
             return
         self._proofs += 1
         try:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 HAND_SCALE = 8.0
 """A smaller number may divide gradients for many reasons (ranks, accumulation)."""
 
+ABOUT = 4.0
+"""By which factor the length of a gradient may have changed beside, where others were added to it."""
+
 
 class CloseLook:
     """Asked by the moves, of which it tells the machine and the listener as they do."""
@@ -141,6 +144,8 @@ class CloseLook:
             watch.copy = None
             return
         by, scale = watch.divided_by(), float(of.current_scale())
+        if by is None and moves.scale_was_read and _is_about(watch.shrunk_by(), scale):
+            by = scale  # divided, and put together with others (a mean over models)
         watch.copy = None
         if _is_scale(by, scale) and (of.was_asked or watch.divides_in_hook or names_scale(frame)):
             last = ledger.parts[-1].where if ledger.parts else None
@@ -325,6 +330,10 @@ class CloseLook:
         first, frame = places
         breach = Breach(cause, watch, of, first, script_line(frame), 1.0 / scale, {"scale": scale, **facts})
         self._moves.second_looks.tell([breach], watch)
+
+
+def _is_about(by: float | None, scale: float) -> bool:
+    return by is not None and scale >= ABOUT**3 and scale / ABOUT <= by <= scale * ABOUT
 
 
 def _is_scale(by: float | None, scale: float) -> bool:

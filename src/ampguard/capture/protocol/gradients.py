@@ -24,6 +24,9 @@ SAMPLE = 3
 SMALL = 1 << 16
 """Elements up to which a gradient is copied or looked at."""
 
+FEWEST = 4
+"""Elements of a gradient whose direction says something."""
+
 Seen = tuple[Tensor | None, int]
 
 
@@ -212,7 +215,7 @@ class OptimizerWatch:
         self.divided = divided
         with_grad = [p for p in self.sample if p.grad is not None and not p.grad.is_sparse and p.numel() <= SMALL]
         if with_grad:
-            smallest = min(with_grad, key=lambda p: p.numel())
+            smallest = min(with_grad, key=lambda p: (p.numel() < FEWEST, p.numel()))
             assert smallest.grad is not None
             with compat.unseen():
                 self.copy = (smallest, smallest.grad.detach().clone())
@@ -232,6 +235,17 @@ class OptimizerWatch:
                 return None
             ratio = float(a @ b) / dot
             return ratio * self.divided if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
+
+    def shrunk_by(self) -> float | None:
+        """By what the gradient's length was divided, where its direction has changed as well. Waits for the device."""
+        if self.copy is None or self.divided_by() is not None:
+            return None
+        parameter, old = self.copy
+        if parameter.grad is None or parameter.grad.shape != old.shape or old.numel() < FEWEST:
+            return None
+        with torch.no_grad(), compat.unseen():
+            length = float(parameter.grad.detach().double().norm())
+            return float(old.double().norm()) / length * self.divided if length else None
 
     def keep_weights(self) -> None:
         """Note the sampled parameters, to tell later whether the script has moved them itself."""

@@ -7,15 +7,24 @@ which nothing else tells (a logger, a histogram). It says no more than that: wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ampguard.capture.protocol.routine import MAX_CALLS
 
-MAX_KINDS = 12
-"""Different counts at one place of an iteration; more say that somebody else makes objects at the same time."""
+STEADY = 16
+"""Iterations in a row with the same count, without which it says nothing: others make objects at that place as well."""
+
+MAX_CHANGES = 4
+"""Times that the usual count is another before it has been steady; more, and the place is given up."""
+
+MAX_KINDS = 3
+"""Different counts at a place that were steady once, after which it is given up."""
 
 COLLECTED = -100
 """Objects that are fewer by more: Python has collected garbage in between, and counts anew."""
+
+UNKNOWN = COLLECTED - 1
+"""No count yet."""
 
 MAX_TRIES = 3
 """Times that an iteration is looked at because of one count."""
@@ -30,40 +39,53 @@ class _Count:
     tries: int = 0
 
 
+@dataclass(slots=True)
+class _Place:
+    """A place of an iteration: since when its count is the usual one, how often that has changed, and other counts."""
+
+    since: int
+    changes: int = 0
+    others: dict[int, _Count] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
-class Return:
-    """An unusual count has come again: when it is expected next, and since which iteration it has come."""
+class Expected:
+    """When an unusual count is expected again (after how many steps of the optimizer), and since which iteration it has come."""
 
     steps: int
     first: int
 
 
 class NewObjects:
-    """Counts them. The usual count of a place is the first that was seen there."""
+    """Counts them."""
 
     def __init__(self) -> None:
         self.began = 0
         """Python's count at the end of the last backward pass."""
-        self.usual: list[int | None] = [None] * (MAX_CALLS + 1)
-        """More objects than then, at each place of an iteration."""
-        self._others: dict[int, dict[int, _Count]] = {}
+        self.usual: list[int | None] = [UNKNOWN] * (MAX_CALLS + 1)
+        """More objects than then, at each place of an iteration; None for a place that is given up."""
+        self._places: dict[int, _Place] = {}
 
-    def unusual(self, place: int, left: int, steps: int, iteration: int) -> Return | None:
+    def unusual(self, at: int, left: int, steps: int, iteration: int) -> Expected | None:
         """How to go on after a count that was not usual. `steps`: of the optimizer so far. None: nothing to do.
 
-        A count that is new may be there in the next iteration as well (`steps` + 1); one that comes now and then is expected
-        after as many steps as lay between.
+        A count that is new may be there in the next iteration as well; one that comes now and then is expected after as many
+        steps as lay between.
         """
-        if self.usual[place] is None:
-            self.usual[place] = left
+        place = self._places.setdefault(at, _Place(steps))
+        if left < COLLECTED:
             return None
-        others = self._others.setdefault(place, {})
-        known = others.get(left)
-        if left < COLLECTED or (known is None and len(others) >= MAX_KINDS):
+        if not place.others and steps - place.since < STEADY:
+            place.since, place.changes = steps, place.changes + 1
+            self.usual[at] = left if place.changes <= MAX_CHANGES else None
             return None
+        known = place.others.get(left)
         if known is None:
-            others[left] = _Count(iteration, steps)
-            return Return(steps + 1, iteration)
+            place.others[left] = _Count(iteration, steps)
+            if len(place.others) <= MAX_KINDS:
+                return Expected(steps + 1, iteration)
+            self.usual[at] = None
+            return None
         period, known.last = steps - known.last, steps
         known.tries += 1
-        return Return(steps + period, known.first) if known.tries < MAX_TRIES else None
+        return Expected(steps + period, known.first) if period > 0 and known.tries < MAX_TRIES else None

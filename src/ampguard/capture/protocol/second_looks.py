@@ -50,12 +50,10 @@ class SecondLooks:
         place, left = self._moves.routine.place, get_count()[0] - self.objects.began
         if watch.usually_touched is False and not watch.is_untouched():
             self.ask(watch)
-        elif left != self.objects.usual[place]:
-            again = self.objects.unusual(place, left, watch.steps, self._moves.recorder.steps.count)
-            if again is not None and again.steps == watch.steps + 1:
-                self.ask(watch)
-            elif again is not None and self._may_ask():
-                self.due, self._due_since = again.steps, again.first
+        elif left != (usual := self.objects.usual[place]) and usual is not None:
+            expected = self.objects.unusual(place, left, watch.steps, self._moves.recorder.steps.count)
+            if expected is not None and self._may_ask():
+                self.due, self._due_since = expected.steps, expected.first
 
     def divided(self, watch: OptimizerWatch) -> None:
         """The same in an iteration that is told to the machine in full."""
@@ -80,13 +78,13 @@ class SecondLooks:
     def since(self, watch: OptimizerWatch) -> int:
         """The iteration in which began what a close look has found just now."""
         step = self._moves.recorder.steps.count
-        if watch.steps == self.due:
-            return self._due_since
         return watch.odd[0] if watch.odd is not None and watch.odd[1] >= step - 1 else step
 
     def tell(self, breaches: Sequence[Breach], watch: OptimizerWatch) -> None:
         """What only a close look shows: told with the iteration in which that had not found it, where some lie between."""
         step, before = self.since(watch), self.looked_before
+        if watch.steps == self.due and any(breach.cause == "clip-before-unscale" for breach in breaches):
+            step = min(step, self._due_since)
         if before is not None and step - before > 1:
             for breach in breaches:
                 breach.facts["not_in_step"] = before

@@ -43,6 +43,18 @@ SCALES = tuple(2.0**k for k in (16, 12, 8, 4))
 SHOWN = 8
 
 
+MAX_PROOFS = 3
+"""Suspicions that are followed."""
+
+STEPS_A_PROOF = 1024
+"""After so many steps one more is."""
+
+
+def most_proofs(step: int) -> int:
+    """How many suspicions are followed up to a step."""
+    return MAX_PROOFS + step // STEPS_A_PROOF
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What one parameter's gradient lost. `lost` and `present` count elements that are not 0 in float32."""

@@ -25,8 +25,9 @@ def gradient_underflow(situation: Situation) -> Iterator[str]:
     """A note on the layers of the newest look that seem to lose gradients, if any."""
     look = situation.trajectory.looks[-1]
     suspects = [layer for layer in look.layers if is_suspect(layer, look.step) and layer.parameter() is not None]
-    if not suspects or look.step & (look.step - 1):
-        return  # told at steps 1, 2, 4, 8...: a note, not a log
+    is_new = faint_since(situation.trajectory.looks) == look.step
+    if not suspects or (look.step & (look.step - 1) and not is_new):
+        return  # told at steps 1, 2, 4, 8..., and when it begins: a note, not a log
     names = []
     for layer in suspects[:SHOWN]:
         parameter = layer.parameter()
