@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ampguard.capture.protocol.moves import Moves
 
 FIRST_STEP = 16
+EVERY = 256
+"""Steps, so that what begins late is looked at twice before long. (What is written is recorded in some steps only.)"""
 APART = 16
 """Steps between two looks at an average, at least."""
 MOST = 6
@@ -62,6 +64,7 @@ class Lost:
     in_float32: float
     step_size: float
     spacing: float
+    dtype: torch.dtype
     since: int
     last: GlueOp
 
@@ -80,7 +83,7 @@ class Averages:
     def written(self, weights: Callable[[], list[Tensor]], record: Callable[[], StepRecord]) -> None:
         """The script has written to these, or may have made others."""
         step = self._moves.recorder.steps.count
-        if self._has_told or step < FIRST_STEP or step not in LOOKS:
+        if self._has_told or step < FIRST_STEP or (step not in LOOKS and step % EVERY):
             return
         self._parameters(weights, record)
         if not self._has_told:
@@ -108,7 +111,7 @@ class Averages:
     def _remade(self, record: StepRecord) -> None:
         """Averages that no module holds. The weight that each is of tells them apart."""
         step = self._moves.recorder.steps.count
-        trained = [p for watch in self._moves.mine() for p in watch.sample if is_low_precision(p.dtype)]
+        trained = [p for watch in self._moves.mine() for p in watch.sample]
         if not trained:
             return
         with torch.no_grad(), compat.unseen():
@@ -178,17 +181,21 @@ def _stuck(parameter: Tensor, values: tuple[Tensor, Tensor, Tensor], first: _Fir
     now, narrow, wide = map(slice_of, values)
     before = now.float()
     moves = (wide != before) & wide.isfinite()
-    stuck = moves & (narrow == now) & (now == first.values)
     in_float32 = float(moves.float().mean())
+    if parameter.dtype != now.dtype:  # a weight: an average that is as near to it as its numbers are has arrived
+        moves &= slice_of(parameter).to(now.dtype) != now
+        if float(moves.float().mean()) <= LOST_SHARE:
+            return None
+    stuck = moves & (narrow == now) & (now == first.values)
     share = float(stuck.sum()) / max(float(moves.sum()), 1.0)
     if in_float32 < MOVES_IN_FLOAT32 or share <= LOST_SHARE:
         return None
-    info = torch.finfo(parameter.dtype)
+    info = torch.finfo(values[0].dtype)
     spacing = torch.exp2(torch.floor(torch.log2(before.abs().clamp_min(float(info.tiny))))) * info.eps
     size = float((wide - before).abs().median())
     if size >= float(spacing.median()):
         return None
-    return Lost(parameter, share, in_float32, size, float(spacing.median()), first.step, last)
+    return Lost(parameter, share, in_float32, size, float(spacing.median()), values[0].dtype, first.step, last)
 
 
 def _written_again(parameter: Tensor, writes: list[GlueOp], record: StepRecord, dtype: torch.dtype) -> Tensor:

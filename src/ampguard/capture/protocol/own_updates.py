@@ -1,15 +1,17 @@
-"""Weights that the script itself moves along gradients which are still scaled: `p -= lr * p.grad`, and no optimizer.
+"""Weights that the script itself moves along gradients which are still scaled: `p -= lr * p.grad`.
 
-In iterations that are looked at closely, a few parameters that no optimizer holds are copied with their gradients after the
-backward pass of a scaled loss (or as `torch.autograd.grad` returns them), and compared once the iteration is over. A weight
-that has moved by a multiple of its gradient was updated by hand; whether the scale was divided out first shows in the
-multiple: somebody has written the learning rate down, so it is a round number, and the same number divided by 65536 is none.
+In iterations that are looked at closely, a few parameters are copied with their gradients after the backward pass of a
+scaled loss (or as `torch.autograd.grad` returns them), and compared once the iteration is over; those of an optimizer before
+anybody divides their gradients or steps with them. A weight that has moved by a multiple of its gradient was updated by
+hand; whether the scale was divided out first shows in the multiple: somebody has written the learning rate down, so it is a
+round number, and the same number divided by 65536 is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +70,8 @@ class OwnUpdates:
         self._moves = moves
         self._models = models
         self._followed: list[_Followed] = []
+        self._of_optimizers: list[_Followed] = []
+        """The same of parameters that an optimizer holds, until it uses their gradients."""
         self._scale = 1.0
         self._backward: Line | None = None
         self._step = 0
@@ -78,15 +82,19 @@ class OwnUpdates:
 
     @property
     def is_open(self) -> bool:
-        return bool(self._followed)
+        return bool(self._followed or self._of_optimizers)
 
     def after_backward(self, scale: float, where: Line | None) -> None:
         """Copy some that no optimizer holds. An accumulation window begins anew with each of its backward passes."""
-        self._followed = []
+        self._followed, self._of_optimizers = [], []
         if self._has_told or scale < SMALLEST_SCALE:
             return
         found = unowned(self._models, self._held())
         self._follow([(p, p.grad) for p in found], scale, where)
+        self._of_optimizers = [
+            each for p in (p for watch in self._moves.mine() for p in watch.sample) if (each := _follow(p, p.grad))
+        ]
+        self._lines |= {compat.storage_key(each.parameter): None for each in self._of_optimizers}
         self._step = self._moves.recorder.steps.count
 
     def after_grad(self, inputs: Any, results: Any, scale: float, where: Line | None, step: int) -> None:
@@ -108,12 +116,8 @@ class OwnUpdates:
         return [p for watch in self._moves.watches.optimizers for p in watch.parameters()]
 
     def _follow(self, pairs: Iterable[tuple[Tensor, Tensor | None]], scale: float, where: Line | None) -> None:
-        self._lines = {}
-        plain = [(p, g) for p, g in pairs if type(g) is Tensor and p.numel() <= SMALL and not g.is_sparse]
-        with torch.no_grad(), compat.unseen():
-            for p, grad in plain[:MOST]:
-                self._lines[compat.storage_key(p)] = None
-                self._followed.append(_Followed(p, version_of(p), p.detach().clone(), grad.detach().clone()))
+        self._followed += islice((each for p, g in pairs if (each := _follow(p, g)) is not None), MOST)
+        self._lines = {compat.storage_key(each.parameter): None for each in self._followed}
         self._scale, self._backward = scale, where
 
     def wrote(self, target: object, where: Line | None) -> None:
@@ -126,17 +130,37 @@ class OwnUpdates:
     def settle(self) -> None:
         """The iteration is over: were they moved along gradients that still carry the scale?"""
         followed, self._followed = self._followed, []
+        self._of_optimizers = []
+        self._judge(followed)
+
+    def before_optimizers(self) -> None:
+        """The gradients of optimizers are about to be divided, or stepped with: were their weights moved before?"""
+        followed, self._of_optimizers = self._of_optimizers, []
+        self._step = self._moves.second_looks.read_since(self._step, *self._moves.mine())
+        self._judge(followed)
+
+    def _judge(self, followed: list[_Followed]) -> None:
         if not followed or self._moves.scale_was_read:
             return
         with torch.no_grad(), compat.unseen():
             moved = [(each.parameter, rate) for each in followed if (rate := each.rate()) is not None]
-        scaled = [p for p, rate in moved if is_round(rate) and not is_round(rate * self._scale)]
+        is_asked = any(of.was_asked for of in self._moves.watches.scalers)
+        scaled = [p for p, rate in moved if is_round(rate) and not (is_asked and is_round(rate * self._scale))]
         if scaled and len(scaled) == len(moved):
             self._has_told = True
             where = next((line for line in self._lines.values() if line is not None), None)
             facts = {"own_update": True, "parameters": scaled, "rate": moved[0][1], "scale": self._scale}
             breach = Breach("bypassed-scaler", None, None, self._backward, where, self._scale, facts)
             self._moves.tell([breach], self._step)
+
+
+def _follow(parameter: Tensor, gradient: Tensor | None) -> _Followed | None:
+    """None for what is not plain, or large."""
+    if type(gradient) is not Tensor or parameter.numel() > SMALL or gradient.is_sparse:
+        return None
+    with torch.no_grad(), compat.unseen():
+        copies = parameter.detach().clone(), gradient.detach().clone()
+    return _Followed(parameter, version_of(parameter), *copies)
 
 
 def is_round(number: float) -> bool:

@@ -80,11 +80,15 @@ class SecondLooks:
         step = self._moves.recorder.steps.count
         return watch.odd[0] if watch.odd is not None and watch.odd[1] >= step - 1 else step
 
+    def read_since(self, step: int, *watches: OptimizerWatch) -> int:
+        """The iteration since which gradients are read as they are in this one, number `step`."""
+        return min(step, self._due_since) if any(watch.steps == self.due for watch in watches) else step
+
     def tell(self, breaches: Sequence[Breach], watch: OptimizerWatch) -> None:
         """What only a close look shows: told with the iteration in which that had not found it, where some lie between."""
         step, before = self.since(watch), self.looked_before
-        if watch.steps == self.due and any(breach.cause == "clip-before-unscale" for breach in breaches):
-            step = min(step, self._due_since)
+        if any(breach.cause == "clip-before-unscale" for breach in breaches):
+            step = self.read_since(step, watch)
         if before is not None and step - before > 1:
             for breach in breaches:
                 breach.facts["not_in_step"] = before

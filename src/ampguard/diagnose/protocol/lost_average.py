@@ -23,7 +23,7 @@ def lost_average(scene: Scene) -> Telling:
     if scene.facts.get("hidden") is not None:
         return _hidden(scene)
     lost: list[Lost] = scene.facts["lost"]
-    worst, dtype = lost[0], dtype_name(lost[0].parameter.dtype)
+    worst, dtype = lost[0], dtype_name(lost[0].dtype)
     name = scene.parameters[0]
     of = bool(scene.facts.get("is_of_weight"))
     what = f"makes that of {listed(scene.parameters)} anew" if of else f"writes to {listed(scene.parameters)}"
@@ -43,7 +43,7 @@ def lost_average(scene: Scene) -> Telling:
     )
     telling = _telling(scene, worst, text, fixes)
     telling.evidence["moves_in_float32"] = worst.in_float32
-    return dataclasses.replace(telling, op=str(worst.last.func))
+    return dataclasses.replace(telling, op=str(worst.last.func), dtype=dtype)
 
 
 def _hidden(scene: Scene) -> Telling:

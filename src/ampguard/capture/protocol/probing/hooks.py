@@ -13,23 +13,25 @@ from ampguard.capture.protocol.probing.witness import Call, Witness
 
 
 class HookProbe:
-    """Puts a look around hooks on computed tensors and on modules, in iterations that are looked at closely."""
+    """Puts a look around hooks on computed tensors and on modules, in iterations that are looked at closely; of those on
+    parameters, which are looked at when they run, it notes that there are new ones."""
 
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
 
     def install(self) -> None:
         self._witness.patches.replace(torch.Tensor, "register_hook", self._watch_tensor)
+        self._witness.patches.replace(torch.Tensor, "register_post_accumulate_grad_hook", self._watch_tensor)
         if compat.MODULE_BACKWARD_HOOK is not None:
             self._witness.patches.replace(compat.MODULE_BACKWARD_HOOK, "__init__", self._watch_module)
 
     def _watch_tensor(self, original: Call) -> Call:
         witness, hooks = self._witness, self._witness.moves.close.graph_hooks
 
-        @functools.wraps(original)
+        @functools.wraps(original)  # (or register_post_accumulate_grad_hook, which leaves alone have)
         def register_hook(self: Tensor, hook: Any) -> Any:
-            if self.grad_fn is not None and witness.recorder.active:
-                hook = witness.guarded(hooks.on_tensor, hook) or hook
+            if witness.recorder.active:
+                hook = witness.guarded(hooks.on_tensor if self.grad_fn is not None else hooks.on_leaf, hook) or hook
             return original(self, hook)
 
         return register_hook

@@ -101,6 +101,8 @@ class OptimizerProbe:
             witness.guarded(witness.unfrozen.look, watch)
 
     def _before_direct_step(self, optimizer: Optimizer) -> None:
+        if self._witness.own_updates.is_open:
+            self._witness.own_updates.before_optimizers()
         self._witness.close_window()
         self._witness.moves.before_direct_step(optimizer)
 

@@ -113,12 +113,18 @@ class ScalerStepProbe:
         return step
 
     def _before_unscale(self, scaler: Any, optimizer: Any, frame: Frame) -> None:
+        self._settle_own_updates()
         self._witness.close_window()
         self._witness.moves.before_unscale(scaler, optimizer, frame)
 
     def _before_step(self, scaler: Any, optimizer: Any, frame: Frame) -> None:
+        self._settle_own_updates()
         self._witness.close_window()
         self._witness.moves.before_scaler_step(scaler, optimizer, frame)
+
+    def _settle_own_updates(self) -> None:
+        if self._witness.own_updates.is_open:
+            self._witness.own_updates.before_optimizers()
 
     def _after_step(self, scaler: Any, optimizer: Any) -> None:
         witness = self._witness
