@@ -199,3 +199,22 @@ def test_accumulation_window_that_grows_lets_the_scale_settle(window: int, guard
 def test_training_with_a_scaler_that_is_stuck_is_told_at_the_end(guard: Guard) -> None:
     run = guard(lambda: never_cleared_again(Loop(True), BAD + 25))
     assert run.causes == ["singular-gradient", "missing-zero-grad"]
+
+
+def test_bad_gradients_that_are_cleared_each_time_do_not_pile_up(guard: Guard) -> None:
+    """New ones may lie where those before them have lain."""
+
+    def body() -> None:
+        seed_everything()
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(60):
+            loss = (net(torch.randn(4, 3)) / (0.0 if step >= BAD else 1.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if torch.isfinite(loss):
+                optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["division-by-zero"]

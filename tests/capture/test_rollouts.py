@@ -96,8 +96,8 @@ def test_an_agent_that_acts_is_only_looked_at_after_a_while(
     run = guard(lambda: train(3, lambda i: 0.9, spoil=1))
     assert run.faults == 0, run.stderr
     assert run.result == unguarded
-    # While they rest: the first, the first of a step whose activations are sampled, and the bad one.
-    assert len(kept) == (3 if rests else 2 * 3 * STEPS + 1)
+    # While they rest: the first, the first of a step whose activations are sampled, and the bad one; behind that, all.
+    assert len(kept) == (3 + 2 * STEPS if rests else 2 * 3 * STEPS + 1)
     incident = run.first
     assert (incident.cause, incident.mode, incident.step) == ("nonfinite-input", "eval", 2)
 

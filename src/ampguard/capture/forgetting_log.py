@@ -177,7 +177,8 @@ class ForgettingLog(KeptEvents):
         live = [event for event in events if type(event) is RootCall and has_live_result(event)]
         if self.ahead.kept or len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False
-        self.producers.keep_only(live)
+        pending = self._pending.entries
+        self.producers.keep_only(live, pending[0][0].index if pending else None)
         self._holders.clear()
         events[:] = live
         return True

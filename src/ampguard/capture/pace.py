@@ -13,6 +13,9 @@ import time
 FREE_SECONDS = 2.0
 SHARE = 0.03
 
+MOST_SECONDS = 10.0
+"""In which every call is kept behind a failure: of an evaluation without an end, no longer."""
+
 STRETCH_SECONDS = 0.1
 """What must have been saved up before calls are kept again: values are followed over whole stretches of calls."""
 
@@ -27,12 +30,32 @@ class Pace:
         self.is_resting = False
         self.may_rest = True
         """False where results lie on a device, which looking at them would have to wait for."""
+        self.is_attentive = False
+        self.attentive_until = 0.0
+        """Whether every call is kept, and up to how many seconds behind the first."""
         self.spent = 0.0
         self._began = math.inf
         self._entered = 0.0
         self._kept = 0
+        self._backwards = 0
+        self._calls = 0
+        """Calls without gradients since the last backward pass, and the last time that there were any between two."""
+        self._calls_before = 0
         self.is_open = False
         """Whether what is kept now follows such a call, and no gradients have been asked for since."""
+
+    def count(self, backwards: int) -> None:
+        """A call begins, after so many backward passes."""
+        if self._backwards != backwards:
+            self._backwards = backwards
+            self._calls_before, self._calls = self._calls, 0
+        self._calls += 1
+
+    @property
+    def is_last_call(self) -> bool:
+        """Whether no other one is to be expected before the next backward pass: what is computed now (returns, advantages,
+        targets) is what training is given."""
+        return self._calls == self._calls_before
 
     def enter(self, kept: int) -> None:
         """A call is about to be kept, beside so many events."""
@@ -52,10 +75,20 @@ class Pace:
         self._kept = kept
         self.is_open = True
         self.spent += time.thread_time() - self._entered - seconds
-        self.is_resting = self.may_rest and self.spent > FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
+        elapsed = time.perf_counter() - self._began
+        if self.is_attentive and elapsed > self.attentive_until:
+            self.is_attentive = False
+        self.is_resting = self.may_rest and not self.is_attentive and self.spent > FREE_SECONDS + SHARE * elapsed
+
+    def attend(self, is_on: bool) -> None:
+        """Keep every call for a while, whatever that takes: a step failed of which not everything had been. Or no longer."""
+        self.is_attentive, self.is_resting = is_on, False
+        elapsed = time.perf_counter() - self._began if self._began < math.inf else 0.0
+        self.attentive_until = elapsed + MOST_SECONDS
 
     def rests(self) -> bool:
         """Whether the next call is only looked at."""
         elapsed = time.perf_counter() - self._began
-        self.is_resting = self.spent + STRETCH_SECONDS > FREE_SECONDS + SHARE * elapsed
+        is_dear = self.spent + STRETCH_SECONDS > FREE_SECONDS + SHARE * elapsed
+        self.is_resting = is_dear and not self.is_attentive
         return self.is_resting

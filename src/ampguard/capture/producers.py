@@ -120,8 +120,8 @@ class Producers:
                     self.known.pop(identity, None)
         return found
 
-    def keep_only(self, roots: Iterable[RootCall]) -> None:
-        """Forget all but the results of these calls that are still in use."""
+    def keep_only(self, roots: Iterable[RootCall], later: int | None) -> None:
+        """Forget all but the results of these calls that are still in use, and of the events from `later` on."""
         known = self.known
         self.known = {
             id(tensor): known[id(tensor)]
@@ -129,8 +129,12 @@ class Producers:
             for ref in root.outputs
             if (tensor := ref()) is not None and id(tensor) in known
         }
+        if later is None:
+            self.writers.clear()
+        else:
+            self.known |= {key: value for key, value in known.items() if value[1].event >= later}
+            self.writers = {index: made for index, made in self.writers.items() if index >= later}
         self._index_anew()
-        self.writers.clear()
 
     def forget(self, kept: set[int]) -> None:
         """Of other events than these nothing is asked any more."""

@@ -53,6 +53,9 @@ LATELY = 8
 FIRST_STEPS = 2
 """Steps in which it is seen what follows a backward pass."""
 
+MOST_PASSES = 4
+"""Backward passes a step, up to which all of it is recorded behind a failure."""
+
 FEW_STEPS = 31
 """Of the steps' number in binary, the digits that are 0 where it is seen what the script makes of weights between two."""
 
@@ -89,6 +92,12 @@ class FlightRecorder:
         self.swapped_state: tuple[nn.Module, Any] | None = None
         self.scaling = LossScaling()
         self.live: LiveTracer | None = None
+        self.passed_over = -1
+        """The last step in which anything was not recorded that might have been: a call without gradients, the rest of a loss."""
+        self._attends_until = (0, 0)
+        """Up to which step, and which backward pass, everything is recorded."""
+        self.tapes_training = False
+        """Whether what is taped may be a part of a loss."""
         self.step_seconds = 0.0
         self.between_steps = False
         self.is_amid_training = False
@@ -139,6 +148,7 @@ class FlightRecorder:
         if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         if not torch.is_grad_enabled():
+            self.pace.count(self.steps.backwards)
             self.pace.enter(log.kept)
         if log.has_open_events or self.judge.has_open_questions:
             self.judge.settle(module)
@@ -205,7 +215,22 @@ class FlightRecorder:
         if not root.modes.grad:
             self.judge.outputs.look_at(root, outputs)
             self.pace.leave(self.log.kept, root.seconds)
-        self.tape.enter(self.schedule.limit)
+        self.tapes_training = root.modes.grad
+        if self.tapes_training and not self.schedule.training_limit:
+            self._pass_over()
+        self.tape.enter(self.schedule.training_limit if self.tapes_training else self.schedule.limit)
+
+    def _pass_over(self) -> None:
+        """Something of this step is not recorded."""
+        self.passed_over = self.steps.count
+        self.log.is_incomplete()
+
+    def attend(self, steps: int) -> None:
+        """Record all of the next steps, where one has failed of which not everything was; 0: no longer."""
+        self._attends_until = (self.steps.count + steps, self.steps.backwards + MOST_PASSES * steps)
+        self.schedule.attend(self.steps.count + steps)
+        self.pace.attend(steps > 0)
+        self.passed_over = -1
 
     def _look_at_written(self) -> None:
         """A step begins, and the script has written to weights since the last one, or may have made averages of them."""
@@ -248,8 +273,8 @@ class FlightRecorder:
         if more:
             self.tape.left = more
             return
-        self.log.is_incomplete()
-        self.schedule.exhausted(RootCall in map(type, self.log.kept_since(0)))
+        self._pass_over()
+        self.schedule.exhausted(RootCall in map(type, self.log.kept_since(0)), self.tapes_training)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -288,6 +313,10 @@ class FlightRecorder:
         self.tells_forward = True  # until an optimizer has stepped: perhaps the step is passed over
         self.scaling.losses.clear()
         self.steps.backwards += 1
+        if self.pace.is_attentive:
+            until, passes = self._attends_until
+            if self.steps.count >= until or self.steps.backwards >= passes:  # (a script may pass over its steps)
+                self.attend(0)
         self.gradients.differentiated()
         if self._in_update is not None:  # in a closure
             if not self._follows_closure:  # what follows may be the optimizer's own arithmetic
@@ -395,6 +424,7 @@ class FlightRecorder:
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
         if self.turns.thread == threading.get_ident() and not self.paused:
+            self.tapes_training = True
             self.tape.enter(self.schedule.glue_limit)
 
     # --- other threads ------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ class RestingCalls:
         """A call begins."""
         recorder = self._recorder
         recorder.tape.leave()
+        recorder.passed_over = recorder.steps.count
+        recorder.pace.count(recorder.steps.backwards)
         if recorder.judge.has_open_questions:
             recorder.judge.settle(module)
 
@@ -33,8 +35,8 @@ class RestingCalls:
             root = recorder.enter_root(module, args, kwargs)
             if root is not None:
                 recorder.leave_root(root, output)
-        elif recorder.is_amid_training:
-            recorder.resume_tape()  # a teacher's call, in the middle of a loss
+        elif recorder.is_amid_training or recorder.pace.is_last_call:
+            recorder.resume_tape()  # a teacher's call, in the middle of a loss, or a rollout is over
 
     def look_at_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
         """It has raised: were its numbers why?"""

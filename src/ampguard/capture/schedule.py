@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ampguard.capture.kept_events import MAX_EVENTS
 
 FREE_GLUE_OPS = 96
@@ -64,6 +66,18 @@ class TapeSchedule:
         """Seconds that taping beyond the usual has taken, less what it may take: below 0 steps are taped whole."""
         self.limit = MAX_EVENTS
         """Operators that are taped after a module was called."""
+        self.training_limit = MAX_EVENTS
+        """The same after one that was called with gradients. A step with more of them than `limit` is taped whole or not at all,
+        and as often as comes to the same: half a loss cannot be run again."""
+        self._is_whole = False
+        """Whether the running step is taped whole in its turn."""
+        self._resting_steps = 0
+        """Steps to come in which none of it is taped."""
+        self._cut_at = 0
+        """Events of the last step that was cut off."""
+        self._was_cut = False
+        self._whole_until = 0
+        """The step up to which everything is taped."""
         self.keeps_calls = False
         """Whether steps are so short, or hold so much glue, that it is kept call by call."""
         self._has_much_glue = False
@@ -110,8 +124,12 @@ class TapeSchedule:
         self._uses += used
         self._empty_prefixes = 0 if used else self._empty_prefixes + 1
 
-    def exhausted(self, has_root: bool) -> None:
-        """The tape met more operators than it may follow, in a step that has called a module or not."""
+    def exhausted(self, has_root: bool, is_training: bool = True) -> None:
+        """The tape met more operators than it may follow, in a step that has called a module or not.
+
+        `is_training`: in what may be a loss, not in an evaluation or in preprocessing.
+        """
+        self._was_cut |= is_training
         if not has_root and not self.is_functional and not self._is_prefix_long:
             self._wants_prefix = False
 
@@ -119,9 +137,12 @@ class TapeSchedule:
         """A step is over: the how manieth, how long it took and steps take, whether it called a module, what was taped."""
         if steps > FIRST_STEPS:
             allowed = max(FREE_GLUE_OPS, int(GLUE_TIME_SHARE * usual_seconds / TAPED_OP_SECONDS))
-            self._spent += max(0, taped - allowed) * TAPED_CALL_SECONDS - GLUE_TIME_SHARE * seconds
+            more = taped - self._cut_at if self._takes_turns else max(0, taped - allowed)
+            self._spent += more * TAPED_CALL_SECONDS - GLUE_TIME_SHARE * seconds
             self._spent = max(self._spent, -FREE_SECONDS)
             self.limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
+            if has_root:
+                self._take_turns(taped)
         usual = min(seconds, usual_seconds)  # a single slow step does not count
         if steps > FIRST_STEPS and taped * TAPED_CALL_SECONDS > MUCH_GLUE * usual:
             self._has_much_glue = True
@@ -135,6 +156,39 @@ class TapeSchedule:
         self.has_no_prefix = has_root and is_empty and not (looks_again or self.tapes_all)
         self._has_prefix = self.keeps_for_weights = False
         self._may_have_more = True
+        if steps < self._whole_until:
+            self.has_no_prefix = False
+            self.limit = self.training_limit = MAX_EVENTS
+        else:
+            self._whole_until = 0
+        self._was_cut = False
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether one step in several is taped whole, and the others are not."""
+        return self._is_whole or self._resting_steps > 0
+
+    def _take_turns(self, taped: int) -> None:
+        """Say how much of the next step is taped, where steps run more operators than may be taped in each."""
+        if self._spent < 0 and not self._takes_turns:
+            self._cut_at = 0
+        elif self._resting_steps:
+            self._resting_steps -= 1
+            self._is_whole = not self._resting_steps
+        elif self._is_whole:
+            self._is_whole = False
+            self._resting_steps = max(0, math.ceil(taped / self._cut_at) - 1)
+        elif self._was_cut and self.limit < MAX_EVENTS:
+            self._is_whole = True
+            self._cut_at = max(1, taped)
+        self.training_limit = MAX_EVENTS if self._is_whole else 0 if self._resting_steps else self.limit
+
+    def attend(self, until: int) -> None:
+        """Tape everything up to this step: one failed of which not everything had been. (Where that is now: as usual again.)"""
+        self._whole_until = until
+        self._wants_prefix = True
+        self.has_no_prefix = False
+        self.limit = self.training_limit = MAX_EVENTS
 
     def _is_prefix_cheap(self, steps: int, usual_seconds: float) -> bool:
         """Whether taping it costs next to nothing, in this loop or because the run has just begun."""
@@ -165,13 +219,15 @@ class TapeSchedule:
     @property
     def glue_limit(self) -> int:
         """Operators that are taped where a step goes on outside modules."""
-        return max(self.limit, FREE_FUNCTIONAL_OPS) if self.is_functional else self.limit
+        return max(self.limit, FREE_FUNCTIONAL_OPS) if self.is_functional else self.training_limit
 
     @property
     def prefix_limit(self) -> int:
         """Operators that are taped before the first module; 0 for none."""
         if self.is_functional or self.tapes_all:
             return self.glue_limit
+        if self.limit == MAX_EVENTS and self._whole_until:
+            return self.limit
         if self.has_no_prefix or (self._is_prefix_long and self._spent >= 0):
             return 0
         return PREFIX_OPS

@@ -24,6 +24,7 @@ class Taping(Protocol):
 
     paused: bool
     between_steps: bool
+    tapes_training: bool
     has_compiled_before: bool
     tape: GlueTape
     schedule: TapeSchedule
@@ -91,4 +92,5 @@ class TapedPreprocessing:
         recorder = self._recorder
         limit = 0 if recorder.has_compiled_before else recorder.schedule.prefix_limit
         if limit and recorder.turns.thread == threading.get_ident() and not recorder.paused:
+            recorder.tapes_training = False
             recorder.tape.enter(limit)

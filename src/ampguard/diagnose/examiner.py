@@ -32,6 +32,7 @@ from ampguard.diagnose.locating import NOT_MADE, locate, locate_in_trace
 from ampguard.diagnose.past_scaler import is_only_the_scale
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice
+from ampguard.diagnose.unrecorded import Unrecorded, better
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
 from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
@@ -77,6 +78,7 @@ class Examiner:
         self._looks = 0
         self._proofs = 0
         self._arming = Arming(recorder)
+        self._unrecorded = Unrecorded(recorder)
         self._awaiting = Awaiting(recorder, self._settle)
 
     @property
@@ -114,7 +116,8 @@ class Examiner:
         if self._casebook.skipped.is_known(bad, self._casebook.cases):
             return
         live = self._arming.live
-        if live is None and (self._goes_on(bad) or self._is_like_a_known_one(bad)):
+        is_wanted = live is not None or self._unrecorded.shows_more(bad)
+        if not is_wanted and (self._goes_on(bad) or self._is_like_a_known_one(bad)):
             return
         self._looks += 1
         self._casebook.further.begin(bad)
@@ -354,7 +357,19 @@ class Examiner:
             self._casebook.cases[-1].occurrences += caught  # the failure that armed the tracing was this one
 
     def _open(self, incident: Incident, evidence: Evidence, bad: BadResult) -> None:
+        case = self._unrecorded.told_of(incident, evidence, bad)
+        if case is not None:
+            case.came_back(bad.step)
+            self._casebook.retell(case, better(incident, case.incident.step))
+            return
+        first = self._unrecorded.take_unexplained(bad, self._arming.unexplained)
+        if first is not None:
+            incident = better(incident, first.step)
         self._open_as(self._casebook.second_opinion(self._with_past(incident)), evidence, bad)
+        if first is not None:
+            self._casebook.cases[-1].occurrences += self._arming.caught(bad)
+            self._casebook.cases[-1].last_step = bad.step
+        self._unrecorded.is_given(self._casebook.cases[-1], bad)
 
     def _open_as(self, opinion: Incident | Case, evidence: Evidence, bad: BadResult) -> None:
         self._casebook.open(opinion, bad, place_of(evidence))
@@ -396,4 +411,5 @@ class Examiner:
             known.came_back(bad.step)
         else:
             self._arming.keep(bad, reason)
-        self._arming.arm(bad, reason)
+        if not self._unrecorded.attends(bad):
+            self._arming.arm(bad, reason)

@@ -7,6 +7,7 @@ pass, before they are cleared, and at the end of the run; in an ordinary iterati
 
 from __future__ import annotations
 
+import weakref
 from threading import get_ident
 
 from torch import Tensor
@@ -41,8 +42,8 @@ class DroppedGradients:
         """The most that were ever seen between two steps; until the first step, 1."""
         self._recorder = recorder
         self._moves = moves
-        self._left: dict[OptimizerWatch, tuple[int, int, int]] = {}
-        """Bad gradients that nobody has cleared: one by its identity, since which step, and how many looks ago."""
+        self._left: dict[OptimizerWatch, tuple[weakref.ref[Tensor], int, int]] = {}
+        """Bad gradients that nobody has cleared: one of them, since which step, and how many looks ago."""
         self._has_stepped = False
         self._first_looks = FIRST_LOOKS
 
@@ -83,17 +84,17 @@ class DroppedGradients:
             return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
         for watch in self._moves.mine():
             worst = next((p for p in watch.parameters() if id(p) in bad), None)
-            if worst is not None:
-                self._note_left(watch, id(worst.grad))
+            if worst is not None and worst.grad is not None:
+                self._note_left(watch, worst.grad)
 
-    def _note_left(self, watch: OptimizerWatch, gradient: int) -> None:
+    def _note_left(self, watch: OptimizerWatch, gradient: Tensor) -> None:
         """Are these the bad gradients of an earlier iteration, to which others were added since?"""
-        known, since, looks = self._left.get(watch, (0, 0, 0))
+        known, since, looks = self._left.get(watch, (None, 0, 0))
         step = self._recorder.steps.count
-        if known != gradient:
-            self._left[watch] = (gradient, step, 1)
+        if known is None or known() is not gradient:  # (not by its identity, which the next one may have)
+            self._left[watch] = (weakref.ref(gradient), step, 1)
             return
-        self._left[watch] = (gradient, since, looks + 1)
+        self._left[watch] = (known, since, looks + 1)
         scaler = self._recorder.scaling.scaler
         may_settle = scaler is not None and scaler.is_enabled()
         if looks + 1 == (LIVE_LOOKS if may_settle else STUCK_LOOKS):
