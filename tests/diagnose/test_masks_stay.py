@@ -138,9 +138,10 @@ def test_watching_ends_where_weights_are_spoiled(guard: Guard, monkeypatch: pyte
             for _ in range(100):
                 state = 0.9 * state + 0.1 * out
             optimizer.zero_grad()
-            (state / (0 * state if step == 8 else 1)).square().mean().backward()
+            (state / (0 * state if step == 7 else 1)).square().mean().backward()
             optimizer.step()
 
-    first = guard(body).first
-    assert (first.cause, first.step) == ("unexplained", 8)
-    assert "only read weights that it had spoiled" in first.explanation
+    run = guard(body)
+    assert (run.first.cause, run.first.step) == ("unexplained", 7)
+    assert "only read weights that it had spoiled" in run.first.explanation
+    assert not run.session._recorder.pace.is_attentive

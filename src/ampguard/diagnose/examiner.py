@@ -112,6 +112,7 @@ class Examiner:
         if self._casebook.poison.explains(bad):
             if self._casebook.poison.case is None:
                 self._arming.weights_are_bad()
+                self._unrecorded.end()
             return
         if self._casebook.skipped.is_known(bad, self._casebook.cases):
             return

@@ -60,8 +60,14 @@ class Unrecorded:
         alike = (first for first, _ in unexplained if (first.mode, first.kind) == (bad.mode, bad.kind))
         found = next((first for first in alike if first.step in self._partial), None)
         if found is not None:
-            self._recorder.attend(0)
+            self.end()
         return found
+
+    def end(self) -> None:
+        """It is known, or cannot be any more: the next steps are recorded as usual."""
+        if self._case is not None or self._recorder.pace.is_attentive:
+            self._case = None
+            self._recorder.attend(0)
 
     def told_of(self, incident: Incident, evidence: Evidence, bad: BadResult) -> Case | None:
         """The case that a failure, seen whole, explains: its bad values have gone through the place at which that began."""
@@ -70,8 +76,7 @@ class Unrecorded:
             return None
         if not _goes_through(evidence, self._place):
             return None
-        self._case = None
-        self._recorder.attend(0)
+        self.end()
         case.place = place_of(evidence)
         return case
 
