@@ -115,6 +115,8 @@ class Refused:
     found_inf: bool | None = None
     weights_moved: bool = False
     """The parameters were written to since the optimizer's gradients were unscaled, by no optimizer's step."""
+    window: int | None = None
+    """By which whole number the loss was divided whose gradients were added to unscaled ones."""
 
 
 Event = Backward | Unscale | Divided | Rescale | Read | Step | Update | Clear | Refused

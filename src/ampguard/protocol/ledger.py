@@ -123,6 +123,8 @@ class Session:
     touched: list[Key] = field(default_factory=list)
     stepped: list[Key] = field(default_factory=list)
     updated_at: Place = None
+    loaded_at: Place = None
+    """Where its state was loaded since."""
     updates: int = 0
     last_backward: Backward | None = None
     """The last backward pass before the last update."""

@@ -200,7 +200,9 @@ class Machine:
             facts |= {"scaled_by_another": True, "other": other, "is_mixed": len(of_other) < len(ledger.parts)}
             self._pend(ledger, "unscaled-backward", event, of_other[0].where, facts)
             return
-        cause = "accumulation-broken" if len(scales) > 1 else "missing-update"
+        if session.loaded_at is not None:
+            facts |= {"loaded": True, "updated_between": session.loaded_at}
+        cause = "accumulation-broken" if len(scales) > 1 or session.loaded_at is not None else "missing-update"
         # Who has stepped before the last update and again since it does so in each micro-step.
         facts["others"] = [key for key in set(session.stepped) - {event.optimizer} if session.stepped.count(key) > 1]
         first = ledger.parts[0].where if cause == "accumulation-broken" else session.updated_at
@@ -321,7 +323,7 @@ class Machine:
                 ledger.session = Stage.EMPTY
         session.touched = []
         session.stepped = session.stepped[-1:]  # who made the script update
-        session.updated_at = event.where
+        session.updated_at, session.loaded_at = event.where, None
         session.updates += 1
         session.last_backward = self.last_backward
         self.bypassed.clear()

@@ -56,7 +56,8 @@ class Refusals:
         last = ledger.parts[-1].where if ledger.parts else None
         if event.weights_moved and ledger.stage is not Stage.REOPENED:
             return "double-unscale", first, {**facts, "second_pass": True, "backward": last}
-        if ledger.stage is not Stage.REOPENED or event.found_inf or ledger.backwards_per_step == 1:
+        is_window = ledger.backwards_per_step != 1 or event.window is not None
+        if ledger.stage is not Stage.REOPENED or event.found_inf or not is_window:
             kept = ledger.stage is Stage.REOPENED and not event.found_inf
             return "missing-update", first, {**facts, "next_iteration": True, "was_kept": kept}
         return "accumulation-broken", first, {**facts, "backwards": ledger.backwards_since_unscale}

@@ -19,6 +19,9 @@ from ampguard import compat
 from ampguard.capture.trees import tensors_in
 
 MAX_NODES = 96
+LARGEST_WINDOW = 1024
+WHOLE = 1e-6
+"""How far a divisor may be from a whole number, as a share of it: it may be the inverse of a rounded factor."""
 MAX_REMEMBERED = 64
 _LINEAR = frozenset(
     {
@@ -188,6 +191,23 @@ def constant_factors(loss: Tensor) -> list[float]:
             found += [float(factor) for factor in _factors(node) if factor.numel() == 1 and factor.is_cpu]
             node = next((inner for inner, _ in node.next_functions if inner is not None), None)
     return found
+
+
+def window_of(loss: Tensor) -> int | None:
+    """The whole number by which a loss was divided as a whole: in how many parts a window of accumulation is."""
+    with compat.unseen():
+        node = loss.grad_fn
+        for _ in range(MAX_NODES):
+            if node is None or type(node).__name__ not in SCALING:
+                break
+            is_division = type(node).__name__ == "DivBackward0"
+            numbers = [compat.saved_by(node, "other")] if is_division else _factors(node)
+            for found in [n for n in numbers if n is not None and n.numel() == 1 and n.is_cpu and n.item()]:
+                divisor = float(found) if is_division else 1.0 / float(found)
+                if 1.5 < divisor < LARGEST_WINDOW and abs(divisor / round(divisor) - 1.0) < WHOLE:
+                    return round(divisor)
+            node = next((inner for inner, _ in node.next_functions if inner is not None), None)
+    return None
 
 
 SCALING = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")

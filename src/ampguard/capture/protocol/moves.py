@@ -146,6 +146,8 @@ class Moves:
             if watch.copy is not None and not is_empty:
                 self.close.note_division(watch)
             stage = machine.stage(watch)
+            if stage is Stage.UNSCALED and not is_empty:
+                self.refusals.added_to_unscaled(watch, losses)
             if stage is not Stage.EMPTY and (is_empty or (stage is Stage.USED and self._was_zeroed(watch))):
                 self.clipped.gone(watch)
                 machine.feed(Clear(watch))
@@ -290,11 +292,6 @@ class Moves:
         self.carried.losses.forget_dead()
         self.routine.note(("update", of, frame.f_code, frame.f_lasti), event)
         self.routine.iteration_ended(not self.looks_closely)
-
-    def loaded(self, scaler: Any) -> None:
-        watch = self.watches.scaler(scaler)
-        watch.scale = None
-        watch.loaded = True
 
     def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:
         """Its watch; the optimizer is the calling thread's from here on."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.loss_scale import window_of
 from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.watches import Watches
@@ -39,6 +42,11 @@ class Refusals:
         self._moves = moves
         self.explain: Callable[[Breach], Breach] = lambda breach: breach
         """What looks at the tensors, where the machine alone cannot tell."""
+        self._windows: weakref.WeakKeyDictionary[OptimizerWatch, int | None] = weakref.WeakKeyDictionary()
+
+    def added_to_unscaled(self, watch: OptimizerWatch, losses: Any) -> None:
+        """A backward pass begins, and the optimizer holds gradients that were unscaled: is it one of a window of several?"""
+        self._windows[watch] = window_of(losses) if isinstance(losses, Tensor) else None
 
     def refused(
         self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: FrameType | None
@@ -58,7 +66,8 @@ class Refusals:
         if moves.attempt == step - 1 and self._is_behind_step(call, reason, watch):
             step = moves.attempt
         moved = watch is not None and watch.weights_moved()
-        breaches = machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved))
+        window = self._windows.get(watch) if watch is not None else None
+        breaches = machine.feed(Refused(call, reason, of, watch, script_line(frame), found_inf, moved, window))
         moves.tell([self.explain(breach) for breach in breaches], step)
 
     def _is_behind_step(self, call: str, reason: str, watch: OptimizerWatch | None) -> bool:

@@ -23,6 +23,8 @@ def accumulation_broken(scene: Scene) -> Telling:
             f"the gradients of `{name}` were unscaled at {at(scene.first)}, {n} more backward "
             f"{'pass' if n == 1 else 'passes'} added scaled ones, and {at(scene.again)} unscales again. PyTorch refuses that."
         )
+    elif facts.get("loaded"):
+        return _loaded(scene)
     elif facts.get("scales") and len(facts["scales"]) > 1:
         scales = " and ".join(number(s) for s in facts["scales"])
         updated = facts.get("updated_between")
@@ -48,6 +50,26 @@ def accumulation_broken(scene: Scene) -> Telling:
             f"give `{name}` a GradScaler of its own, so that its scale stays as it is until its window ends: scaler_2.scale(loss)"
             f".backward() in the window; at its end scaler_2.step({name}), scaler_2.update(), {name}.zero_grad()"
         )
-    keys = ("scale", "scales", "divided_by", "refused", "backwards")
-    evidence = {key: facts[key] for key in keys if facts.get(key) is not None}
-    return Telling(head + text, where, (order(scene, how),), evidence=evidence)
+    return Telling(head + text, where, (order(scene, how),), evidence=_evidence(scene))
+
+
+def _loaded(scene: Scene) -> Telling:
+    """The scaler has got another scale from a checkpoint, between a backward pass and the division."""
+    facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    loaded = facts.get("updated_between")
+    scales = " and ".join(number(s) for s in facts["scales"])
+    text = (
+        f"The loss scale was changed within an iteration: gradients of `{name}` carry {scales}, the state of `{scaler}` was "
+        f"loaded at {at(loaded)}, and they are divided by {number(facts['divided_by'])} at {at(scene.again)}. They are "
+        f"{scene.factor}."
+    )
+    how = (
+        f"load {scaler}'s state between two iterations, behind {scaler}.update(); or leave the step out with which it is loaded: "
+        f"{name}.zero_grad(), and go on with the next batch"
+    )
+    return Telling(text, loaded if loaded is not None else scene.again, (order(scene, how),), evidence=_evidence(scene))
+
+
+def _evidence(scene: Scene) -> dict[str, object]:
+    keys = ("scale", "scales", "divided_by", "refused", "backwards", "loaded")
+    return {key: scene.facts[key] for key in keys if scene.facts.get(key) is not None}

@@ -12,7 +12,7 @@ import torch
 from ampguard import compat
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
-from ampguard.capture.protocol.script_lines import framework_in
+from ampguard.capture.protocol.script_lines import framework_in, script_line
 
 
 class ScalingProbe:
@@ -31,9 +31,21 @@ class ScalingProbe:
         replace(kind, "__init__", noting(after=lambda frame, scaler, *_: moves.scaler_created(scaler, frame)))
         replace(kind, "scale", self._watch_scale)
         replace(kind, "update", self._watch_update)
-        replace(kind, "load_state_dict", noting(after=lambda frame, scaler, *_: moves.loaded(scaler)))
+        replace(kind, "load_state_dict", noting(before=self._before_loading, after=self._loaded))
         replace(kind, "state_dict", noting(before=lambda frame, scaler: habits.state_asked(scaler)))
         replace(kind, "get_scale", witness.unclosing(read))
+
+    def _before_loading(self, frame: Frame, scaler: Any, *_: Any) -> None:
+        """Keep the scale, as before an update: gradients may be about that carry it."""
+        moves = self._witness.moves
+        moves.routine.spoil()
+        moves.before_update(moves.watches.scaler(scaler))
+
+    def _loaded(self, frame: Frame, scaler: Any, *_: Any) -> None:
+        moves = self._witness.moves
+        of = moves.watches.scaler(scaler)
+        of.scale, of.loaded = None, True
+        moves.machine.session(of).loaded_at = script_line(frame)
 
     def _watch_scale(self, original: Call) -> Call:
         witness, moves = self._witness, self._witness.moves
