@@ -69,6 +69,14 @@ def casts_of(
     return StandIns(root, [(place, made[id(place.tensor)]) for place in places], beside)
 
 
+ON_CASTS = ": its calls run on float32 casts of them, its updates are rounded as before"
+
+
+def low_by_itself(root: nn.Module, low: torch.dtype) -> str:
+    """Whose weights the script itself made low."""
+    return f"the weights of {type(root).__name__} are {numerics.dtype_name(low)} by the script's own doing"
+
+
 class CastWeights:
     """Makes the casts of each root call, and keeps those of its last one for the backward pass."""
 
@@ -161,9 +169,11 @@ class CastWeights:
     def keep_own(self, root: nn.Module, refusal: BaseException) -> None:
         """A call of the root on float32 casts of the script's low weights has failed: from now on it keeps these."""
         self._given_up.add(root)
+        low = next(p.dtype for p in root.parameters() if p.is_floating_point())
         self._ledger.failed(
             f"{type(root).__name__} computes in the type of its own weights after all: its code casts to that itself "
-            f"({str(refusal).splitlines()[0]})"
+            f"({str(refusal).splitlines()[0]})",
+            instead_of=low_by_itself(root, low) + ON_CASTS,
         )
 
     @contextlib.contextmanager

@@ -25,8 +25,10 @@ class Ledger:
         if what not in self.did:
             self.did.append(what)
 
-    def failed(self, what: str) -> None:
-        """Something asked for could not be overridden."""
+    def failed(self, what: str, instead_of: str | None = None) -> None:
+        """Something asked for could not be overridden. `instead_of`: what was said of it before and has turned out otherwise."""
+        if instead_of in self.could_not:
+            self.could_not.remove(instead_of)
         if what not in self.could_not:
             self.could_not.append(what)
             say(f"not overridden: {what}")

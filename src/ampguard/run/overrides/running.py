@@ -19,7 +19,7 @@ from ampguard.incident import Incident
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.as_options import in_options
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
-from ampguard.run.overrides.cast_weights import CastWeights
+from ampguard.run.overrides.cast_weights import ON_CASTS, CastWeights, low_by_itself
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.forced import Forced
 from ampguard.run.overrides.gradients_again import GradientsAgain
@@ -238,10 +238,10 @@ class RunningOverrides:
         name, types = type(module).__name__, {p.dtype for p in module.parameters() if p.is_floating_point()}
         low = next(filter(numerics.is_low_precision, types), None)
         if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
-            stays = f"the weights of {name} are {numerics.dtype_name(low)} by the script's own doing"
+            stays = low_by_itself(module, low)
             if types == {low} and self._plan.weights_dtype == torch.float32 and why_weights_stay(module) is None:
                 self._lift_weights()
-                stays += ": its calls run on float32 casts of them, its updates are rounded as before"
+                stays += ON_CASTS
             self.ledger.failed(stays)
         is_lowered = self._plan.dtype is not None or self._plan.weights_dtype != torch.float32
         if is_lowered and types == {torch.float64}:
