@@ -62,6 +62,16 @@ def ascend(p: nn.Parameter, scale: float) -> None:
     p.add_(p.grad * (0.01 / p.grad.norm()))
 
 
+def descend(p: nn.Parameter, scale: float) -> None:
+    """By a round number in the first iteration that is looked at, and by another in the next."""
+    assert p.grad is not None
+    SIZES.setdefault(id(p), float(p.grad.norm()))
+    p.sub_(p.grad * (1e-6 * SIZES[id(p)] / p.grad.norm()))
+
+
+SIZES: dict[int, float] = {}
+
+
 @pytest.mark.parametrize("first", [0, 27])
 def test_moved_along_scaled_gradients(first: int, guard: Guard) -> None:
     run = guard(train(along_scaled, first))
@@ -71,7 +81,7 @@ def test_moved_along_scaled_gradients(first: int, guard: Guard) -> None:
     assert run.first.location.code == "p.sub_(1e-6 * p.grad)"
 
 
-@pytest.mark.parametrize("move", [along_true, decay, ascend])
+@pytest.mark.parametrize("move", [along_true, decay, ascend, descend])
 def test_moved_otherwise(move: Callable[[nn.Parameter, float], None], guard: Guard) -> None:
     run = guard(train(move, 0))
     assert (run.faults, run.causes) == (0, [])

@@ -72,6 +72,8 @@ class OwnUpdates:
         self._followed: list[_Followed] = []
         self._of_optimizers: list[_Followed] = []
         """The same of parameters that an optimizer holds, until it uses their gradients."""
+        self._seen: tuple[float, int] | None = None
+        """By how many times their gradients those were moved, and since which iteration."""
         self._scale = 1.0
         self._backward: Line | None = None
         self._step = 0
@@ -131,27 +133,42 @@ class OwnUpdates:
         """The iteration is over: were they moved along gradients that still carry the scale?"""
         followed, self._followed = self._followed, []
         self._of_optimizers = []
-        self._judge(followed)
+        moved = self._moved(followed)
+        if moved:
+            self._tell(moved, self._step)
 
     def before_optimizers(self) -> None:
-        """The gradients of optimizers are about to be divided, or stepped with: were their weights moved before?"""
-        followed, self._of_optimizers = self._of_optimizers, []
-        self._step = self._moves.second_looks.read_since(self._step, *self._moves.mine())
-        self._judge(followed)
+        """The gradients of optimizers are about to be divided, or stepped with: were their weights moved before?
 
-    def _judge(self, followed: list[_Followed]) -> None:
-        if not followed or self._moves.scale_was_read:
+        A step along a gradient of some length (SAM's) may be by a round number once, and is by another in the next iteration.
+        """
+        followed, self._of_optimizers = self._of_optimizers, []
+        moved = self._moved(followed)
+        if not moved:
             return
+        mine, rate = self._moves.mine(), moved[0][1]
+        if self._seen is not None and abs(rate / self._seen[0] - 1.0) < SAME:
+            self._tell(moved, self._seen[1])
+            return
+        self._seen = rate, self._moves.second_looks.read_since(self._step, *mine)
+        self._moves.second_looks.ask(*mine)
+
+    def _moved(self, followed: list[_Followed]) -> list[tuple[Tensor, float]]:
+        """Those that were moved along gradients that still carry the scale, and by how many times these: all that were."""
+        if not followed or self._moves.scale_was_read:
+            return []
         with torch.no_grad(), compat.unseen():
             moved = [(each.parameter, rate) for each in followed if (rate := each.rate()) is not None]
         is_asked = any(of.was_asked for of in self._moves.watches.scalers)
-        scaled = [p for p, rate in moved if is_round(rate) and not (is_asked and is_round(rate * self._scale))]
-        if scaled and len(scaled) == len(moved):
-            self._has_told = True
-            where = next((line for line in self._lines.values() if line is not None), None)
-            facts = {"own_update": True, "parameters": scaled, "rate": moved[0][1], "scale": self._scale}
-            breach = Breach("bypassed-scaler", None, None, self._backward, where, self._scale, facts)
-            self._moves.tell([breach], self._step)
+        scaled = [each for each in moved if is_round(each[1]) and not (is_asked and is_round(each[1] * self._scale))]
+        return scaled if len(scaled) == len(moved) else []
+
+    def _tell(self, moved: list[tuple[Tensor, float]], step: int) -> None:
+        self._has_told = True
+        where = next((line for line in self._lines.values() if line is not None), None)
+        facts = {"own_update": True, "parameters": [p for p, _ in moved], "rate": moved[0][1], "scale": self._scale}
+        breach = Breach("bypassed-scaler", None, None, self._backward, where, self._scale, facts)
+        self._moves.tell([breach], step)
 
 
 def _follow(parameter: Tensor, gradient: Tensor | None) -> _Followed | None:
