@@ -25,7 +25,7 @@ def no_collection_in_between() -> Iterator[None]:
 class Loop:
     """A loop with a hole between backward and the scaler's step, and the iterations in which something is put there."""
 
-    def __init__(self, hole: Callable[[Loop], object], first: int, every: int = 1, steps: int = 56) -> None:
+    def __init__(self, hole: Callable[[Loop], object], first: int, every: int = 1, steps: int = 60) -> None:
         self.hole, self.first, self.every, self.steps = hole, first, every, steps
         self.log: list[object] = []
 
@@ -103,9 +103,9 @@ def divided_and_clipped(loop: Loop) -> None:
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        (Loop(logged, 27), "clip-before-unscale"),
-        (Loop(logged, 23, every=7), "clip-before-unscale"),
-        (ShownByCaller(returned, 23, every=7), "clip-before-unscale"),
+        (Loop(logged, 41), "clip-before-unscale"),
+        (Loop(logged, 41, every=7), "clip-before-unscale"),
+        (ShownByCaller(returned, 41, every=7), "clip-before-unscale"),
         (ShownByCaller(returned, 0), "clip-before-unscale"),
         (Loop(divided_and_clipped, 27), "double-unscale"),
     ],
