@@ -69,6 +69,37 @@ class DividedByCaller(Loop):
                 self.log.append(f"{(norm / self.scaler.get_scale()).item():.3f}")
 
 
+class InDictionary(Loop):
+    """The step's numbers are returned by their names."""
+
+    def named(self, i: int) -> dict[str, Any]:
+        x = torch.randn(8, 6)
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = self.model(x)
+        loss = F.cross_entropy(out.float(), x[:, :3].argmax(1))
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        result = {"loss": loss.detach()}
+        result["norm"] = returned(self)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return result
+
+    def use(self) -> None:
+        norms = []
+        for i in range(self.steps):
+            out = self.named(i)
+            norms.append(out["norm"].item())
+        self.log.append(f"{sum(norms) / len(norms):.3f}")
+
+
+class OtherOfDictionary(InDictionary):
+    def use(self) -> None:
+        for i in range(self.steps):
+            out = self.named(i)
+            self.log.append(f"{out['loss'].item():.3f}")
+
+
 class LeftByCaller(Loop):
     def use(self) -> None:
         for i in range(self.steps):
@@ -107,9 +138,10 @@ def divided_and_clipped(loop: Loop) -> None:
         (Loop(logged, 41, every=7), "clip-before-unscale"),
         (ShownByCaller(returned, 41, every=7), "clip-before-unscale"),
         (ShownByCaller(returned, 0), "clip-before-unscale"),
+        (InDictionary(returned, 0), "clip-before-unscale"),
         (Loop(divided_and_clipped, 27), "double-unscale"),
     ],
-    ids=["in each", "now and then", "shown by the caller", "from the first", "divided"],
+    ids=["in each", "now and then", "shown by the caller", "from the first", "by its name", "divided"],
 )
 def test_told_with_the_iteration_in_which_it_began(body: Loop, cause: str, guard: Guard) -> None:
     run = guard(body)
@@ -119,8 +151,14 @@ def test_told_with_the_iteration_in_which_it_began(body: Loop, cause: str, guard
 
 @pytest.mark.parametrize(
     "body",
-    [Loop(true_norm, 27), DividedByCaller(returned, 23, every=7), LeftByCaller(returned, 0), Loop(grads, 27)],
-    ids=["divided at once", "divided by the caller", "not used", "nothing computed"],
+    [
+        Loop(true_norm, 27),
+        DividedByCaller(returned, 23, every=7),
+        LeftByCaller(returned, 0),
+        Loop(grads, 27),
+        OtherOfDictionary(returned, 0),
+    ],
+    ids=["divided at once", "divided by the caller", "not used", "nothing computed", "another is used"],
 )
 def test_what_is_right_is_left_alone(body: Loop, guard: Guard) -> None:
     run = guard(body)

@@ -388,6 +388,10 @@ def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
     for name, value in locals_of(frame).items():
         if value is tensor:
             return name
+        if type(value) is dict and len(value) <= MAX_SPOTS:
+            key = next((key for key, held in value.items() if held is tensor and type(key) is str), None)
+            if key is not None:
+                return f"{name}[{key!r}]"
     owner = locals_of(frame).get("self")
     attributes = getattr(owner, "__dict__", None) or {}
     return next((f"self.{name}" for name, value in list(attributes.items()) if value is tensor), None)

@@ -116,7 +116,7 @@ def _use_of_returned(spots: list[Spot], units: _Units) -> Use:
         if function is None or spot.scales or "get_scale" in spot.code.co_names:
             break
         calls = _calls_at(function, spot.line, {callee.code.co_name}) or _only_call_at(function, spot.line)
-        units = _Units(calls, units.returned, {}, units.returned_items)
+        units = _Units(calls, units.returned, {}, units.returned_items, units.returned_keys)
         units.walk(function)
         if units.is_raw or units.cancels or not units.returned:
             return Use(units.is_raw and not units.cancels, units.clips)
@@ -186,6 +186,8 @@ class _Units:
     """What some names are known to carry, by their values."""
     seed_items: tuple[float, ...] | None = None
     """What each item of a seed carries that is a tuple."""
+    seed_keys: Mapping[str, float] = field(default_factory=dict)
+    """What the values of a seed carry that is a dictionary, by `[key]` as it is written."""
     names: dict[str, float] = field(default_factory=dict)
     computes: bool = False
     is_raw: bool = False
@@ -194,6 +196,8 @@ class _Units:
     returned: float = 0.0
     returned_items: tuple[float, ...] | None = None
     """Where a tuple is returned that is written out."""
+    returned_keys: dict[str, float] = field(default_factory=dict)
+    """Where a dictionary is returned whose values are known by their keys."""
     _handlers: dict[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -233,6 +237,8 @@ class _Units:
                 self.returned = _strongest((self.returned, power))
                 if isinstance(node.value, ast.Tuple):
                     self.returned_items = tuple(self.power(item) for item in node.value.elts)
+                self.returned_keys |= self._keys_of(node.value)
+                self.returned = _strongest((self.returned, *self.returned_keys.values()))
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._set(node.target, self.power(node.iter))
         elif isinstance(node, (ast.If, ast.While, ast.Assert)):
@@ -246,11 +252,22 @@ class _Units:
         if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
             for inner, part in zip(target.elts, value.elts, strict=False):
                 self._assign(inner, part)
+        elif self.seed_keys and any(value is s for s in self.seeds):
+            name = ast.unparse(target)
+            self.names |= {name: 0.0, **{name + key: power for key, power in self.seed_keys.items()}}
         elif isinstance(target, (ast.Tuple, ast.List)) and self.seed_items and any(value is s for s in self.seeds):
             for inner, power in zip(target.elts, self.seed_items, strict=False):
                 self._set(inner, power)
         else:
             self._set(target, self.power(value))
+
+    def _keys_of(self, node: ast.AST) -> dict[str, float]:
+        """What a dictionary holds that carries the scale: one that is written out, or a name of one."""
+        if isinstance(node, ast.Dict):
+            pairs = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+            return {f"[{ast.unparse(key)}]": self.power(value) for key, value in pairs}
+        name = ast.unparse(node)
+        return {key[len(name) :]: power for key, power in self.names.items() if key.startswith(f"{name}[")}
 
     def _set(self, target: ast.AST, power: float) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
