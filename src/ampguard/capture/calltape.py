@@ -20,7 +20,7 @@ from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
 from ampguard.capture.log import EventLog
-from ampguard.capture.originals import is_ours, is_pytorchs, original_of
+from ampguard.capture.originals import MetFunctions
 from ampguard.capture.record import GlueOp
 from ampguard.compat import function_modes_on, in_functorch, plain_version, pop_function_mode, push_function_mode
 
@@ -78,12 +78,7 @@ class CallTape(compat.FunctionMode):
         super().__init__()
         self._operators = operators
         self._log, self._barrier = operators.log, operators.barrier
-        self._known: set[Any] = set()
-        """Functions that are what PyTorch was asked for."""
-        self._watched: dict[Any, Any] = {}
-        """What stands behind the guard's own probes of methods."""
-        self.is_misled = False
-        """Whether PyTorch has handed us a function that the script had put in the place of its own."""
+        self.met = MetFunctions()
         self._plain: set[Any] = set()
         """Functions that are kept as one call."""
         self._writing: set[Any] = set()
@@ -128,8 +123,8 @@ class CallTape(compat.FunctionMode):
             return self.call(func, args, kwargs, sys._getframe(1))
         if func in self._writing and not operators.is_passing and not in_functorch():
             return self.write(func, args, kwargs or {}, sys._getframe(1))
-        if func not in self._known:
-            func = self._meet(func, sys._getframe(1))
+        if func not in self.met.known:
+            func = self.met.meet(func, sys._getframe(1))
         if operators.is_passing:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in self._silent:
@@ -244,21 +239,6 @@ class CallTape(compat.FunctionMode):
         func(parameter, values)
         if op is not None:
             self._barrier.call(self._log.add_results, op, parameter, True)
-
-    def _meet(self, func: Any, frame: Any) -> Any:
-        """The function to call, where it was not met before."""
-        if func in self._watched:
-            return self._watched[func]
-        if not is_pytorchs(func):
-            original = original_of(func, frame)
-            if original is not func:
-                if is_ours(func):  # a probe's, which has called PyTorch's
-                    self._watched[func] = original
-                else:
-                    self.is_misled = True
-                return original
-        self._known.add(func)
-        return func
 
     def _has_written(self, func: Any) -> None:
         """A function that only computed so far was told to write (`relu(x, True)`), which only the tape could have followed."""

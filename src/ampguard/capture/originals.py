@@ -18,7 +18,8 @@ from torch import Tensor
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CALLTAPE = f"{__package__}.calltape"
+_MODES = frozenset({f"{__package__}.calltape", f"{__package__}.before_training"})
+"""Whose frames lie between a call and the look for what it asked for."""
 _PLACES: tuple[Any, ...] = (torch.nn.functional, torch.functional, Tensor)
 
 
@@ -59,7 +60,7 @@ def replaced() -> Iterator[str]:
 def original_of(func: Any, frame: FrameType | None) -> Any:
     """What is to be called for `func`, which is not PyTorch's; `frame` is that of our handler's caller."""
     is_asked_by_code = False
-    while frame is not None and (frame.f_globals.get("__name__") == _CALLTAPE or _is_handler(frame)):
+    while frame is not None and (frame.f_globals.get("__name__") in _MODES or _is_handler(frame)):
         is_asked_by_code = is_asked_by_code or _is_handler(frame)
         frame = frame.f_back
     if frame is None:
@@ -71,6 +72,33 @@ def original_of(func: Any, frame: FrameType | None) -> Any:
     if code is getattr(func, "__code__", None) or not code.co_filename.startswith(_TORCH) or code.co_freevars:
         return func  # a library's own function asks for itself, as PyTorch's do
     return FunctionType(code, frame.f_globals)
+
+
+class MetFunctions:
+    """What to call for the functions that a function mode was handed."""
+
+    def __init__(self) -> None:
+        self.known: set[Any] = set()
+        """Functions that are what PyTorch was asked for."""
+        self._watched: dict[Any, Any] = {}
+        """What stands behind the guard's own probes of methods."""
+        self.is_misled = False
+        """Whether PyTorch has handed us a function that the script had put in the place of its own."""
+
+    def meet(self, func: Any, frame: FrameType | None) -> Any:
+        """The function to call, where it is not known yet; `frame` is that of our handler's caller."""
+        if func in self._watched:
+            return self._watched[func]
+        if not is_pytorchs(func):
+            original = original_of(func, frame)
+            if original is not func:
+                if is_ours(func):  # a probe's, which has called PyTorch's
+                    self._watched[func] = original
+                else:
+                    self.is_misled = True
+                return original
+        self.known.add(func)
+        return func
 
 
 def _is_handler(frame: FrameType) -> bool:

@@ -51,6 +51,7 @@ class Probes:
         self._updates.install()
         self._recorder.has_compiled_before = compat.may_compile()
         self._recorder.active = True
+        self._recorder.before_training.begin()
         os.register_at_fork(after_in_child=self._in_child)
 
     def undo(self) -> None:
@@ -62,6 +63,7 @@ class Probes:
         self._updates.handles.clear()
         with contextlib.suppress(Exception):  # not through the barrier: after a fault nothing comes through it
             self._recorder.tape.leave()
+            self._recorder.before_training.end()
             self._recorder.left_behind.leave()
         with contextlib.suppress(Exception):
             compat.forget_functions()
@@ -70,3 +72,4 @@ class Probes:
         """A forked process (a DataLoader worker) is not the guarded one."""
         self._recorder.active = False
         self._recorder.tape.abandon()
+        self._recorder.before_training.abandon()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.before_training import BeforeTraining
 from ampguard.capture.drivers import Drivers
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
@@ -79,6 +80,7 @@ class FlightRecorder:
         self.gradients = GradientWatch(self.log, self.judge)
         self.backward_calls = BackwardCalls(self.log, self.steps)
         self.tape = GlueTape(self, self.turns.thread)
+        self.before_training = BeforeTraining(barrier)
         self.left_behind = TapesLeftBehind(barrier)
         self.schedule = TapeSchedule()
         self.preprocessing = TapedPreprocessing(self)
@@ -141,8 +143,12 @@ class FlightRecorder:
             return None  # a graph of a function whose call is not seen; the tape must be on at its end if it was at its start
         if self.tape.is_on_stack:
             self.tape.leave()
+        if self.before_training.is_on:
+            self.before_training.end()
         if dispatch_modes_on():
             return None  # the script watches this call with a dispatch mode of its own
+        if not self.turns.has_begun:
+            self.before_training.keep_from(self.log)
         self._has_root = self.turns.has_begun = True
         log = self.log
         if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
@@ -287,6 +293,8 @@ class FlightRecorder:
         """
         if self.tape.is_on_stack:
             self.tape.leave()
+        if self.before_training.is_on:
+            self.before_training.end()
         if self.undecided:
             self.undecided.clear()
         self.pace.is_open = False

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.before_training import BeforeTraining
 from ampguard.capture.calltape import CallTape
 from ampguard.capture.judging.judge import Judge
 from ampguard.capture.log import EventLog
@@ -42,6 +43,7 @@ class Taped(Protocol):
     judge: Judge
     has_compiled_before: bool
     between_steps: bool
+    before_training: BeforeTraining
 
     @property
     def live(self) -> Watcher | None: ...
@@ -110,6 +112,8 @@ class GlueTape(compat.DispatchMode):
 
     def enter(self, limit: int) -> None:
         """Start taping, at most `limit` operators."""
+        if self._taped.before_training.is_on and limit > 0:
+            self._taped.before_training.end()
         if self.is_on_stack:
             self.left = limit
         elif (
@@ -143,7 +147,7 @@ class GlueTape(compat.DispatchMode):
         self._entries += 1
         if self._entries & (LOOK_AGAIN - 1) == 1:
             self._has_replaced = self._replacements.are_there() or compat.may_compile()
-        is_clear = not (self._has_met_modes or self._has_replaced or self.calls.is_misled)
+        is_clear = not (self._has_met_modes or self._has_replaced or self.calls.met.is_misled)
         return is_clear and self._taped.live is None and compat.FunctionMode.is_available
 
     def leave(self) -> None:

@@ -50,6 +50,8 @@ class BadSince:
         if spoiled_by is not None:
             text = f"It was {spoiled(spoiled_by.incident, facts)}"
             incident = _reset_behind(incident, spoiled_by)
+        elif facts.get("made_before") is not None:
+            return msgspec.structs.replace(incident, evidence=facts)  # all is said
         elif (written := facts.get("written_at")) is not None:
             facts["since_step"] = incident.step
             where = f"{Path(written['file']).name}:{written['line']}"

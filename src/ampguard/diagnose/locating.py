@@ -6,11 +6,13 @@ import time
 
 import torch
 
+from ampguard.capture.before_training import is_division, made_by
 from ampguard.capture.raised import is_conversion_refusal
 from ampguard.capture.record import BadResult, Held
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.compiled_fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.givens import buffer_behind
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
 from ampguard.diagnose.model_calls import model_calls
 from ampguard.diagnose.rows import is_masks_doing
@@ -45,7 +47,7 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     chain = chain_of(outcome)
     if chain is None:
         raise ReplayError(NOT_MADE)
-    if _was_computed_unseen(outcome, chain):
+    if _was_computed_unseen(outcome, chain) or _was_divided_by_zero(Evidence(bad, chain, outcome, replayer)):
         chain.intended = False
     models = [event.index for event in model_calls(replayer.events)]
     from_data = at_the_data(chain, outcome.trace, models)
@@ -61,6 +63,16 @@ def _was_computed_unseen(outcome: Outcome, chain: Chain) -> bool:
     """
     stand_in = outcome.stand_ins.get(chain.given.tensor.storage) if chain.given is not None else None
     return stand_in is not None and stand_in[1].grad_fn is not None
+
+
+def _was_divided_by_zero(evidence: Evidence) -> bool:
+    """Whether the chain ends at an infinity that a division made before the first step, which nobody meant either."""
+    if evidence.given is None or not evidence.intended or evidence.replayer is None:
+        return False
+    buffer = buffer_behind(evidence)
+    tensor = buffer.held if buffer is not None else evidence.given_tensor
+    found = evidence.replayer.before_training.maker_of(tensor) if tensor is not None else None
+    return found is not None and any(is_division(event) for event in made_by(*found))
 
 
 def evidence_of(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> Evidence:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
+from ampguard.capture.before_training import BeforeTraining
 from ampguard.capture.compiled_functions import CompiledFunction
 from ampguard.capture.operands import held_by, held_in, refs_in
 from ampguard.capture.raised import is_same_error, refused_values
@@ -25,6 +25,7 @@ from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
 from ampguard.replay.arguments import Values, fresh_copy_needed, low_to
 from ampguard.replay.backward import Gradients, run_backward
+from ampguard.replay.batch import name_in
 from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
 from ampguard.replay.forgiving import forgiving_hooks
@@ -152,32 +153,20 @@ class Replayer:
         Accelerate asks for the next batch ahead, and a loss that is thrown away is looked at when the next step begins.
         """
         given = self._recorder.preprocessing
-        return any(self._name_in(batch, tensor) is not None for batch in (given.last_batch, given.batch_before))
+        return any(name_in(batch, tensor) is not None for batch in (given.last_batch, given.batch_before))
 
     def name_in_batch(self, tensor: Tensor) -> str | None:
         """`batch[1]`, `batch['labels']`: where a tensor stood in the batch that the DataLoader gave last."""
-        return self._name_in(self._recorder.preprocessing.last_batch, tensor)
+        return name_in(self._recorder.preprocessing.last_batch, tensor)
 
-    def _name_in(self, batch: Any, tensor: Tensor) -> str | None:
-        stack: list[tuple[str, Any]] = [("batch", batch)]
-        while stack:
-            name, item = stack.pop()
-            item = item() if isinstance(item, weakref.ref) else item
-            if isinstance(item, Tensor):
-                if item is tensor or compat.storage_key(item) == compat.storage_key(tensor) != 0:
-                    return name
-            elif isinstance(item, Mapping):
-                stack.extend((f"{name}[{key!r}]", value) for key, value in item.items())
-            elif isinstance(item, (list, tuple)):
-                fields = getattr(item, "_fields", None) or [None] * len(item)
-                named = (f"{name}.{field}" if field else f"{name}[{i}]" for i, field in enumerate(fields))
-                stack.extend(zip(named, item, strict=True))
-            elif item is not None:  # a dataclass, or a collection of the script's own
-                parts = getattr(item, "__dict__", {}).items()
-                stack.extend(
-                    (f"{name}.{key}", value) for key, value in parts if isinstance(value, (Tensor, weakref.ref))
-                )
-        return None
+    @property
+    def before_training(self) -> BeforeTraining:
+        """What the script has computed before its first step."""
+        return self._recorder.before_training
+
+    def beside(self, bad: BadResult) -> Replayer:
+        """A replayer of another result of the same run."""
+        return Replayer(bad, self._recorder)
 
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""

@@ -49,6 +49,7 @@ class CompilerProbe(Probe):
             made = original(model, *args, **kwargs)
             if not recorder.active:
                 return made
+            recorder.barrier.call(recorder.before_training.end)
             recorder.barrier.call(self._hide)
             if isinstance(model, type) or not is_users(model):
                 return made

@@ -220,12 +220,12 @@ def guards(evidence: Evidence) -> list[Proposal]:
 
 
 def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
-    """Whether the divisor counts something: an integer, or a sum over values that can only be 0 and 1."""
+    """Whether the divisor counts something: integers, whole numbers, or a sum over values that can only be 0 and 1."""
     if not divisor.values.is_floating_point():
         return not divisor.values.is_complex()
     maker = lineage.maker(evidence.trace, evidence.op, position)
     if maker is None:
-        return False
+        return _holds_counts(divisor.values)
     if any(not t.dtype.is_floating_point and not t.dtype.is_complex for t in maker.outputs[:1]):
         return True
     if maker.short_name not in SUMS:
@@ -237,6 +237,15 @@ def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
         return False
     summed = [t for t in call.tensors if t.is_floating_point()] if maker.short_name in SCATTERED else call.tensors[:1]
     return all(bool(((t == 0) | (t == 1)).all()) for t in summed) and any(bool((t == 1).any()) for t in summed)
+
+
+def _holds_counts(values: torch.Tensor) -> bool:
+    """Whether several numbers that were given are whole ones from 0 on, and not 0 and 1 alone: class counts, degrees."""
+    if values.is_complex() or values.numel() < 2:
+        return False
+    return bool(
+        (values >= 0).all() and (values == values.round()).all() and (values > 1).any() and values.isfinite().all()
+    )
 
 
 def _is_mask(evidence: Evidence, op: TracedOp, position: int, depth: int = 0) -> bool:

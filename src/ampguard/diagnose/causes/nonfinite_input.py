@@ -21,6 +21,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
 from ampguard.diagnose.loaded_data import made_by_loader
+from ampguard.diagnose.made_before import made_before
 from ampguard.diagnose.masked_data import masked_before, meeting_of
 from ampguard.diagnose.outside import Outside, made_outside
 from ampguard.numerics import cleaned, stats
@@ -85,12 +86,18 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     if outside is not None:
         facts_of_input["made_outside"] = outside.as_dict()
     sent = f" Another rank sent it ({sender}): look there first." if sender is not None else ""
-    loaded = made_by_loader(evidence, given.held) if outside is None else ""
+    before = made_before(evidence, given.held, given.tensor) if outside is None else None
+    if before is not None:
+        facts_of_input["made_before"] = before.as_dict()
+    made = before.in_words() if before is not None else ""
+    loaded = made_by_loader(evidence, given.held) if outside is None and before is None else ""
     is_name = given.is_batch or given.short_name == given.name
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
     if given.role == CONSTANT:
         what = f"tensor `{given.name}`, which is neither an argument of the model nor a part of its state,"
     fixes: tuple[Proposal, ...] = proposals if given.is_batch or given.role == "target" else (cleaning,)
+    if before is not None:
+        fixes = (*before.proposals(given.name, given.tensor, given.key), *fixes)
     meeting = meeting_of(evidence)
     hidden = ""
     if meeting is not None:
@@ -102,7 +109,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     return Finding(
         "nonfinite-input",
         f"The {what} already holds non-finite values: {share}{which}. The computation only "
-        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{loaded}{hidden}",
+        f"passed them on, first in {words.name(reader)}.{sent}{_from_outside(outside)}{made}{loaded}{hidden}",
         weight=100,
         evidence=facts_of_input,
         proposals=fixes,

@@ -21,6 +21,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import NamedTensor, describe_state, nonfinite_state, repaired_state
 from ampguard.diagnose.held_low import HeldLow, held_low
+from ampguard.diagnose.made_before import made_before
 from ampguard.incident import Location
 from ampguard.numerics import dtype_name, stats
 from ampguard.replay.variants import Variant
@@ -47,11 +48,13 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     at = last if load is None and write is not None and write.func.__name__.partition(".")[0] in OVERWRITES else None
     low = held_low(state.tensor.detach()) if load is not None else None
     others = sum(key != id(state.held) for key in nonfinite_state(evidence))
+    before = made_before(evidence, state.held, state.tensor)
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
         f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} "
-        f"values{_where(places)}{_and_others(others)}. The computation only passed them on, first in {words.operator(evidence)}.",
+        f"values{_where(places)}{_and_others(others)}. The computation only passed them on, first in {words.operator(evidence)}."
+        f"{before.in_words() if before is not None else ''}",
         weight=100,
         evidence={
             "name": state.name,
@@ -69,22 +72,37 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "held_in": {"key": low.key, "dtype": dtype_name(low.dtype), "reaches": low.reaches}
             if low is not None
             else None,
-        },
+        }
+        | ({"made_before": before.as_dict()} if before is not None else {}),
         proposals=_after_load(evidence, state, load, low)
         if load is not None
         else (
+            *(before.proposals(state.name, state.tensor, id(state.held)) if before is not None else ()),
             Proposal(
                 "initialise-parameter",
                 state.name,
-                f"initialise {state.name} before training (or reset it): its values come from uninitialised memory, a bad "
-                f"checkpoint or an earlier poisoned update"
-                if at is None
-                else f"write finite values to {state.name} in: {at.code}",
+                _initialised(state.name, at, is_known=before is not None),
                 trial=lambda e: Variant(tensors=repaired_state(e)),
             ),
-            Proposal("load-weights", state.name, "load a checkpoint from before the first bad step"),
+            *(
+                ()
+                if before is not None
+                else (Proposal("load-weights", state.name, "load a checkpoint from before the first bad step"),)
+            ),
         ),
         phase="parameters",
+    )
+
+
+def _initialised(name: str, at: Location | None, is_known: bool) -> str:
+    """How to give it other values; `at`: where the script wrote the bad ones; `is_known`: it is told what made them."""
+    if at is not None:
+        return f"write finite values to {name} in: {at.code}"
+    if is_known:
+        return f"give {name} finite values before training"
+    return (
+        f"initialise {name} before training (or reset it): its values come from uninitialised memory, a bad checkpoint or an "
+        f"earlier poisoned update"
     )
 
 
