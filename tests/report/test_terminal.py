@@ -265,6 +265,11 @@ def test_the_whole_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+def test_a_module_of_a_list_is_told_from_a_number() -> None:
+    first = msgspec.structs.replace(OVERFLOW, module="0.2")
+    assert summary(a_report(first), None).splitlines()[1].endswith(" module 0.2")
+
+
 def test_a_clean_summary_is_one_line() -> None:
     assert summary(a_report(steps=1), None) == "ampguard: 1 step, no incident\n"
 

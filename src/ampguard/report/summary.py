@@ -56,6 +56,12 @@ def _line_of(location: Location | None) -> str:
     return f"{Path(location.file).name}:{location.line}" if location is not None else ""
 
 
+def _module_of(incident: Incident) -> str:
+    """The module's name; that of a place in a list says what it is."""
+    name = incident.module or ""
+    return f"module {name}" if name.replace(".", "").isdigit() else name
+
+
 def _summary_lines(report: Report, path: Path | None) -> Iterator[list[Part]]:
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     outcome = _count(report.incidents) or "no incident"
@@ -63,7 +69,7 @@ def _summary_lines(report: Report, path: Path | None) -> Iterator[list[Part]]:
     yield [("ampguard: ", style), (f"{steps}, ", ""), (outcome, style)]
     for incident in report.incidents[:_MAX_SUMMARY_LINES]:
         seen = f" (seen {incident.occurrences} times)" if incident.occurrences > 1 else ""
-        place = incident.module or _line_of(incident.location)
+        place = _module_of(incident) or _line_of(incident.location)
         yield [
             ("  ", ""),
             (f"{incident.severity:<8}", STYLES[incident.severity]),
