@@ -132,6 +132,19 @@ def test_a_table_in_a_module_that_goes_bad_at_one_entry_and_is_read_late(guard: 
     assert (run.first.cause, run.first.step, made(run)["cause"]) == ("nonfinite-parameter", 5, "domain-error")
 
 
+def test_a_table_that_was_computed_in_half(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        steps = torch.arange(8).half() * 100
+        table = (steps * steps).float() / 1e5
+        net = nn.Linear(8, 8)
+        train(net, lambda _: (net(torch.randn(3, 8)) * table).square().mean())
+
+    run = guard(body)
+    assert (made(run)["cause"], made(run)["code"]) == ("fp16-overflow", "table = (steps * steps).float() / 1e5")
+    assert [(fix.action, fix.verified) for fix in run.first.fixes][0] == ("force-fp32", True)
+
+
 def test_in_place(guard: Guard) -> None:
     def body() -> None:
         torch.manual_seed(0)

@@ -61,10 +61,16 @@ class MadeBefore:
             return ()
         line = self.location
         at = f" (at {words.place_of(line)})" if line is not None else ""
+        in_float32 = Proposal(
+            "force-fp32", target, "compute it in float32, and cast what is kept", trial=lambda e: e.all_in_float32
+        )
+        proposals = self._finding.proposals
+        if self._evidence.ran_in_low_precision:
+            proposals = (*proposals, in_float32)
         return tuple(
             Proposal(p.action, target, f"where it is made{at}: {p.how}", trial=partial(self._with, p, given, key))
-            for p in self._finding.proposals
-            if p.trial is not None and p.action not in OTHER_PRECISION
+            for p in proposals
+            if p is in_float32 or (p.trial is not None and p.action not in OTHER_PRECISION)
         )
 
     def _with(self, proposal: Proposal, given: Tensor, key: int | Ref, _: Evidence) -> Variant:
