@@ -142,7 +142,7 @@ def test_a_table_that_was_computed_in_half(guard: Guard) -> None:
 
     run = guard(body)
     assert (made(run)["cause"], made(run)["code"]) == ("fp16-overflow", "table = (steps * steps).float() / 1e5")
-    assert [(fix.action, fix.verified) for fix in run.first.fixes][0] == ("force-fp32", True)
+    assert (run.first.fixes[0].action, run.first.fixes[0].verified) == ("force-fp32", True)
 
 
 def test_in_place(guard: Guard) -> None:
@@ -192,6 +192,35 @@ def test_what_the_optimizer_came_before_is_known_in_later_steps_too(guard: Guard
     run = guard(body)
     assert run.first.step == 12
     assert made(run)["code"] == "weights = 1 / torch.tensor([3.0, 0.0, 2.0])"
+
+
+@pytest.mark.parametrize("is_initialised", [False, True])
+def test_memory_that_nobody_has_initialised(guard: Guard, is_initialised: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            dirty = torch.full((64, 64), float("nan"))
+            del dirty
+            self.scale = nn.Parameter(torch.empty(64, 64))
+            if is_initialised:
+                nn.init.constant_(self.scale, float("nan"))
+            else:
+                self.scale.data[:] = float("nan")  # what the memory may hold: PyTorch counts no write for it
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.scale
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Scaled()
+        train(net, lambda _: net(torch.randn(2, 64)).square().mean())
+
+    run = guard(body)
+    assert (run.first.cause, run.first.evidence["name"]) == ("nonfinite-parameter", "scale")
+    assert ("uninitialised_at" in run.first.evidence) != is_initialised
+    if not is_initialised:
+        assert "`self.scale = nn.Parameter(torch.empty(64, 64))`" in run.first.explanation
+        assert "nobody has initialised" in run.first.explanation
 
 
 def test_a_mask_that_is_a_logarithm_stays_one(guard: Guard) -> None:

@@ -25,9 +25,9 @@ from ampguard.capture.log import EventLog, versions_in
 from ampguard.capture.operands import leaves, refs_of
 from ampguard.capture.originals import MetFunctions
 from ampguard.capture.preprocessing import MOVES
-from ampguard.capture.record import GlueOp, Ref, StepRecord
+from ampguard.capture.record import GlueOp, Line, Ref, StepRecord
 from ampguard.compat import FunctionMode, in_functorch, storage_key, version_of
-from ampguard.numerics import is_finite
+from ampguard.numerics import UNINITIALISED, is_finite
 
 MAX_CALLS = 20_000
 """Calls that are looked at; a script that makes more is left alone."""
@@ -49,9 +49,9 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 DIVISIONS = frozenset({torch.ops.aten.div, torch.ops.aten.reciprocal, torch.ops.aten.rsqrt, torch.ops.aten.pow})
 
 GIVEN = frozenset({
-    "arange", "as_tensor", "asarray", "bernoulli", "bernoulli_", "cauchy_", "empty", "empty_like", "exponential_", "eye",
+    "arange", "as_tensor", "asarray", "bernoulli", "bernoulli_", "cauchy_", "exponential_", "eye",
     "fill_", "from_numpy", "frombuffer", "full", "full_like", "geometric_", "linspace", "log_normal_", "logspace",
-    "masked_fill", "masked_fill_", "multinomial", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "normal",
+    "masked_fill", "masked_fill_", "multinomial", "new_full", "new_ones", "new_tensor", "new_zeros", "normal",
     "normal_", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_",
     "randperm", "scalar_tensor", "set_", "tensor", "uniform_", "zero_", "zeros", "zeros_like",
 })  # fmt: skip
@@ -98,6 +98,8 @@ class BeforeTraining(FunctionMode):
         self._held = 0
         self._bad: list[tuple[weakref.ref[Tensor], Tensor | None, Ref]] = []
         """What such calls have made and is not finite, held where it is small, and what the log calls it."""
+        self._uninitialised: dict[int, tuple[int, Line]] = {}
+        """Memory that the script has asked for as it is: how many elements, and where."""
         self._records: list[tuple[StepRecord, list[tuple[weakref.ref[Tensor], Ref]]]] = []
         """What the tape has kept of the same kind."""
 
@@ -155,6 +157,10 @@ class BeforeTraining(FunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         frame = sys._getframe(1)
+        if name in UNINITIALISED:
+            made = func(*args, **kwargs)
+            self._barrier.call(self._note_uninitialised, made, frame)
+            return made
         if name in GIVEN or not (PLAIN.issuperset(types) and _is_asked_by_script(frame)) or in_functorch():
             return func(*args, **kwargs)
         writes = _writes(name) and bool(args)
@@ -164,6 +170,12 @@ class BeforeTraining(FunctionMode):
         if not (writes and before is None):
             self._barrier.call(self._look, call)
         return output
+
+    def _note_uninitialised(self, made: Any, frame: FrameType) -> None:
+        if type(made) is Tensor and made.is_floating_point() and made.is_cpu and is_user_code(frame.f_code):
+            line = user_line(frame)
+            if line is not None:
+                self._uninitialised[storage_key(made)] = (made.numel(), line)
 
     def _before_write(self, target: Any) -> _Before | None:
         """What is about to be written to, where it can be looked at."""
@@ -278,6 +290,11 @@ class BeforeTraining(FunctionMode):
                 if one is not None and (one is tensor or storage_key(one) == memory != 0):
                     return record, ref
         return None
+
+    def uninitialised_at(self, tensor: Tensor) -> Line | None:
+        """Where the script asked for the memory of a tensor that nothing has been written to since, as far as is counted."""
+        known = self._uninitialised.get(storage_key(tensor)) if version_of(tensor) == 0 else None
+        return known[1] if known is not None and known[0] == tensor.numel() else None
 
     def bad_tensors(self) -> list[Tensor]:
         """Everything of that kind that is still there."""

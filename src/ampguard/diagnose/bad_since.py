@@ -52,6 +52,11 @@ class BadSince:
             incident = _reset_behind(incident, spoiled_by)
         elif facts.get("made_before") is not None:
             return msgspec.structs.replace(incident, evidence=facts)  # all is said
+        elif (memory := facts.get("uninitialised_at")) is not None:
+            where = f"{Path(memory['file']).name}:{memory['line']}"
+            text = (
+                f"It is memory that was asked for at {where} (`{memory['code']}`), and nobody has initialised it since."
+            )
         elif (written := facts.get("written_at")) is not None:
             facts["since_step"] = incident.step
             where = f"{Path(written['file']).name}:{written['line']}"

@@ -49,6 +49,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     low = held_low(state.tensor.detach()) if load is not None else None
     others = sum(key != id(state.held) for key in nonfinite_state(evidence))
     before = made_before(evidence, state.held, state.tensor)
+    memory = _uninitialised_at(evidence, state.held)
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
@@ -73,7 +74,12 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             if low is not None
             else None,
         }
-        | ({"made_before": before.as_dict()} if before is not None else {}),
+        | ({"made_before": before.as_dict()} if before is not None else {})
+        | (
+            {"uninitialised_at": {"file": memory.file, "line": memory.line, "code": memory.code}}
+            if memory is not None
+            else {}
+        ),
         proposals=_after_load(evidence, state, load, low)
         if load is not None
         else (
@@ -81,12 +87,12 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             Proposal(
                 "initialise-parameter",
                 state.name,
-                _initialised(state.name, at, is_known=before is not None),
+                _initialised(state.name, at, memory, is_known=before is not None),
                 trial=lambda e: Variant(tensors=repaired_state(e)),
             ),
             *(
                 ()
-                if before is not None
+                if before is not None or memory is not None
                 else (Proposal("load-weights", state.name, "load a checkpoint from before the first bad step"),)
             ),
         ),
@@ -94,8 +100,20 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     )
 
 
-def _initialised(name: str, at: Location | None, is_known: bool) -> str:
-    """How to give it other values; `at`: where the script wrote the bad ones; `is_known`: it is told what made them."""
+def _uninitialised_at(evidence: Evidence, state: torch.Tensor) -> Location | None:
+    """Where the script asked for memory as it is, and has written nothing to it since."""
+    line = evidence.replayer.before_training.uninitialised_at(state) if evidence.replayer is not None else None
+    return line.location() if line is not None else None
+
+
+def _initialised(name: str, at: Location | None, memory: Location | None, is_known: bool) -> str:
+    """How to give it other values.
+
+    `at`: where the script wrote the bad ones; `memory`: where it asked for uninitialised memory; `is_known`: it is told what
+    made them.
+    """
+    if memory is not None:
+        return f"initialise {name} behind {words.place_of(memory)} (nn.init, or torch.zeros in place of torch.empty)"
     if at is not None:
         return f"write finite values to {name} in: {at.code}"
     if is_known:
