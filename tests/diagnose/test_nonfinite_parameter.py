@@ -58,7 +58,7 @@ def test_table_that_was_never_written_to_was_made_so(guard: Guard) -> None:
     assert incident.evidence["times_written"] == 0
     assert incident.evidence["since_step"] is None
     assert "written to since" not in incident.explanation.replace("no write to it since", "")
-    assert "its construction" in incident.explanation
+    assert "The script made them so before its first step" in incident.explanation
     assert "initialise-parameter" in [fix.action for fix in incident.fixes if fix.verified]
 
 

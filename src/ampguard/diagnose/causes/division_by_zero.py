@@ -40,6 +40,8 @@ NORMED = frozenset({"_weight_norm_interface", "_weight_norm"})
 SCATTERED = frozenset({"index_add", "scatter_add"})
 SUMS = SCATTERED | {"sum", "count_nonzero"}
 """Operators that count, where what they add up is 0 and 1."""
+MANY = 3
+"""A count of samples or neighbours reaches it somewhere; small whole numbers may be factors."""
 INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -240,12 +242,10 @@ def is_count(evidence: Evidence, position: int, divisor: Operand) -> bool:
 
 
 def _holds_counts(values: torch.Tensor) -> bool:
-    """Whether several numbers that were given are whole ones from 0 on, and not 0 and 1 alone: class counts, degrees."""
-    if values.is_complex() or values.numel() < 2:
+    """Whether several numbers that were given are whole ones from 0 on, and some large: class counts, degrees."""
+    if values.is_complex() or values.numel() < 2 or not bool(torch.isfinite(values).all()):
         return False
-    return bool(
-        (values >= 0).all() and (values == values.round()).all() and (values > 1).any() and values.isfinite().all()
-    )
+    return bool((values >= 0).all() and (values == values.round()).all() and (values >= MANY).any())
 
 
 def _is_mask(evidence: Evidence, op: TracedOp, position: int, depth: int = 0) -> bool:
