@@ -79,6 +79,10 @@ def _shows_lines(code: CodeType) -> bool:
 def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> Line | None:
     """The user's line above `frame` (default: the caller); None where there is none, or none below a frame of `stop`."""
     current = frame if frame is not None else sys._getframe(1)
+    if stop is None and current is not None:
+        line = _lines.get((id(current.f_code), current.f_lasti))
+        if line is not None:
+            return line
     known_codes = _has_lines
     while current is not None:
         code = current.f_code

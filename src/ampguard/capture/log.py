@@ -21,7 +21,7 @@ from ampguard.capture.forgetting_log import ForgettingLog
 from ampguard.capture.frames import user_line
 from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.record import BackwardCall, GlueOp, Held, Line, Ref, RngStates, RootCall, since
-from ampguard.capture.surroundings import current_modes
+from ampguard.capture.surroundings import modes_of_function
 from ampguard.capture.taped_calls import TapedCall, WritingCall
 from ampguard.capture.told import MAX_CALL_OPERATORS, is_plain, writes_first
 from ampguard.capture.trees import PLAIN_TYPES
@@ -59,7 +59,7 @@ class EventLog(ForgettingLog):
         self.next_index = index + 1
         self.set_aside += ROOM
         more = versions_in(kwargs.values()) if kwargs else ()
-        modes = current_modes()
+        modes = modes_of_function()
         grad = modes.grad
         call = TapedCall(
             index, func, args, kwargs, line, grad, None, outputs, floating, None, None, 0, (args, kwargs), modes, made
@@ -87,7 +87,7 @@ class EventLog(ForgettingLog):
         index = self.next_index + ROOM
         self.next_index = index + 1
         self.set_aside += ROOM
-        modes = current_modes()
+        modes = modes_of_function()
         call = WritingCall(
             index, func, args, kwargs, line, modes.grad, None, [weakref.ref(written)], [written.dtype.is_floating_point],
             None, None, 0, (args, kwargs), modes, (versions[0] + 1,), before,

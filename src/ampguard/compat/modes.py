@@ -155,6 +155,14 @@ PyTorch from then on copies for each operator that a backward pass differentiate
 tracing_state: Callable[[], object | None] = _tracing_state or _no_state
 """What `torch.jit.trace` records into, None where it does not; PyTorch's own function."""
 
+
+def _may_be_on() -> bool:
+    return True
+
+
+is_any_autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", None) or _may_be_on
+"""Whether autocast is on for any device on this thread; True where PyTorch does not say."""
+
 function_modes_on: Callable[[], int] = _function_depth or _none_active
 """How many function modes are active on this thread."""
 
