@@ -23,6 +23,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is free, and calls without gradients rest from the first one on."""
     monkeypatch.setattr(pace, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(pace, "SHARE", 0.0)
+    monkeypatch.setattr(pace, "BEHIND_SHARE", 1.0)
     monkeypatch.setattr(schedule, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(schedule, "GLUE_TIME_SHARE", 0.0)
 
@@ -59,6 +60,15 @@ def test_what_is_computed_behind_a_rollout_is_explained(guard: Guard) -> None:
     assert incident.location is not None
     assert incident.location.code == "return (reward - reward.mean()) / reward.std()"
     assert "seen_in_step" not in incident.evidence
+
+
+def test_what_is_computed_behind_a_rollout_is_not_taped_where_that_takes_too_much(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "BEHIND_SHARE", 0.0)
+    run = guard(lambda: reinforce(lambda update: update == BAD))
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["nonfinite-input"]
 
 
 def test_what_was_passed_over_is_told_of_the_first_failure_when_it_comes_back(guard: Guard) -> None:

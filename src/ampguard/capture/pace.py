@@ -13,6 +13,12 @@ import time
 FREE_SECONDS = 2.0
 SHARE = 0.03
 
+BEHIND_OP_SECONDS = 2e-5
+"""What taping an operator takes behind the last call of a rollout: many of them write to rows."""
+
+BEHIND_SHARE = 0.01
+"""Of the time, what taping may take that which is computed behind the last call of a rollout, while calls rest."""
+
 MOST_SECONDS = 10.0
 """In which every call is kept behind a failure: of an evaluation without an end, no longer."""
 
@@ -37,25 +43,35 @@ class Pace:
         self._began = math.inf
         self._entered = 0.0
         self._kept = 0
-        self._backwards = 0
-        self._calls = 0
+        self.is_behind = False
+        """Whether it is being taped."""
+        self._behind_from = 0
+        self._spent_behind = 0.0
+        self.backwards = 0
+        self.calls = 0
         """Calls without gradients since the last backward pass, and the last time that there were any between two."""
-        self._calls_before = 0
+        self.calls_before = 0
         self.is_open = False
         """Whether what is kept now follows such a call, and no gradients have been asked for since."""
 
     def count(self, backwards: int) -> None:
         """A call begins, after so many backward passes."""
-        if self._backwards != backwards:
-            self._backwards = backwards
-            self._calls_before, self._calls = self._calls, 0
-        self._calls += 1
+        if self.backwards != backwards:
+            self.backwards = backwards
+            self.calls_before, self.calls = self.calls, 0
+        self.calls += 1
 
-    @property
-    def is_last_call(self) -> bool:
-        """Whether no other one is to be expected before the next backward pass: what is computed now (returns, advantages,
-        targets) is what training is given."""
-        return self._calls == self._calls_before
+    def goes_behind(self, kept: int) -> bool:
+        """Whether what comes now is taped, where no other call is to be expected before the next backward pass (`calls` are as
+        many as `calls_before`): it (returns, advantages, targets) is what training is given. So many events are kept by now."""
+        self._behind_from = kept
+        self.is_behind = self._spent_behind <= BEHIND_SHARE * (time.perf_counter() - self._began)
+        return self.is_behind
+
+    def end_behind(self, kept: int) -> None:
+        """Charge what was."""
+        self.is_behind = False
+        self._spent_behind += BEHIND_OP_SECONDS * (kept - self._behind_from)
 
     def enter(self, kept: int) -> None:
         """A call is about to be kept, beside so many events."""

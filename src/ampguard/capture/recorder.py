@@ -176,6 +176,8 @@ class FlightRecorder:
             self.is_amid_training = True
             if self.pace.is_open:
                 self.pace.close(log.kept)
+            if self.pace.is_behind:
+                self.pace.end_behind(log.kept)
         rng, buffers, prefix, attributes = self.context.before_call(module, frame)
         region = self.regions if torch.is_autocast_cache_enabled() else -1
         root = RootCall(

@@ -22,7 +22,13 @@ class RestingCalls:
         recorder = self._recorder
         recorder.tape.leave()
         recorder.passed_over = recorder.steps.count
-        recorder.pace.count(recorder.steps.backwards)
+        pace, backwards = recorder.pace, recorder.steps.backwards
+        if pace.is_behind:
+            pace.end_behind(recorder.log.kept)
+        if pace.backwards == backwards:
+            pace.calls += 1
+        else:
+            pace.count(backwards)
         if recorder.judge.has_open_questions:
             recorder.judge.settle(module)
 
@@ -35,8 +41,10 @@ class RestingCalls:
             root = recorder.enter_root(module, args, kwargs)
             if root is not None:
                 recorder.leave_root(root, output)
-        elif recorder.is_amid_training or recorder.pace.is_last_call:
-            recorder.resume_tape()  # a teacher's call, in the middle of a loss, or a rollout is over
+        elif recorder.is_amid_training:
+            recorder.resume_tape()  # a teacher's call, in the middle of a loss
+        elif (pace := recorder.pace).calls == pace.calls_before and pace.goes_behind(recorder.log.kept):
+            recorder.resume_tape()  # a rollout is over
 
     def look_at_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
         """It has raised: were its numbers why?"""

@@ -137,11 +137,11 @@ class TapeSchedule:
         """A step is over: the how manieth, how long it took and steps take, whether it called a module, what was taped."""
         if steps > FIRST_STEPS:
             allowed = max(FREE_GLUE_OPS, int(GLUE_TIME_SHARE * usual_seconds / TAPED_OP_SECONDS))
-            more = taped - self._cut_at if self._takes_turns else max(0, taped - allowed)
+            more = taped - self._cut_at if self._is_whole or self._resting_steps else max(0, taped - allowed)
             self._spent += more * TAPED_CALL_SECONDS - GLUE_TIME_SHARE * seconds
             self._spent = max(self._spent, -FREE_SECONDS)
-            self.limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
-            if has_root:
+            self.limit = self.training_limit = MAX_EVENTS if self._spent < 0 else min(MAX_EVENTS, allowed)
+            if has_root and (self._was_cut or self._cut_at):
                 self._take_turns(taped)
         usual = min(seconds, usual_seconds)  # a single slow step does not count
         if steps > FIRST_STEPS and taped * TAPED_CALL_SECONDS > MUCH_GLUE * usual:
@@ -163,21 +163,16 @@ class TapeSchedule:
             self._whole_until = 0
         self._was_cut = False
 
-    @property
-    def _takes_turns(self) -> bool:
-        """Whether one step in several is taped whole, and the others are not."""
-        return self._is_whole or self._resting_steps > 0
-
     def _take_turns(self, taped: int) -> None:
         """Say how much of the next step is taped, where steps run more operators than may be taped in each."""
-        if self._spent < 0 and not self._takes_turns:
-            self._cut_at = 0
-        elif self._resting_steps:
+        if self._resting_steps:
             self._resting_steps -= 1
             self._is_whole = not self._resting_steps
         elif self._is_whole:
             self._is_whole = False
             self._resting_steps = max(0, math.ceil(taped / self._cut_at) - 1)
+            if not self._resting_steps:
+                self._cut_at = 0
         elif self._was_cut and self.limit < MAX_EVENTS:
             self._is_whole = True
             self._cut_at = max(1, taped)
