@@ -7,13 +7,16 @@ business, not ours.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.frames import user_line
 from ampguard.capture.operands import leaves
 from ampguard.capture.record import Event, GlueOp, Held, HeldGenerator, Ref, StepRecord
 from ampguard.capture.surroundings import modes_of
@@ -64,6 +67,15 @@ def operators_of(call: TapedCall) -> list[GlueOp] | None:
         return _as_written(call, listing)
     outputs = list(output) if isinstance(output, (tuple, list)) else [output]
     return _as_kept(call, listing, outputs)
+
+
+def operators_in(run: Callable[[], Any]) -> tuple[list[GlueOp], Any]:
+    """The operators of some code of the script's that only computes, with the lines that call them, and what it returns."""
+    listing = _Listing({}, keeps_writes=True, keeps_lines=True)
+    with listing:
+        output = run()
+    maker = listing.maker_of([output])
+    return (listing.operators[: maker.index + 1] if maker is not None else []), output
 
 
 def _as_written(call: TapedCall, listing: _Listing) -> list[GlueOp] | None:
@@ -121,9 +133,15 @@ class _Made(Ref):
 class _Listing(compat.DispatchMode):
     """Lists operators while a call runs once more."""
 
-    def __init__(self, names: dict[int, tuple[weakref.ref[Tensor], Ref | Held]], keeps_writes: bool) -> None:
+    def __init__(
+        self,
+        names: dict[int, tuple[weakref.ref[Tensor], Ref | Held]],
+        keeps_writes: bool,
+        keeps_lines: bool = False,
+    ) -> None:
         super().__init__()
         self._keeps_writes = keeps_writes
+        self._keeps_lines = keeps_lines
         self.operators: list[GlueOp] = []
         self._names = names
         """By identity, and weakly: to hold on to a result would change what PyTorch does next with it."""
@@ -133,7 +151,8 @@ class _Listing(compat.DispatchMode):
         output = func(*args, **kwargs)
         if func.namespace == "profiler" or (args and output is args[0] and not self._keeps_writes):
             return output
-        op = GlueOp(len(self.operators), func, self._named(tuple(args)), self._named(kwargs), None, True)
+        line = user_line(sys._getframe(1)) if self._keeps_lines else None
+        op = GlueOp(len(self.operators), func, self._named(tuple(args)), self._named(kwargs), line, True)
         for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
             if isinstance(tensor, Tensor):
                 ref = weakref.ref(tensor)

@@ -15,11 +15,12 @@ DRAWING = ("rand", "sample", "dropout", "bernoulli", "normal", "uniform", "expon
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-def assigned_to(source: Source, name: str, line: int) -> ast.expr | None:
+def assigned_to(source: Source, name: str, line: int, is_checked: bool = True) -> ast.expr | None:
     """The expression that was assigned to a name and that would give the same in this line; None where that is not sure.
 
     The name is bound in one place of its function, which the line cannot be reached without, and nothing that the expression
-    names is bound in between. Nor does it call a model, or draw random numbers: that is not written twice.
+    names is bound in between. Nor does it call a model, or draw random numbers: that is not written twice (who asks for it
+    unchecked sees to that).
     """
     scope = _scope_of(source.tree, line)
     bound = [(number, node) for number, what, node in _bindings(scope) if what == name]
@@ -29,7 +30,7 @@ def assigned_to(source: Source, name: str, line: int) -> ast.expr | None:
     end = statement.end_lineno or statement.lineno
     if not end < line or not isinstance(statement.targets[0], ast.Name) or not _leads_to(scope, statement, line):
         return None
-    if not all(_may_be_repeated(node, source) for node in ast.walk(statement.value)):
+    if is_checked and not all(_may_be_repeated(node, source) for node in ast.walk(statement.value)):
         return None
     read = {_text(node) for node in ast.walk(statement.value) if isinstance(node, (ast.Name, ast.Attribute))}
     if any(end < number < line and what in read for number, what, _ in _bindings(scope)):

@@ -17,6 +17,7 @@ from ampguard.diagnose.budget import LEAST_SECONDS, LEAST_SECONDS_OF_HEALING, Bu
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import begun_before, most_proofs, prove_underflow
+from ampguard.diagnose.computed_again import told, with_what_made_it
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.handed_on import tell_handed_on
@@ -77,6 +78,8 @@ class Examiner:
         """Whether updates with bad gradients are held off, by us or by an engine."""
         self._looks = 0
         self._proofs = 0
+        self._whole: BadResult | None = None
+        """A bad result with what was not recorded of it computed again."""
         self._arming = Arming(recorder)
         self._unrecorded = Unrecorded(recorder)
         self._awaiting = Awaiting(recorder, self._settle)
@@ -190,6 +193,8 @@ class Examiner:
                 return
             budget = Budget.for_step(max(step_seconds, forward_seconds), started, self.least_seconds)
             incident = explain(evidence, budget, self._rank, finding)
+            if evidence.bad is self._whole:
+                incident = told(incident)
         except StopRun:
             raise
         except Exception as fault:
@@ -306,7 +311,8 @@ class Examiner:
                     return evidence
         try:
             evidence = locate(bad, Replayer(bad, self._recorder), budget)
-            return self._behind_an_update(evidence, bad, budget) or evidence
+            behind = self._behind_an_update(evidence, bad, budget) or self._computed_again(evidence, bad, budget)
+            return behind or evidence
         except ChangedSinceError as changed:
             self._recorder.log.arguments.copies_large = True
             try:
@@ -327,6 +333,18 @@ class Examiner:
         with contextlib.suppress(ReplayError):
             found = locate(bad, Replayer(bad, self._recorder, remakes_weights=True), budget)
             return found if found is not None and found.given is None else None
+        return None
+
+    def _computed_again(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
+        """Where a given tensor was bad, and something of the step was passed over: what in the script's code made it so."""
+        if evidence is None or evidence.given is None or self._recorder.passed_over != bad.step:
+            return None
+        with contextlib.suppress(Exception):  # it is as good as it was without
+            whole = with_what_made_it(bad, evidence)
+            if whole is not None:
+                self._whole = whole
+                found = locate(whole, Replayer(whole, self._recorder), budget)
+                return found if found is not None and found.given is None else None
         return None
 
     def close(self) -> None:
