@@ -68,7 +68,8 @@ def test_what_is_computed_behind_a_rollout_is_not_taped_where_that_takes_too_muc
     monkeypatch.setattr(pace, "BEHIND_SHARE", 0.0)
     run = guard(lambda: reinforce(lambda update: update == BAD))
     assert run.faults == 0, run.stderr
-    assert run.causes == ["nonfinite-input"]
+    assert run.causes == ["division-by-zero"]
+    assert run.first.evidence["computed_again"] is True  # and was not recorded
 
 
 def test_what_was_passed_over_is_told_of_the_first_failure_when_it_comes_back(guard: Guard) -> None:
