@@ -110,8 +110,8 @@ def _as_kept(call: TapedCall, listing: _Listing, outputs: list[Any]) -> list[Glu
     for op in operators:
         op.index += shift
         op.line, op.grad = call.line, call.grad
-        op.args = _shifted(op.args, shift)
-        op.kwargs = _shifted(op.kwargs, shift)
+        op.args = shifted(op.args, shift)
+        op.kwargs = shifted(op.kwargs, shift)
         op.outputs = [_GONE for _ in op.outputs]
     maker.outputs[: len(call.outputs)] = call.outputs
     return operators
@@ -188,14 +188,15 @@ class _Listing(compat.DispatchMode):
         return value
 
 
-def _shifted(tree: Any, shift: int) -> Any:
+def shifted(tree: Any, shift: int) -> Any:
+    """The operands of an operator whose call is put at another place: what the same call made is so much further on."""
     if isinstance(tree, _Made):
         return Ref(tree.event + shift, tree.output)
     if isinstance(tree, (list, tuple)):
-        items = [_shifted(item, shift) for item in tree]
+        items = [shifted(item, shift) for item in tree]
         return tuple(items) if type(tree) is tuple else items
     if isinstance(tree, dict):
-        return {key: _shifted(item, shift) for key, item in tree.items()}
+        return {key: shifted(item, shift) for key, item in tree.items()}
     return tree
 
 

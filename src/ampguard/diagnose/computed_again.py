@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ampguard.capture.frames import frames_here, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, StepRecord
-from ampguard.capture.told import is_plain, operators_in
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, StepRecord
+from ampguard.capture.told import is_plain, operators_in, shifted
 from ampguard.diagnose.assigned_code import assigned_to
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.pure_code import is_pure
@@ -46,7 +46,7 @@ def with_what_made_it(bad: BadResult, evidence: Evidence) -> BadResult | None:
     first = events[0].index - len(operators)
     for op in operators:
         op.index += first
-        op.args, op.kwargs = _shifted(op.args, first), _shifted(op.kwargs, first)
+        op.args, op.kwargs = shifted(op.args, first), shifted(op.kwargs, first)
     made = Ref(operators[-1].index, 0)
     record = bad.record
     renamed: list[Event] = [*operators, *(_given(event, tensor, made) for event in events)]
@@ -98,12 +98,10 @@ def _operators_of(tensor: Tensor, values: Tensor) -> list[GlueOp]:
 
 def _given(event: Event, tensor: Tensor, made: Ref) -> Event:
     """The event, given what an operator made in place of the script's tensor."""
-    args, kwargs = _named(event.args, tensor, made), _named(event.kwargs, tensor, made)
+    args = _named(event.args, tensor, made)
     if isinstance(event, BackwardCall):
         return dataclasses.replace(event, args=args)
-    if isinstance(event, RootCall):
-        return dataclasses.replace(event, args=args, kwargs=kwargs)
-    return dataclasses.replace(event, args=args, kwargs=kwargs)
+    return dataclasses.replace(event, args=args, kwargs=_named(event.kwargs, tensor, made))
 
 
 def _named(tree: Any, tensor: Tensor, made: Ref) -> Any:
@@ -114,15 +112,4 @@ def _named(tree: Any, tensor: Tensor, made: Ref) -> Any:
         return tuple(items) if type(tree) is tuple else items
     if isinstance(tree, dict):
         return {key: _named(item, tensor, made) for key, item in tree.items()}
-    return tree
-
-
-def _shifted(tree: Any, shift: int) -> Any:
-    if isinstance(tree, Ref):
-        return Ref(tree.event + shift, tree.output)
-    if isinstance(tree, (list, tuple)):
-        items = [_shifted(item, shift) for item in tree]
-        return tuple(items) if type(tree) is tuple else items
-    if isinstance(tree, dict):
-        return {key: _shifted(item, shift) for key, item in tree.items()}
     return tree
