@@ -46,7 +46,18 @@ from ampguard.capture.resting import RestingCalls
 from ampguard.capture.scaling import LossScaling
 from ampguard.capture.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.turns import Turns
-from ampguard.diagnose import casebook, causes, evidence, examiner, finding, investigate, locating, minimal, trying
+from ampguard.diagnose import (
+    casebook,
+    causes,
+    evidence,
+    examiner,
+    finding,
+    finding_place,
+    investigate,
+    locating,
+    minimal,
+    trying,
+)
 from ampguard.diagnose.finding import RULES
 from ampguard.errors import StopRun
 from ampguard.replay import live, rebuild, sandbox, tracer, writer
@@ -299,7 +310,8 @@ INVESTIGATION = [
     (investigate, "find_cause"),
     (investigate, "incident_of"),
     (investigate, "verified_fixes"),
-    (examiner, "locate"),
+    (finding_place, "locate"),
+    (finding_place, "with_what_made_it"),
     (examiner, "explain"),
     (examiner, "place_of"),
     (examiner.Examiner, "_examine"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from ampguard.diagnose.budget import LEAST_SECONDS, LEAST_SECONDS_OF_HEALING, Bu
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import begun_before, most_proofs, prove_underflow
-from ampguard.diagnose.computed_again import told, with_what_made_it
+from ampguard.diagnose.computed_again import told
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
+from ampguard.diagnose.finding_place import FindingPlace
 from ampguard.diagnose.handed_on import tell_handed_on
 from ampguard.diagnose.hooked import changed_by_a_hook
 from ampguard.diagnose.investigate import (
@@ -29,19 +29,16 @@ from ampguard.diagnose.investigate import (
     incident_of,
     unexplained_incident,
 )
-from ampguard.diagnose.locating import NOT_MADE, locate, locate_in_trace
+from ampguard.diagnose.locating import NOT_MADE, locate_in_trace
 from ampguard.diagnose.past_scaler import is_only_the_scale
 from ampguard.diagnose.recurrence import calls_behind
 from ampguard.diagnose.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.unrecorded import Unrecorded, better
 from ampguard.diagnose.wire_overflow import overflow_on_the_wire
-from ampguard.errors import ChangedSinceError, DoesNotRepeatError, ReplayError, StopRun
+from ampguard.errors import DoesNotRepeatError, ReplayError, StopRun
 from ampguard.incident import Incident
-from ampguard.replay.behind import has_bad_leaves
-from ampguard.replay.forgiving import calls_hooks
 from ampguard.replay.live import LiveTracing
 from ampguard.replay.rebuild import Replayer
-from ampguard.replay.rewritten import with_rewritten_weights
 from ampguard.replay.sandbox import neutral_thread
 
 LOOKS_PER_INVESTIGATION = 4
@@ -78,8 +75,7 @@ class Examiner:
         """Whether updates with bad gradients are held off, by us or by an engine."""
         self._looks = 0
         self._proofs = 0
-        self._whole: BadResult | None = None
-        """A bad result with what was not recorded of it computed again."""
+        self._finding_place = FindingPlace(recorder)
         self._arming = Arming(recorder)
         self._unrecorded = Unrecorded(recorder)
         self._awaiting = Awaiting(recorder, self._settle)
@@ -150,7 +146,7 @@ class Examiner:
     def _investigate(self, bad: BadResult, started: float) -> None:
         """Run it again, and say what is seen."""
         try:
-            evidence = self._located(bad)
+            evidence = self._finding_place.of(bad, self.least_seconds)
         except DoesNotRepeatError:
             if compat.several_ranks() and self._is_lost_on_the_wire(bad):
                 return
@@ -193,7 +189,7 @@ class Examiner:
                 return
             budget = Budget.for_step(max(step_seconds, forward_seconds), started, self.least_seconds)
             incident = explain(evidence, budget, self._rank, finding)
-            if evidence.bad is self._whole:
+            if self._finding_place.was_computed_again(evidence):
                 incident = told(incident)
         except StopRun:
             raise
@@ -286,7 +282,7 @@ class Examiner:
             return
         self._looks += 1
         try:
-            evidence = self._located(bad)
+            evidence = self._finding_place.of(bad, self.least_seconds)
         except Exception:  # it cannot be run again
             return
         finding = find_cause(evidence) if evidence is not None else None
@@ -297,55 +293,6 @@ class Examiner:
         elif bad.may_be_meant == "count":
             note = dataclasses.replace(finding, severity="info")
             self._open(incident_of(evidence, note, (), self._rank, rung="replay"), evidence, bad)
-
-    def _located(self, bad: BadResult) -> Evidence | None:
-        """Where the failure begins; with the present values where the old ones are gone, if it fails with those too."""
-        budget = Budget.for_step(self._recorder.step_seconds, time.perf_counter(), self.least_seconds)
-        rewritten = with_rewritten_weights(bad, self._recorder)
-        if rewritten is not None:
-            with contextlib.suppress(ReplayError):
-                evidence = locate(rewritten, Replayer(rewritten, self._recorder), budget)
-                if (
-                    evidence is not None and evidence.given is None
-                ):  # else the weights were given bad values, not made bad
-                    return evidence
-        try:
-            evidence = locate(bad, Replayer(bad, self._recorder), budget)
-            behind = self._behind_an_update(evidence, bad, budget) or self._computed_again(evidence, bad, budget)
-            return behind or evidence
-        except ChangedSinceError as changed:
-            self._recorder.log.arguments.copies_large = True
-            try:
-                return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
-            except ReplayError:
-                raise changed from None
-        except ReplayError:
-            raise
-        except Exception:  # perhaps a hook of the script's that refuses to run twice for one step
-            if not calls_hooks(bad):
-                raise
-            return locate(bad, Replayer(bad, self._recorder, forgives_hooks=True), budget)
-
-    def _behind_an_update(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
-        """Where plain weights were bad before the step: what in the script's own update made them so, if that was recorded."""
-        if evidence is None or evidence.given is None or bad.kind != "loss" or not has_bad_leaves(bad.record):
-            return None
-        with contextlib.suppress(ReplayError):
-            found = locate(bad, Replayer(bad, self._recorder, remakes_weights=True), budget)
-            return found if found is not None and found.given is None else None
-        return None
-
-    def _computed_again(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
-        """Where a given tensor was bad, and something of the step was passed over: what in the script's code made it so."""
-        if evidence is None or evidence.given is None or self._recorder.passed_over != bad.step:
-            return None
-        with contextlib.suppress(Exception):  # it is as good as it was without
-            whole = with_what_made_it(bad, evidence)
-            if whole is not None:
-                self._whole = whole
-                found = locate(whole, Replayer(whole, self._recorder), budget)
-                return found if found is not None and found.given is None else None
-        return None
 
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
