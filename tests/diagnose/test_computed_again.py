@@ -80,9 +80,16 @@ def of_a_function(policy: nn.Module, optimizer: torch.optim.Optimizer, seen: Ten
     learn(policy, optimizer, seen, gain)
 
 
+def of_two_statements(policy: nn.Module, optimizer: torch.optim.Optimizer, seen: Tensor, rewards: Tensor) -> None:
+    share = rewards / rewards.sum()
+    gain = share * len(rewards) - 0.5
+    learn(policy, optimizer, seen, gain)
+
+
 @pytest.mark.parametrize(
     ("step", "code"),
     [
+        (of_two_statements, "share = rewards / rewards.sum()"),
         (of_a_statement, "gain = (rewards - rewards.mean()) / rewards.std()"),
         (of_a_function, "return centred / rewards.std()"),
     ],

@@ -18,6 +18,9 @@ from ampguard.replay.forgiving import calls_hooks
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.rewritten import with_rewritten_weights
 
+STATEMENTS = 4
+"""Statements, each of which uses what the one before it made, that are computed again."""
+
 
 class FindingPlace:
     """Finds the places of one recorder's failures."""
@@ -70,12 +73,16 @@ class FindingPlace:
 
     def _computed_again(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
         """Where a given tensor was bad, and something of the step was passed over: what in the script's code made it so."""
-        if evidence is None or evidence.given is None or self._recorder.passed_over != bad.step:
+        if self._recorder.passed_over != bad.step:
             return None
+        found, whole = evidence, bad
         with contextlib.suppress(Exception):  # it is as good as it was without
-            whole = with_what_made_it(bad, evidence)
-            if whole is not None:
-                self._whole = whole
+            for _ in range(STATEMENTS):
+                longer = with_what_made_it(whole, found) if found is not None and found.given is not None else None
+                if longer is None:
+                    return None
+                self._whole = whole = longer
                 found = locate(whole, Replayer(whole, self._recorder), budget)
-                return found if found is not None and found.given is None else None
+                if found is not None and found.given is None:
+                    return found
         return None
