@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.diagnose import examiner, further
+from ampguard.diagnose import examiner, finding_place, further
 from ampguard.diagnose.evidence import Evidence
 
 Guard = Callable[..., Watched]
@@ -89,8 +89,8 @@ def test_fixes_of_one_step_are_not_tried_for_its_ends(guard: Guard, monkeypatch:
 
 def test_once_it_has_taken_its_time_no_further_end_is_run_again(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     located: list[BadResult] = []
-    locate = examiner.locate
-    monkeypatch.setattr(examiner, "locate", lambda bad, *more: (located.append(bad), locate(bad, *more))[1])
+    locate = finding_place.locate
+    monkeypatch.setattr(finding_place, "locate", lambda bad, *more: (located.append(bad), locate(bad, *more))[1])
     monkeypatch.setattr(examiner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(further, "TIME_SHARE", 0.0)
 

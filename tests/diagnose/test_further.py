@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from watching import Watched, seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.diagnose import examiner, further
+from ampguard.diagnose import examiner, finding_place, further
 
 Guard = Callable[..., Watched]
 
@@ -25,8 +25,8 @@ def log_of(x: Tensor) -> Tensor:
 
 def test_a_failure_that_is_unlike_the_others_is_looked_at(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     located: list[BadResult] = []
-    locate = examiner.locate
-    monkeypatch.setattr(examiner, "locate", lambda bad, *more: (located.append(bad), locate(bad, *more))[1])
+    locate = finding_place.locate
+    monkeypatch.setattr(finding_place, "locate", lambda bad, *more: (located.append(bad), locate(bad, *more))[1])
     monkeypatch.setattr(examiner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(further, "TIME_SHARE", 0.0)
     monkeypatch.setattr("ampguard.diagnose.budget.STEPS_WORTH", 0.0)

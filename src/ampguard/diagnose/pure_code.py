@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampguard import compat
 from ampguard.diagnose.assigned_code import DRAWING
 from ampguard.diagnose.source_code import Source
 
@@ -89,7 +90,7 @@ def _value_of(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
     if isinstance(base, types.ModuleType):
         return getattr(base, node.attr, None)
     if isinstance(base, nn.Module):
-        for place in (base._parameters, base._buffers, base._modules):
+        for place in (compat.parameters_of(base), compat.buffers_of(base), compat.children_of(base)):
             if node.attr in place:
                 return place[node.attr]
     return getattr(base, "__dict__", {}).get(node.attr)
