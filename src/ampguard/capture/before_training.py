@@ -30,7 +30,7 @@ from ampguard.compat import FunctionMode, in_functorch, storage_key, version_of
 from ampguard.numerics import UNINITIALISED, is_finite
 
 MAX_CALLS = 20_000
-"""Calls that are looked at; a script that makes more is left alone."""
+"""Calls that are looked at; what a script calls behind them is passed through."""
 
 MAX_SECONDS = 0.5
 """What looking at large tensors may take in all."""
@@ -217,7 +217,8 @@ class BeforeTraining(FunctionMode):
         before, log = call.before, self.log
         size = sum(v.numel() for v in (*leaves((call.args, call.kwargs)), *bad) if isinstance(v, Tensor))
         names: list[Ref | None] = [None for _ in bad]
-        if self._held + size <= MAX_HELD and type(call.output) is not nn.Parameter:
+        is_held = self._held + size <= MAX_HELD
+        if is_held and type(call.output) is not nn.Parameter:
             line = user_line(call.frame)
             if before is None:
                 log.keep_call(call.func, call.args, call.kwargs, call.output, list(versions_in(call.args)), line)
@@ -229,9 +230,8 @@ class BeforeTraining(FunctionMode):
         for tensor, name in zip(bad, names, strict=True):
             ref = name or known
             if ref is not None:
-                is_held = self._held + size <= MAX_HELD
                 self._bad.append((weakref.ref(tensor), tensor if is_held else None, ref))
-        self._held += size
+        self._held += size if is_held else 0
 
     def _may_look_at(self, tensor: Any) -> bool:
         return (
