@@ -99,12 +99,21 @@ ACTIONS: frozenset[str] = frozenset(
 
 
 class Location(msgspec.Struct, frozen=True):
-    """A line of the user's code: the innermost frame that belongs neither to PyTorch nor to ampguard."""
+    """A line of the user's code: the innermost frame that belongs neither to PyTorch nor to ampguard.
+
+    `function` is the bare name; `qualname` has the class and the functions around it, where Python keeps that (3.11).
+    """
 
     file: str
     line: int
     function: str
     code: str
+    qualname: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The function's name as far as it is known: `Attention.forward`."""
+        return self.qualname or self.function
 
 
 class Fix(msgspec.Struct, frozen=True):

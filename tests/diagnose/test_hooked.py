@@ -58,7 +58,7 @@ def test_the_hook_is_named(hook: Callable[[Tensor], None], name: str, guard: Cal
     (incident,) = run.report.incidents
     assert (incident.step, incident.phase, incident.cause) == (BAD, "backward", "unexplained")
     assert incident.location is not None
-    assert incident.location.function == name
+    assert incident.location.full_name == incident.evidence["hook"] == name
     assert incident.evidence["parameters"] == {"nonfinite": ["aux.weight", "aux.bias"]}
     assert not run.faults
 

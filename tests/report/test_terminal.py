@@ -26,7 +26,7 @@ OVERFLOW = Incident(
     module="encoder.layers.3.attention",
     op="aten.bmm.default",
     dtype="float16",
-    location=Location("model.py", 57, "Attention.forward", "        scores = q @ k.transpose(-2, -1)"),
+    location=Location("model.py", 57, "forward", "        scores = q @ k.transpose(-2, -1)", "Attention.forward"),
     explanation="The product of queries and keys does not fit float16: it reaches 81920; float16 ends at 65504. "
     "Softmax then made NaN of it.",
     evidence={"max_abs_fp32": 81920.0, "limit": 65504.0, "operands": [{"max": 3.5}]},

@@ -110,10 +110,9 @@ class Line:
     number: int
 
     def location(self) -> Location:
-        file = self.code.co_filename
-        name = getattr(self.code, "co_qualname", self.code.co_name)
-        function = name.replace("<locals>.", "")
-        return Location(file, self.number, function, linecache.getline(file, self.number).strip())
+        file, name = self.code.co_filename, self.code.co_name
+        qualname = getattr(self.code, "co_qualname", name).replace("<locals>.", "")
+        return Location(file, self.number, name, linecache.getline(file, self.number).strip(), qualname)
 
 
 @dataclass(frozen=True, slots=True)

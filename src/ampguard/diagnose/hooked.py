@@ -45,12 +45,12 @@ def changed_by_a_hook(bad: BadResult, rank: int) -> Incident | None:
         dtype=dtype_name(parameters[0].dtype),
         location=place,
         explanation=(
-            f"The gradients of {listed} are not finite after the hook `{place.function}` ran on them: in the same step run "
+            f"The gradients of {listed} are not finite after the hook `{place.full_name}` ran on them: in the same step run "
             f"again, without it, they are finite. It is registered with `register_post_accumulate_grad_hook`, and its code "
             f"begins at {place.file.rsplit('/', 1)[-1]}:{place.line}. Look there first for a division by something that "
             f"can be 0."
         ),
-        evidence={"rung": "none", "parameters": {"nonfinite": names}, "hook": place.function},
+        evidence={"rung": "none", "parameters": {"nonfinite": names}, "hook": place.full_name},
     )
 
 

@@ -106,7 +106,7 @@ def _where(incident: Incident, width: int) -> Iterator[Text]:
 def _place(location: Location | None) -> str:
     if location is None:
         return ""
-    inside = f" in {location.function}" if location.function else ""
+    inside = f" in {location.full_name}" if location.function else ""
     return f"{short_path(location.file)}:{location.line}{inside}"
 
 
