@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -204,3 +205,38 @@ def test_a_step_takes_little_room(tmp_path: Path) -> None:
     assert problems == []
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert size / count < 100
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="processes do not fork here")
+def test_no_thread_of_ours_is_there_while_a_process_forks(tmp_path: Path) -> None:
+    """From Python 3.12 on a fork among threads is warned of, in the script's name."""
+    before = threading.active_count()
+    writer = HistoryWriter(tmp_path, pytest.fail)
+    seen, written_in_child = os.pipe()
+    for step in range(3):
+        writer.step(StepRow(step))
+        child = os.fork()
+        if child == 0:
+            os.write(written_in_child, bytes([threading.active_count()]))
+            writer.step(StepRow(100 + step))
+            writer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert threading.active_count() == before + 1
+    writer.step(StepRow(3))
+    writer.close()
+
+    assert os.read(seen, 3) == bytes([1, 1, 1])
+    os.close(seen)
+    os.close(written_in_child)
+    with read_history(tmp_path) as run:
+        assert [row.step for row in run.steps()] == [0, 1, 2, 3]
+
+
+def test_a_thread_that_ended_behind_a_fork_loses_nothing(tmp_path: Path) -> None:
+    writer = HistoryWriter(tmp_path, pytest.fail)
+    writer.rest()
+    writer.step(FULL)
+    writer.close()
+    with read_history(tmp_path) as run:
+        assert list(run.steps()) == [FULL]

@@ -14,6 +14,7 @@ import functools
 import random
 import sys
 import types
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -210,7 +211,9 @@ def _call(function: Callable[..., Any], *args: Any) -> None:
 
 def _copied(value: Any) -> Any:
     try:
-        return copy.copy(value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says so of each copy of `itertools.count`
+            return copy.copy(value)
     except Exception:
         return value
 

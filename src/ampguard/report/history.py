@@ -17,6 +17,7 @@ import math
 import os
 import sqlite3
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ WAITING_ROWS = 1 << 16
 """Rows kept in memory while the file cannot be written; beyond it the history is given up."""
 ROWS_A_STATEMENT = 256
 LOCKED_FOR_S = 20.0
+RESTS_WITHIN_S = 1.0
 MAX_PEAKS = 1 << 21
 MAX_EVENTS = 1 << 16
 
@@ -95,8 +97,25 @@ class HistoryWriter:
         self._is_ending = threading.Event()
         self._has_failed = False
         self._pid = os.getpid()
+        self._begin()
+        _writing.add(self)
+
+    def _begin(self) -> None:
         self._thread = threading.Thread(target=self._run, name="ampguard-history", daemon=True)
         self._thread.start()
+
+    def rest(self) -> None:
+        """The process is about to fork: no thread of ours may hold a lock then, and no open file go to the child."""
+        if os.getpid() == self._pid:
+            self._is_ending.set()
+            self._thread.join(RESTS_WITHIN_S)
+
+    def go_on(self) -> None:
+        """The process has forked, and this is the parent."""
+        if os.getpid() == self._pid and not self._has_failed:
+            self._is_ending.clear()
+            if not self._thread.is_alive():
+                self._begin()
 
     def step(self, row: StepRow) -> None:
         """Note one iteration."""
@@ -122,8 +141,11 @@ class HistoryWriter:
 
     def close(self, wait_s: float = 5.0) -> None:
         """Write what is waiting. In a forked child: nothing, the history is its parent's."""
+        _writing.discard(self)
         if os.getpid() == self._pid:
             self._is_ending.set()
+            if self._waiting and not self._thread.is_alive():
+                self._begin()  # it ended late, behind a fork
             self._thread.join(wait_s)
 
     # --- the writing thread -------------------------------------------------------------------------------------------
@@ -167,19 +189,43 @@ class HistoryWriter:
             self._on_problem(f"the history could not be written to {self.path}: {error}; the run goes on without it")
 
 
+_writing: weakref.WeakSet[HistoryWriter] = weakref.WeakSet()
+
+
+def _rest_while_forking() -> None:
+    """Python tells of threads when a process forks (3.12), and a child may hang on what they hold."""
+
+    def before() -> None:
+        for writer in list(_writing):
+            writer.rest()
+
+    def after() -> None:
+        for writer in list(_writing):
+            writer.go_on()
+
+    os.register_at_fork(before=before, after_in_parent=after)
+
+
+if hasattr(os, "register_at_fork"):
+    _rest_while_forking()
+
+
 def read_history(path: Path) -> History:
     """Open the history of a run folder (or one file) for reading. Raises `RunFolderError` that says what is wrong."""
     file = path / HISTORY_NAME if path.is_dir() else path
     if not file.is_file():
         raise RunFolderError(f"there is no history at {file}")
-    try:
-        database = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
-        database.execute("PRAGMA trusted_schema = OFF")
-        database.execute("PRAGMA query_only = ON")
-        for table in ("steps", "peaks", "places", "events"):
-            database.execute(f"SELECT * FROM {table} LIMIT 1").fetchall()
-    except sqlite3.Error as error:
-        raise RunFolderError(f"{file} is not a history of ampguard's: {error}") from error
+    with contextlib.ExitStack() as unless_opened:
+        try:
+            database = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+            unless_opened.callback(database.close)
+            database.execute("PRAGMA trusted_schema = OFF")
+            database.execute("PRAGMA query_only = ON")
+            for table in ("steps", "peaks", "places", "events"):
+                database.execute(f"SELECT * FROM {table} LIMIT 1").fetchall()
+        except sqlite3.Error as error:
+            raise RunFolderError(f"{file} is not a history of ampguard's: {error}") from error
+        unless_opened.pop_all()
     return History(file, database)
 
 
@@ -230,9 +276,12 @@ class History:
 
 def _create(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=LOCKED_FOR_S)
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = NORMAL")  # a commit survives the death of the process without an fsync
-    database.executescript(SCHEMA)
+    with contextlib.ExitStack() as unless_made:
+        unless_made.callback(database.close)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")  # a commit survives the death of the process without an fsync
+        database.executescript(SCHEMA)
+        unless_made.pop_all()
     return database
 
 

@@ -24,6 +24,10 @@ ENDS_WITHIN_S = 15.0
 WRITES_WITHIN_S = 5.0
 """How long it may take to write what is known."""
 
+RESTS_WITHIN_S = 1.0
+NO_SIGNAL = b"\0"
+"""No signal has this number: the thread is to end."""
+
 
 class BlockedWatcher:
     """Ends the process by SIGTERM where the Python handler cannot."""
@@ -34,7 +38,8 @@ class BlockedWatcher:
         self._leave = leave
         self._begun = threading.Event()
         self._leaving = False
-        self._wakeup = -1
+        self._read = self._wakeup = -1
+        self._rests = threading.Event()
 
     def install(self) -> None:
         """Begin to watch, unless somebody else is woken up by signals. To be called in the main thread."""
@@ -48,8 +53,25 @@ class BlockedWatcher:
             os.close(read)
             os.close(write)
             return
-        self._wakeup = write
-        _thread.start_new_thread(self._watch, (read,))  # not threading's: the script does not find it among its threads
+        self._read, self._wakeup = read, write
+        self._begin()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._rest, after_in_parent=self._go_on)
+
+    def _begin(self) -> None:
+        self._rests.clear()
+        _thread.start_new_thread(self._watch, (self._read,))  # not threading's: a script does not find it among its own
+
+    def _rest(self) -> None:
+        """The process is about to fork: Python tells of threads that are there then (3.12)."""
+        if self._wakeup != -1:
+            os.write(self._wakeup, NO_SIGNAL)
+            self._rests.wait(RESTS_WITHIN_S)
+
+    def _go_on(self) -> None:
+        """The process has forked, and this is the parent."""
+        if self._wakeup != -1 and self._rests.is_set():
+            self._begin()
 
     def uninstall(self) -> None:
         """Watch no longer; in a forked child too, whose signals are not its parent's. A wakeup file of the script's stays."""
@@ -71,6 +93,9 @@ class BlockedWatcher:
             while numbers := os.read(read, 64):
                 if signal.SIGTERM in numbers and self._stands():
                     self._end()
+                if NO_SIGNAL in numbers:
+                    break
+        self._rests.set()
 
     def _end(self) -> None:
         if self._begun.wait(BEGINS_WITHIN_S):
