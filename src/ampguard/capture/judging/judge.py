@@ -318,9 +318,9 @@ class Judge:
         if self.gradients.told_until > self._log.iteration_start:  # the norm of bad gradients: these were told
             found = [r for r in found if not self._is_behind_backward(r)]
         if found:
-            first = min(found, key=lambda ref: (ref.event, ref.output))
-            mode: Mode = "train" if lineage.was_wanting(self._log.record, first) else "eval"
-            self.suspects.append(self._bad("loss", mode, (first,)))
+            found = sorted(set(found), key=lambda ref: (ref.event, ref.output))
+            mode = undifferentiated.mode_of(self._log.record, found[0])
+            self.suspects.append(self._bad("loss", mode, tuple(found)))
 
     def _is_behind_backward(self, ref: Ref) -> bool:
         """Whether a backward pass came before this result, in the same iteration."""
