@@ -26,6 +26,7 @@ from ampguard.capture.operands import leaves, refs_of
 from ampguard.capture.originals import MetFunctions
 from ampguard.capture.preprocessing import MOVES
 from ampguard.capture.record import GlueOp, Line, Ref, StepRecord
+from ampguard.capture.vanished import Vanished
 from ampguard.compat import FunctionMode, in_functorch, storage_key, version_of
 from ampguard.numerics import UNINITIALISED, is_finite
 
@@ -40,9 +41,6 @@ LARGE = 1 << 16
 
 MAX_ELEMENTS = 1 << 26
 """Elements of a tensor that is looked at."""
-
-MAX_HIDDEN = 256
-"""Calls that are kept although what they give is finite, for what they were given."""
 
 MAX_HELD = 1 << 22
 """Elements of what is kept alive: the operands of calls from which bad values come, and what they returned."""
@@ -101,8 +99,7 @@ class BeforeTraining(FunctionMode):
         self._held = 0
         self._bad: list[tuple[weakref.ref[Tensor], Tensor | None, Ref]] = []
         """What such calls have made and is not finite, held where it is small, and what the log calls it."""
-        self._hidden: list[tuple[weakref.ref[Tensor], Ref, Ref]] = []
-        """What is finite and was computed from such a value (`1 / inf`), what the log calls it, and that value."""
+        self._vanished = Vanished()
         self._uninitialised: dict[int, tuple[int, Line]] = {}
         """Memory that the script has asked for as it is: how many elements, and where."""
         self._records: list[tuple[StepRecord, list[tuple[weakref.ref[Tensor], Ref]]]] = []
@@ -207,7 +204,7 @@ class BeforeTraining(FunctionMode):
         before = call.before
         given = [*leaves((call.args if before is None else call.args[1:], call.kwargs))]
         if not bad:
-            self._note_hidden(call, results, given)
+            self._note_vanished(call, results, given)
             return
         known = next((ref for v in given if isinstance(v, Tensor) and (ref := self._ref_of(v)) is not None), None)
         if known is None:
@@ -218,9 +215,9 @@ class BeforeTraining(FunctionMode):
                 return  # it was given, and nobody knows from where
         self._keep(call, bad, known)
 
-    def _note_hidden(self, call: _Call, results: list[Tensor], given: list[Any]) -> None:
+    def _note_vanished(self, call: _Call, results: list[Tensor], given: list[Any]) -> None:
         """Keep a call that is finite and was given bad values, or what was computed from them: its 0 may be 1 / Inf."""
-        if not self._bad or len(self._hidden) >= MAX_HIDDEN:
+        if not self._bad or self._vanished.is_full:
             return
         tensors = [v for v in (*given, call.output if call.before is not None else None) if isinstance(v, Tensor)]
         behind = next((ref for v in tensors if (ref := self._value_behind(v)) is not None), None)
@@ -229,23 +226,15 @@ class BeforeTraining(FunctionMode):
             return
         for tensor, ref in zip(floating, self._kept(call, floating)[0], strict=True):
             if ref is not None:
-                self._hidden.append((weakref.ref(tensor), ref, behind))
+                self._vanished.note(tensor, ref, behind)
 
     def _value_behind(self, tensor: Tensor) -> Ref | None:
         """The bad value that a tensor is, or was computed from."""
         known = self._ref_of(tensor)
         if known is None:
-            found = self._hidden_of(tensor)
+            found = self._vanished.of(tensor)
             known = found[1] if found is not None else None
         return known
-
-    def _hidden_of(self, tensor: Tensor) -> tuple[Ref, Ref] | None:
-        memory = storage_key(tensor)
-        for weak, ref, behind in reversed(self._hidden):
-            one = weak()
-            if one is not None and (one is tensor or storage_key(one) == memory != 0):
-                return ref, behind
-        return None
 
     def _keep(self, call: _Call, bad: list[Tensor], known: Ref | None) -> None:
         """Keep the call to be run again, where it is small; of its results, what made them bad."""
@@ -331,9 +320,9 @@ class BeforeTraining(FunctionMode):
                     return record, ref
         return None
 
-    def hidden_in(self, tensor: Tensor) -> tuple[StepRecord, Ref, Ref] | None:
+    def vanished_behind(self, tensor: Tensor) -> tuple[StepRecord, Ref, Ref] | None:
         """The calls that have made a finite tensor from a value that was not, what they call it, and that value."""
-        found = self._hidden_of(tensor) if self._hidden else None
+        found = self._vanished.of(tensor)
         return (self.log.slice(), *found) if found is not None else None
 
     def uninitialised_at(self, tensor: Tensor) -> Line | None:

@@ -71,7 +71,7 @@ def _as_given(evidence: Evidence, operand: TracedTensor) -> Tensor | None:
 def _made(evidence: Evidence, given: Tensor) -> MadeBefore | None:
     """The calls that made a finite tensor before training from a value that was not, where they can be run again."""
     assert evidence.replayer is not None
-    found = evidence.replayer.before_training.hidden_in(given)
+    found = evidence.replayer.before_training.vanished_behind(given)
     if found is None:
         return None
     record, ref, behind = found
