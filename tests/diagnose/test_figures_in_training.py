@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from watching import Watched
@@ -55,3 +56,64 @@ def test_loss_whose_nan_was_taken_out(guard: Callable[..., Watched]) -> None:
 def test_loss_that_was_differentiated(guard: Callable[..., Watched]) -> None:
     run = guard(lambda: train(lambda per_sample: per_sample.mean().sub(1e3).log(), lambda _, loss: loss))
     assert run.report.incidents[0].cause == "domain-error"
+
+
+class Masked(nn.Module):
+    """Returns its scores within an object, as `Categorical(logits=...)` is one; some are banned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.register_buffer("ban", torch.tensor([False, False, True, False, False]))
+
+    def forward(self, x: Tensor) -> torch.distributions.Categorical:
+        return torch.distributions.Categorical(logits=self.body(x).masked_fill(self.ban, -torch.inf))
+
+
+@pytest.mark.parametrize("is_shown_late", [False, True])
+def test_range_of_masked_scores(is_shown_late: bool, guard: Callable[..., Watched]) -> None:
+    """It is infinite because the mask is: behind an update, and behind calls that collect what comes next."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Masked()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in range(4):
+            with torch.no_grad():
+                for _ in range(3):
+                    model(torch.randn(2, 4)).sample()
+            scores = model(torch.randn(8, 4))
+            loss = -scores.log_prob(torch.zeros(8)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if is_shown_late:
+                optimizer.step()
+            (scores.logits.max() - scores.logits.min()).item()
+            if not is_shown_late:
+                optimizer.step()
+
+    run = guard(body)
+    assert run.report.incidents == ()
+
+
+def test_range_that_is_taken_and_never_read(guard: Callable[..., Watched]) -> None:
+    """It wants a gradient and has none coming; the calls behind it make no loss of it."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 5)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        kept = []
+        for _ in range(4):
+            scores = model(torch.randn(8, 4)).masked_fill(torch.arange(5) == 2, -torch.inf)
+            loss = nn.functional.cross_entropy(scores, torch.zeros(8).long())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            kept.append(scores.max() - scores.min())
+            with torch.no_grad():
+                for _ in range(3):
+                    model(torch.randn(2, 4)).mean()
+
+    run = guard(body)
+    assert run.report.incidents == ()

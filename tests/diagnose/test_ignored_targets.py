@@ -43,3 +43,34 @@ def test_a_batch_without_any_target(loss: Callable[[Tensor, Tensor], Tensor], gu
     assert ("all 6 are ignored" in incident.explanation) is (loss is summed)
     assert ("filter-sample" in [fix.action for fix in incident.fixes]) is (loss is summed)
     assert incident.fixes[0].verified
+
+
+def test_a_module_of_which_every_target_is_ignored_is_asked_first(guard: Guard) -> None:
+    """The printed line can stand where the script's does."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss(ignore_index=-1)
+        out, y = net(torch.randn(5, 4)), torch.full((5,), -1)
+        loss = criterion(out, y)
+        loss.backward()
+
+    incident = guard(body).first
+    assert incident.cause == "empty-reduction"
+    fix = incident.fixes[0]
+    assert (fix.action, fix.verified) == ("guard-empty", True)
+    assert fix.how.endswith(
+        "let it be 0: loss = (criterion(out, y) if (y != criterion.ignore_index).any() else out.sum() * 0)"
+    )
+
+
+def test_targets_of_classes_without_weight_are_not_called_ignored(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 1.0]))
+        loss = criterion(net(torch.randn(5, 4)), torch.zeros(5).long())
+        loss.backward()
+
+    incident = guard(body).first
+    assert incident.cause == "empty-reduction"
+    assert "the weights of their classes are all 0" in incident.explanation

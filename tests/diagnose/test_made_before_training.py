@@ -324,3 +324,79 @@ def test_a_forked_worker_passes_calls_through(guard: Guard) -> None:
             optimizer.step()
 
     assert guard(body).report.incidents == ()
+
+
+def normalized(labels: Tensor) -> Tensor:
+    counts = torch.bincount(labels, minlength=4).float()
+    w = 1.0 / counts
+    return torch.nan_to_num(w / w.sum() * 4)
+
+
+def normalized_and_mended(labels: Tensor) -> Tensor:
+    counts = torch.bincount(labels, minlength=4).float()
+    w = 1.0 / counts
+    w /= w.sum()
+    w[torch.isnan(w)] = 0.0
+    return w
+
+
+def relative(labels: Tensor) -> Tensor:
+    counts = torch.bincount(labels, minlength=4).float()
+    w = 1.0 / counts
+    return torch.where(torch.isinf(w), torch.zeros(4), w / w.max())
+
+
+def by_module(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return nn.CrossEntropyLoss(weight=weight)
+
+
+def by_hand(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_of(scores: Tensor, y: Tensor) -> Tensor:
+        each = weight[y]
+        return (functional.cross_entropy(scores, y, reduction="none") * each).sum() / each.sum()
+
+    return loss_of
+
+
+@pytest.mark.parametrize("loss_with", [by_module, by_hand])
+@pytest.mark.parametrize("weigh", [normalized, normalized_and_mended, relative])
+def test_weights_that_are_0_because_an_infinity_divided_them(
+    weigh: Callable[[Tensor], Tensor], loss_with: Callable[[Tensor], Any], guard: Guard
+) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        y = torch.tensor([0, 1, 2, 1, 0, 2, 1])
+        criterion = loss_with(weigh(y))
+        net = nn.Linear(5, 4)
+        x = torch.randn(7, 5)
+        train(net, lambda _: criterion(net(x), y))
+
+    run = guard(body)
+    assert run.causes == ["division-by-zero"]
+    assert made(run)["code"] == "w = 1.0 / counts"
+    fix = run.first.fixes[0]
+    assert (fix.action, fix.verified) == ("guard-empty", True)
+    assert "w = 1.0 / counts.clamp(min=1)" in fix.how
+
+
+def test_weights_that_the_script_mends_are_not_blamed(guard: Guard) -> None:
+    """An infinity that was put right before it did harm; the batch that fails has another reason."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        y = torch.tensor([0, 1, 2, 1, 0, 2, 1])
+        counts = torch.bincount(y, minlength=4).float()
+        w = 1.0 / counts
+        w[torch.isinf(w)] = 0.0
+        net = nn.Linear(5, 4)
+        x = torch.randn(7, 5)
+
+        def loss_of(step: int) -> Tensor:
+            kept = (y < 3 - 2 * step).float()
+            return (functional.cross_entropy(net(x), y, weight=w, reduction="none") * kept).sum() / kept.sum()
+
+        train(net, loss_of)
+
+    run = guard(body)
+    assert (run.causes, run.first.step) == (["division-by-zero"], 2)
+    assert "made_before" not in run.first.evidence

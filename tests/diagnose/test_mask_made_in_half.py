@@ -42,3 +42,62 @@ def test_only_a_number_that_float32_has_overflowed(constant: float, cause: str, 
         assert incident.evidence["constant"] == -1e9
         assert "torch.tensor(self.constant" in incident.location.code
         assert (incident.fixes[0].action, incident.fixes[0].verified) == ("mask-value", True)
+
+
+class Biased(nn.Module):
+    """An additive mask that was made in float32 and is cast where it is added."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.qk = nn.Linear(4, 16)
+        self.way = way
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = q @ k.mT
+        if self.way == "to":
+            scores = scores + bias[:, None].to(scores.dtype)
+        else:
+            scores += bias[:, None].type_as(scores)
+        return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    ("way", "line"),
+    [
+        ("to", "scores = scores + bias[:, None].to(scores.dtype).clamp(min=torch.finfo(torch.float16).min)"),
+        ("type_as", "scores += bias[:, None].type_as(scores).clamp(min=torch.finfo(torch.float16).min)"),
+    ],
+)
+def test_mask_that_is_cast_where_it_is_added(way: str, line: str, guard: Guard) -> None:
+    """The printed line is the script's own with the bound in it."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net, bias = Biased(way), torch.zeros(3, 5)
+        bias[1] = -1e9
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = net(torch.randn(3, 5, 4), bias).float().pow(2).mean()
+        loss.backward()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.op) == ("mask-overflow", "aten._to_copy.default")
+    assert (incident.fixes[0].action, incident.fixes[0].verified) == ("mask-value", True)
+    assert incident.fixes[0].how.endswith(f": {line}")
+
+
+def summed(out: Tensor, y: Tensor) -> Tensor: return ((out - y.half()) ** 2).sum()  # fmt: skip
+
+
+def test_a_function_of_one_line_is_printed_without_its_head(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 64)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = summed(net(torch.randn(16, 4)), torch.full((16, 64), 30.0))
+        loss.backward()
+
+    incident = guard(body).first
+    assert incident.cause == "fp16-overflow"
+    assert all("def " not in fix.how for fix in incident.fixes)
+    assert any("return ((out - y.half()) ** 2).sum()" in fix.how for fix in incident.fixes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from watching import Watched, fingerprint, seed_everything
 
+import ampguard
 from ampguard.capture import pace
 
 Guard = Callable[..., Watched]
@@ -141,3 +143,61 @@ def test_other_errors_are_the_scripts_own(guard: Guard) -> None:
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert run.causes == []
+
+
+def strict_log_prob(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        raise ValueError("Expected value argument to be within the support")
+    return Normal(0.0, 1.0).log_prob(x).sum(-1)
+
+
+class Flow(nn.Module):
+    """Has no forward; what it computes goes into a distribution that refuses infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(4, 4)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return strict_log_prob(x + self.shift(x))
+
+
+def logits_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    z = torch.log(x) - torch.log1p(-x)
+    correction = -torch.log(x) - torch.log1p(-x)
+    return z, correction.sum(-1)
+
+
+def train_flow(flow: Flow, log_prob: Callable[[Tensor], Tensor]) -> None:
+    optimizer = torch.optim.SGD(flow.parameters(), lr=1e-3)
+    for step in range(BAD + 1):
+        x = torch.rand(5, 4) * 0.8 + 0.1
+        if step == BAD:
+            x[2, 1] = 0
+        ban = torch.zeros(5).masked_fill(torch.arange(5) > 3, float("-inf"))
+        z, correction = logits_of(x)
+        loss = -((log_prob(z) + correction) * (ban == 0)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_training_step_that_ends_before_its_loss(is_first: bool, tmp_path: Path) -> None:
+    """What failed was computed from data alone, and a mask with infinities of its own stood beside it.
+
+    `is_first`: the error comes before the model was called.
+    """
+    seed_everything()
+    flow = Flow()
+    with pytest.raises(ValueError, match="Expected value argument"), ampguard.watch(out=tmp_path / "run") as session:
+        train_flow(flow, (lambda z: strict_log_prob(z) + flow.log_prob(z)) if is_first else flow.log_prob)
+
+    assert session.report is not None
+    (incident,) = session.report.incidents
+    assert (incident.cause, incident.step, incident.mode) == ("domain-error", BAD, "train")
+    assert incident.location is not None
+    assert incident.location.code == "z = torch.log(x) - torch.log1p(-x)"
+    fix = incident.fixes[0]
+    assert (fix.action, fix.verified) == ("clamp", True)
+    assert "correction = -torch.log(x.clamp(" in fix.how, "both lines are needed"

@@ -345,3 +345,47 @@ def test_an_operator_that_made_it_from_finite_elements_is_the_beginning_among_ma
         return torch.log(x.exp() - 1.0)[1].sum()
 
     assert accused(chain_behind(compute)) == "log"
+
+
+def halves_doubled(early: float, late: float) -> Tensor:
+    """`-2 * a * b` in float16, one row after the other; rows of the `late` kind stand first and last."""
+    column = torch.tensor([[late], [early], [late]]).half().expand(3, 8)
+    products = column * torch.full((3, 8), 250.0).half()
+    return (-2 * products).float()
+
+
+@pytest.mark.parametrize(
+    "result_of",
+    [
+        lambda d: d.sum(),
+        lambda d: d.min(1).values.mean(),
+        lambda d: (d + torch.ones(3, 1)).view(3, 2, 4).amin((1, 2)).sum(),
+        lambda d: d.t().contiguous().relu_().neg_().add_(d.t()).mean(),
+    ],
+)
+def test_elements_that_were_bad_before_the_one_that_is_followed(result_of: Callable[[Tensor], Tensor]) -> None:
+    """40,000 is beyond the range once it is doubled, 100,000 is as it is: the product came first."""
+    chain = chain_behind(lambda: result_of(halves_doubled(early=400.0, late=160.0)))
+    assert [link.op.index for link in chain.links] == sorted((link.op.index for link in chain.links), reverse=True)
+    assert chain.head.op.outputs[0].shape == (3, 8)
+    assert 250.0 not in chain.head.op.scalars
+    assert -2.0 not in chain.head.op.scalars
+
+
+def test_older_elements_that_a_choice_leaves_out_are_not_to_blame() -> None:
+    """The least of them is -Inf, which doubling made; +Inf was there before and is not taken."""
+
+    def compute() -> Tensor:
+        products = torch.tensor([160.0, -400.0, 160.0]).half() * torch.full((3,), 250.0).half()
+        return (-2 * products).min()
+
+    assert -2.0 in chain_behind(compute).head.op.scalars
+
+
+def test_a_mask_beside_a_late_overflow_is_not_to_blame() -> None:
+    def compute() -> Tensor:
+        masked = torch.tensor([160.0, 1.0, 160.0]).half().masked_fill(torch.tensor([False, True, False]), INF)
+        return (masked * 500.0).sum()
+
+    chain = chain_behind(compute)
+    assert (chain.head.op.short_name, chain.intended) == ("mul", False)

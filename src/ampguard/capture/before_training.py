@@ -26,6 +26,7 @@ from ampguard.capture.operands import leaves, refs_of
 from ampguard.capture.originals import MetFunctions
 from ampguard.capture.preprocessing import MOVES
 from ampguard.capture.record import GlueOp, Line, Ref, StepRecord
+from ampguard.capture.vanished import Vanished
 from ampguard.compat import FunctionMode, in_functorch, storage_key, version_of
 from ampguard.numerics import UNINITIALISED, is_finite
 
@@ -98,6 +99,7 @@ class BeforeTraining(FunctionMode):
         self._held = 0
         self._bad: list[tuple[weakref.ref[Tensor], Tensor | None, Ref]] = []
         """What such calls have made and is not finite, held where it is small, and what the log calls it."""
+        self._vanished = Vanished()
         self._uninitialised: dict[int, tuple[int, Line]] = {}
         """Memory that the script has asked for as it is: how many elements, and where."""
         self._records: list[tuple[StepRecord, list[tuple[weakref.ref[Tensor], Ref]]]] = []
@@ -199,10 +201,11 @@ class BeforeTraining(FunctionMode):
         if compat.dispatch_modes_on() or compat.tracing_state() is not None:
             return
         bad = [tensor for tensor in results if self._may_look_at(tensor) and not self._is_finite(tensor)]
-        if not bad:
-            return
         before = call.before
         given = [*leaves((call.args if before is None else call.args[1:], call.kwargs))]
+        if not bad:
+            self._note_vanished(call, results, given)
+            return
         known = next((ref for v in given if isinstance(v, Tensor) and (ref := self._ref_of(v)) is not None), None)
         if known is None:
             if before is not None and before.value is not None and not before.was_finite:
@@ -212,26 +215,52 @@ class BeforeTraining(FunctionMode):
                 return  # it was given, and nobody knows from where
         self._keep(call, bad, known)
 
+    def _note_vanished(self, call: _Call, results: list[Tensor], given: list[Any]) -> None:
+        """Keep a call that is finite and was given bad values, or what was computed from them: its 0 may be 1 / Inf."""
+        if not self._bad or self._vanished.is_full:
+            return
+        tensors = [v for v in (*given, call.output if call.before is not None else None) if isinstance(v, Tensor)]
+        behind = next((ref for v in tensors if (ref := self._value_behind(v)) is not None), None)
+        floating = [tensor for tensor in results if self._may_look_at(tensor)]
+        if behind is None or not floating:
+            return
+        for tensor, ref in zip(floating, self._kept(call, floating)[0], strict=True):
+            if ref is not None:
+                self._vanished.note(tensor, ref, behind)
+
+    def _value_behind(self, tensor: Tensor) -> Ref | None:
+        """The bad value that a tensor is, or was computed from."""
+        known = self._ref_of(tensor)
+        if known is None:
+            found = self._vanished.of(tensor)
+            known = found[1] if found is not None else None
+        return known
+
     def _keep(self, call: _Call, bad: list[Tensor], known: Ref | None) -> None:
         """Keep the call to be run again, where it is small; of its results, what made them bad."""
+        names, is_held = self._kept(call, bad)
+        for tensor, name in zip(bad, names, strict=True):
+            ref = name or known
+            if ref is not None:
+                self._bad.append((weakref.ref(tensor), tensor if is_held else None, ref))
+
+    def _kept(self, call: _Call, results: list[Tensor]) -> tuple[list[Ref | None], bool]:
+        """Keep a call where it is small: what the log calls these results of it, and whether it is kept."""
         before, log = call.before, self.log
-        size = sum(v.numel() for v in (*leaves((call.args, call.kwargs)), *bad) if isinstance(v, Tensor))
-        names: list[Ref | None] = [None for _ in bad]
+        size = sum(v.numel() for v in (*leaves((call.args, call.kwargs)), *results) if isinstance(v, Tensor))
+        names: list[Ref | None] = [None for _ in results]
         is_held = self._held + size <= MAX_HELD
         if is_held and type(call.output) is not nn.Parameter:
             line = user_line(call.frame)
             if before is None:
                 log.keep_call(call.func, call.args, call.kwargs, call.output, list(versions_in(call.args)), line)
-            elif before.value is not None and call.name != "__setitem__":
+            elif before.value is not None and (func := _as_one_operator(call)) is not None:
                 versions = [before.version, *versions_in(call.args[1:])]
-                log.keep_write(call.func, call.args, call.kwargs, versions, before.value, line, False)
+                log.keep_write(func, call.args, call.kwargs, versions, before.value, line, False)
             log.settle()
-            names = [log.lookup(tensor) for tensor in bad]
-        for tensor, name in zip(bad, names, strict=True):
-            ref = name or known
-            if ref is not None:
-                self._bad.append((weakref.ref(tensor), tensor if is_held else None, ref))
+            names = [log.lookup(tensor) for tensor in results]
         self._held += size if is_held else 0
+        return names, is_held
 
     def _may_look_at(self, tensor: Any) -> bool:
         return (
@@ -291,6 +320,11 @@ class BeforeTraining(FunctionMode):
                     return record, ref
         return None
 
+    def vanished_behind(self, tensor: Tensor) -> tuple[StepRecord, Ref, Ref] | None:
+        """The calls that have made a finite tensor from a value that was not, what they call it, and that value."""
+        found = self._vanished.of(tensor)
+        return (self.log.slice(), *found) if found is not None else None
+
     def uninitialised_at(self, tensor: Tensor) -> Line | None:
         """Where the script asked for the memory of a tensor that nothing has been written to since, as far as is counted."""
         known = self._uninitialised.get(storage_key(tensor)) if version_of(tensor) == 0 else None
@@ -328,6 +362,15 @@ def _writes(name: str) -> bool:
     """Whether a function is named as those are that write to their first operand: `add_`, `__itruediv__`, `__setitem__`."""
     is_dunder = name.startswith("__")
     return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not is_dunder)
+
+
+def _as_one_operator(call: _Call) -> Any:
+    """The function that writes the same by one operator: `x[isinf(x)] = 0` is `masked_fill_`; None of other such items."""
+    if call.name != "__setitem__":
+        return call.func
+    target, index, value = call.args
+    is_mask = type(index) is Tensor and index.dtype == torch.bool and index.shape == target.shape
+    return Tensor.masked_fill_ if is_mask and isinstance(value, (int, float)) else None
 
 
 def _tensors_in(output: Any) -> list[Tensor]:

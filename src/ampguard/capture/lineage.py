@@ -64,6 +64,12 @@ def is_figure_beside(record: StepRecord, ref: Ref) -> bool:
     return all(is_finite(tensor.detach()) for tensor in live)
 
 
+def is_of_calls_before(record: StepRecord, ref: Ref, until: int) -> bool:
+    """Whether a number was computed from module calls, and all of them are older than this (and were differentiated)."""
+    calls = [index for index in events_behind(record, ref.event) if isinstance(record.event(index), RootCall)]
+    return bool(calls) and max(calls) < until
+
+
 def events_behind(record: StepRecord, index: int) -> set[int]:
     """An event and those that floating-point values lead from to it."""
     found: set[int] = set()

@@ -23,13 +23,14 @@ from ampguard.diagnose.proposals import spelled
 from ampguard.diagnose.script_casts import casts_behind
 from ampguard.diagnose.terms import Term, in_words, terms_of
 from ampguard.diagnose.trying import OTHER_PRECISION, tried, verified_fixes
+from ampguard.diagnose.vanished_before import with_what_vanished
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
 
 
 def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding | None = None) -> Incident:
     """Say why it failed (a `finding`, where it is known already), and which fixes were seen to work."""
-    finding = finding or find_cause(evidence) or unexplained(evidence)
+    finding = with_what_vanished(evidence, finding or find_cause(evidence) or unexplained(evidence))
     is_of_gradients = isinstance(evidence, GradientEvidence) and evidence.bad.is_of_gradients
     if is_of_gradients and finding.cause != "loss-scale-overflow" and not budget.is_spent:
         assert isinstance(evidence, GradientEvidence)

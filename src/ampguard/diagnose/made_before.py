@@ -20,6 +20,7 @@ from ampguard.diagnose.locating import locate
 from ampguard.diagnose.trying import OTHER_PRECISION
 from ampguard.errors import ReplayError
 from ampguard.incident import Location
+from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant
 
 MAX_ELEMENTS = 1 << 25
@@ -29,8 +30,17 @@ MAX_ELEMENTS = 1 << 25
 class MadeBefore:
     """The call from which the bad values of a tensor come, run again."""
 
-    def __init__(self, evidence: Evidence | None, finding: Finding | None, event: GlueOp, rows: Tensor | None) -> None:
+    def __init__(
+        self,
+        evidence: Evidence | None,
+        finding: Finding | None,
+        event: GlueOp,
+        rows: Tensor | None,
+        result: Replayer | None = None,
+    ) -> None:
         self._evidence = evidence
+        self._result = result
+        """Runs the calls up to what the step was given, where that is another value, computed from the bad one."""
         self._finding = finding
         self._event = event
         self._rows = rows
@@ -48,12 +58,12 @@ class MadeBefore:
         facts["op"] = self._evidence.op.name if self._evidence is not None else str(self._event.func)
         return facts | ({"file": line.file, "line": line.line, "code": line.code} if line is not None else {})
 
-    def in_words(self) -> str:
+    def in_words(self, what: str = "The script made them so before its first step") -> str:
         """A sentence for the explanation."""
         line = self.location
         at = f", at {words.place_of(line)} (`{line.code}`)" if line is not None else ""
         why = f": {self._finding.explanation}" if self._finding is not None else "."
-        return f" The script made them so before its first step{at}{why}"
+        return f" {what}{at}{why}"
 
     def proposals(self, target: str, given: Tensor, key: int | Ref) -> tuple[Proposal, ...]:
         """What repairs the call, tried by what comes of it in the step. `given`: the values that the step read."""
@@ -79,7 +89,8 @@ class MadeBefore:
         assert evidence is not None
         assert evidence.replayer is not None
         assert proposal.trial is not None
-        ((_name, made),) = evidence.replayer.run(proposal.trial(evidence), traced=False).targets
+        replayer = self._result or evidence.replayer
+        ((_name, made),) = replayer.run(proposal.trial(evidence), traced=False).targets
         made = made.detach() if self._rows is None else made.detach()[self._rows]
         if made.shape != given.shape:
             raise ReplayError("what the call gives has another shape than what the step was given")
@@ -105,13 +116,13 @@ def made_before(evidence: Evidence, held: Tensor, values: Tensor) -> MadeBefore 
     event = record.event(ref.event)
     if not isinstance(event, GlueOp):
         return None
-    behind = _explained(evidence, record, ref)
+    behind = explained_before(evidence, record, ref)
     finding = find_cause(behind) if behind is not None and behind.given is None else None
     return MadeBefore(behind if finding is not None else None, finding, event, rows)
 
 
-def _explained(evidence: Evidence, record: StepRecord, ref: Ref) -> Evidence | None:
-    """The call, run again; None where its operands are not what they were."""
+def explained_before(evidence: Evidence, record: StepRecord, ref: Ref) -> Evidence | None:
+    """The call that made a bad value, run again; None where its operands are not what they were."""
     assert evidence.replayer is not None
     bad = BadResult("output", "train", evidence.bad.step, record, (ref,))
     try:

@@ -22,6 +22,7 @@ from ampguard.numerics import dtype_name
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Intervention, Variant
 
+CASTS = frozenset({"to", "type", "type_as", "half", "bfloat16"})
 MASKING = frozenset({"masked_fill", "where", "index_put"})
 
 
@@ -87,6 +88,25 @@ def finite_constant(evidence: Evidence) -> Proposal | None:
         words.marked(how, op, evidence.op),
         trial=lambda e: Variant(at_places={place: bounded}),
     )
+
+
+def clamped_cast(evidence: Evidence, bound: str) -> str | None:
+    """`scores + mask.to(scores.dtype).clamp(min=...)`, where the accused operator is the one cast that its line writes."""
+    op = evidence.op
+    line = line_of_code(op.line) if op.short_name == "_to_copy" and op.line is not None else None
+    found = [
+        (node, statement)
+        for part, statement in (line.parts if line is not None else ())
+        for node in ast.walk(part)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS
+    ]
+    if line is None or len(found) != 1:
+        return None
+    node, statement = found[0]
+    end = line.source.span(node)[1]
+    is_short = statement is not None and statement.lineno == statement.end_lineno
+    shown: ast.stmt | ast.expr = statement if statement is not None and is_short else node
+    return joined_lines(spliced(line.source.text, *line.source.span(shown), [(end, end, f".clamp({bound})")]))
 
 
 def masking_operator(evidence: Evidence) -> TracedOp | None:

@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose.contributions import contributing, reached_by
+from ampguard.diagnose.joined import older_beside
 from ampguard.diagnose.lineage import logdet_around
 from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
 VISITS_PER_OP = 4
+MAX_ELDERS = 4
 ENDS = 2
 """Bad elements of a result that are followed, where no infinite constant explains them."""
 BLOCK, MAX_BLOCKS = 1 << 20, 16
 """Of a large operand this many elements are asked about at once, and this many times."""
-COPIES = frozenset(
+COPIES: frozenset[str] = frozenset(
     [
         "where",
         "copy",
@@ -132,8 +134,19 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, is_one_of_m
         wanted -= not chain.intended
         if not wanted:
             break
-    found = best or fallback
+    found = _from_its_elders(trace, best) if best is not None else fallback
     return _of_the_step(found) if found is not None else None
+
+
+def _from_its_elders(trace: Trace, chain: Chain) -> Chain:
+    """The chain, begun where an element was made bad before its own, that joins it on the way to the result."""
+    for _ in range(MAX_ELDERS):
+        place = older_beside(trace, chain, COPIES)
+        before = _explore(trace, Link(*place)) if place is not None else None
+        if before is None or before.intended or before.given is not None:
+            break
+        chain = Chain([*chain.links, *before.links])
+    return chain
 
 
 def _of_the_step(chain: Chain) -> Chain:

@@ -126,6 +126,11 @@ class LineOfCode:
     number: int
     parts: tuple[tuple[ast.AST, ast.stmt | None], ...]
 
+    @property
+    def begins_function(self) -> bool:
+        text = self.source.text.split(b"\n")[self.number - 1].lstrip()
+        return text.startswith((b"def ", b"async def "))
+
     def expressions(
         self, operator: str, in_place: bool, symbols: dict[type[ast.operator], str] = SYMBOLS
     ) -> list[Expression]:
@@ -162,9 +167,14 @@ def line_of_code(line: Line) -> LineOfCode | None:
 
 
 def whole_statement(line: Line) -> str | None:
-    """The statement of which a line is a part, in one line; None where the line is a statement, or a head, by itself."""
+    """The statement of which a line is a part, in one line; None where the line is a statement, or a head, by itself.
+
+    Of a function of one line (`def loss(p): return -p.log().mean()`) its statements.
+    """
     found = line_of_code(line)
     parts = [s for _, s in found.parts if s is not None] if found is not None else []
+    if found is not None and parts and all(s.lineno == s.end_lineno for s in parts) and found.begins_function:
+        return "; ".join(dict.fromkeys(found.source.written(s) for s in parts))
     if found is None or len(parts) != 1 or parts[0].lineno == parts[0].end_lineno:
         return None
     text = joined_lines(found.source.written(parts[0]))

@@ -212,7 +212,10 @@ class Judge:
         may_be_figure = mode == "train" and isinstance(value, float) and self.bad_loss_step != self._steps.count
         if may_be_figure and lineage.is_figure_beside(record, ref):
             return  # the loss was finite, and has been differentiated
-        self.suspects.append(self._bad("loss", mode, (ref,)))
+        bad = self._bad("loss", mode, (ref,))
+        if may_be_figure and value == value and lineage.is_of_calls_before(record, ref, self._log.closed_until):
+            bad = dataclasses.replace(bad, may_be_meant="array")  # the range of masked scores, say
+        self.suspects.append(bad)
 
     def read_array(self, tensor: Tensor) -> None:
         """The script has taken several numbers of an evaluation out of PyTorch (`predictions.numpy()`), or shown them."""
@@ -318,9 +321,9 @@ class Judge:
         if self.gradients.told_until > self._log.iteration_start:  # the norm of bad gradients: these were told
             found = [r for r in found if not self._is_behind_backward(r)]
         if found:
-            first = min(found, key=lambda ref: (ref.event, ref.output))
-            mode: Mode = "train" if lineage.was_wanting(self._log.record, first) else "eval"
-            self.suspects.append(self._bad("loss", mode, (first,)))
+            found = sorted(set(found), key=lambda ref: (ref.event, ref.output))
+            mode = undifferentiated.mode_of(self._log.record, found[0])
+            self.suspects.append(self._bad("loss", mode, tuple(found)))
 
     def _is_behind_backward(self, ref: Ref) -> bool:
         """Whether a backward pass came before this result, in the same iteration."""
@@ -346,7 +349,12 @@ class Judge:
         if found is not None:
             bad = self._bad("loss", "train", (found,))  # kept calls have let go of their operands
             told = since(bad.record.events, self._log.closed_until)
-            found = undifferentiated.discarded_loss(told, is_last, self._is_old_news)
+            calls = {event.index for event in roots}
+            found = undifferentiated.discarded_loss(
+                told,
+                is_last,
+                lambda ref: self._is_old_news(ref) or not calls & lineage.events_behind(bad.record, ref.event),
+            )  # (what is shown of a call that was differentiated before is no loss of this one)
             if found is not None:
                 self.suspects.append(dataclasses.replace(bad, targets=(found,)))
                 return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
+from ampguard.capture import lineage
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
 from ampguard.capture.log import EventLog
-from ampguard.capture.record import Event, GlueOp, Ref, RootCall
+from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import UNINITIALISED, is_finite
 
 
@@ -45,6 +47,19 @@ def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
         live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
         found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
     return found
+
+
+def mode_of(record: StepRecord, first: Ref) -> Literal["train", "eval"]:
+    """Whether an error ended a training step or an evaluation. `first`: the first bad result that the script had at hand.
+
+    Preprocessing wants no gradient by itself: what was computed behind it tells, or else whether it ran with gradients on.
+    """
+    wanting = lineage.wanting_gradients(record)
+    behind = [event for event in record.events if event.index >= first.event]
+    if any(event.index in wanting for event in behind):
+        return "train"
+    has_no_call = not any(isinstance(event, RootCall) for event in behind)
+    return "train" if has_no_call and any(isinstance(e, GlueOp) and e.grad for e in behind[:1]) else "eval"
 
 
 def _is_unfilled(event: Event | None) -> bool:

@@ -18,6 +18,7 @@ from ampguard.diagnose import accused, ignored_targets, lineage, plain_divisor, 
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.lineage import LOOK_THROUGH
+from ampguard.diagnose.loss_of_nothing import WEIGHT, zero_weights
 from ampguard.diagnose.proposals import (
     OperandFix,
     changed_operand,
@@ -37,6 +38,7 @@ DIVISOR: dict[str, int] = {
 }  # fmt: skip
 NORMED = frozenset({"_weight_norm_interface", "_weight_norm"})
 """Operators that divide the rows of their first operand by the norms of these."""
+LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 SCATTERED = frozenset({"index_add", "scatter_add"})
 SUMS = SCATTERED | {"sum", "count_nonzero"}
 """Operators that count, where what they add up is 0 and 1."""
@@ -53,6 +55,8 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
     name = words.operator(evidence)
     if evidence.op.short_name in NORMED:
         return _by_a_norm(evidence)
+    if evidence.op.short_name in LOSSES:
+        return _by_weights(evidence)
     if position is None:
         scalar_zero = evidence.op.short_name in DIVISOR and 0.0 in evidence.scalars
         if not scalar_zero or evidence.is_finite_in_float32:
@@ -116,6 +120,22 @@ def _by_a_norm(evidence: Evidence) -> Finding | None:
         weight=50,
         evidence={"divisor": evidence.operands[0].stats.as_dict(), "zero_divisors": empty, "numerator": 0.0},
         proposals=(Proposal("initialise-parameter", words.region(evidence), advice, trial=changed_operand(0, lifted)),),
+    )
+
+
+def _by_weights(evidence: Evidence) -> Finding | None:
+    """A loss that divides by the sum of the weights of its targets' classes, where every class has weight 0."""
+    weights = zero_weights(evidence)
+    if weights is None:
+        return None
+    advice = "give the classes weights that are not all 0, or none at all (weight=None)"
+    return Finding(
+        "division-by-zero",
+        f"{words.operator(evidence)} {words.place(evidence)} divides by 0 (0/0): the weights of all {weights.numel()} classes "
+        f"are 0, and it divides by the sum of those of the targets.",
+        weight=50,
+        evidence={"divisor": numerics.stats(weights).as_dict(), "zero_divisors": 1, "numerator": 0.0},
+        proposals=(Proposal("initialise-parameter", "weight", advice, trial=changed_operand(WEIGHT, torch.ones_like)),),
     )
 
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.diagnose import accused, lineage, rewrite, source_code, words
+from ampguard.diagnose import accused, lineage, loss_of_nothing, rewrite, source_code, words
 from ampguard.diagnose.causes.division_by_zero import guards, is_count
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
-from ampguard.diagnose.loss_of_nothing import averaged_by_hand
 from ampguard.diagnose.proposals import at_the_head, changed_result
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
@@ -42,11 +41,13 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
     advice = "leave the term out when there is nothing to reduce (or use its sum / max(count, 1))"
     if what == ONE_ELEMENT:
         advice = "take the spread with correction=0, which is 0 for one element, or leave out what has only one"
-    summed = averaged_by_hand(evidence) if evidence.op.short_name in LOSSES else _as_sum(evidence)
+    summed = loss_of_nothing.written_safely(evidence) if evidence.op.short_name in LOSSES else _as_sum(evidence)
     if summed is not None:
         advice, shown = "leave the term out when there is nothing to reduce, or let it be 0", summed
     else:
-        shown = _with_correction(evidence) or words.code(evidence)
+        corrected = _with_correction(evidence)
+        advice += ", in" * (corrected is None)
+        shown = corrected or words.code(evidence)
     trial = at_the_head(_without_correction) if what == ONE_ELEMENT else changed_result(_left_out)
     safe = _divided_safely(evidence) if evidence.op.short_name == "div" else None
     if safe is not None:
@@ -72,7 +73,7 @@ def _nothing_to_reduce(evidence: Evidence) -> str | None:
     name = evidence.op.short_name
     floats = evidence.float_operands
     if name in LOSSES:
-        return _no_targets(evidence)
+        return _no_targets(evidence) if loss_of_nothing.zero_weights(evidence) is None else None
     if floats and floats[0].values.numel() == 0:
         return "reduces no elements"
     if name in SPREADS and floats and floats[0].contributing.numel() <= 1 and evidence.link.kind == 1:
@@ -94,7 +95,9 @@ def _no_targets(evidence: Evidence) -> str | None:
         return None
     total = call.output[1]
     if isinstance(total, torch.Tensor) and total.numel() == 1 and float(total) == 0.0:
-        return "averages over no target: all are ignored (total weight 0)"
+        if loss_of_nothing.are_all_ignored(call.args):
+            return "averages over no target: all are ignored (total weight 0)"
+        return "averages over no target that counts: the weights of their classes are all 0 (total weight 0)"
     return None
 
 

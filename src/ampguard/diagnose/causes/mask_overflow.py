@@ -21,6 +21,7 @@ from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence, result_of
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens import NamedTensor, all_buffers, buffer_behind
+from ampguard.diagnose.mask_code import clamped_cast
 from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
 from ampguard.diagnose.rewrite import clamped_result, with_constant
 from ampguard.diagnose.rows import empty_rows, is_masks_doing
@@ -90,7 +91,7 @@ def _in_range(evidence: Evidence, constant: float, low: float) -> str:
         if constant < low
         else f"combine the masks before they become numbers, or keep the sum within {dtype_name(precision)}"
     )
-    written = accused.with_changed_result(evidence, clamped_result(bound))
+    written = accused.with_changed_result(evidence, clamped_result(bound)) or clamped_cast(evidence, bound)
     return (
         f"{in_words}: {written}" if written is not None else f"{in_words}, with .clamp({bound}): {words.code(evidence)}"
     )
