@@ -138,6 +138,21 @@ def test_one_of_two_divisions_in_a_hook(guard: Guard) -> None:
     assert fix.how == "return g / (g.norm(dim=1, keepdim=True) + 1e-6) / g.shape[0]"
 
 
+def test_the_mass_of_an_interval_has_no_logsigmoid(guard: Guard) -> None:
+    """log(sigmoid(a) - sigmoid(b)) is no log(1 - sigmoid(x)): a fix that changes what is learnt is none."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        x = nn.Linear(4, 6)(torch.randn(8, 4)) + torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 40.0])
+        mass = torch.sigmoid(x + 0.1) - torch.sigmoid(x - 0.1)
+        torch.where(mass > 1e-5, torch.log(mass), -x).mean().neg().backward()
+
+    first = guard(body).first
+    assert first.cause == "singular-gradient"
+    assert {fix.action for fix in first.fixes} == {"add-epsilon", "clamp"}
+    assert all(fix.verified for fix in first.fixes)
+
+
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
