@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose import accused, rewrite, stable, words
+from ampguard.diagnose.causes.empty_reduction import reduction_fixes
 from ampguard.diagnose.causes.masked_softmax import row_fixes
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
@@ -50,7 +51,7 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     edge = 1e-3 if any(is_low_precision(t.dtype) for t in forward.op.inputs) else 1e-6
     fixes: list[Proposal] = []
     if evidence.is_hidden:
-        fixes += row_fixes(forward) or [_masked_operand(forward)]
+        fixes += row_fixes(forward) or reduction_fixes(forward) or [_masked_operand(forward)]
     infinite = _infinite_operands(forward) if not evidence.is_hidden else {}
     if infinite:
         fixes.append(_bounded_operands(forward, infinite))
@@ -68,7 +69,8 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
         ):  # a hand-written backward has saved what the form is to replace, and not its operand
             fixes += stable.proposals(forward)
         fixes.append(epsilon_fix(forward, 0, edge))
-        fixes.append(clamp_fix(forward, 0, edge, None))
+        if not any(t.dtype.is_complex for t in forward.op.inputs):  # complex numbers have no order
+            fixes.append(clamp_fix(forward, 0, edge, None))
     elif name in GROWING and evidence.is_hidden:
         low = any(t.dtype == torch.float16 for t in forward.op.inputs)
         fixes.insert(0, clamp_fix(forward, 0, None, 10.0 if low else 80.0))
