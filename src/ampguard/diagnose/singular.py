@@ -228,7 +228,7 @@ def _with_spread_diagonal(evidence: Evidence) -> Proposal:
 def _written_diagonal(op: TracedOp, is_constant: bool) -> str:
     """The matrix with ones, or with 0, 1, 2 ..., on its diagonal, on the operand's device."""
     rows, columns = op.inputs[0].shape[-2:]
-    device = "" if op.device == "cpu" else f', device="{op.device}"'
+    device = rewrite.on_device(op.device)
     if is_constant:
         return f"torch.eye({rows}, {columns}{device})"
     steps = f"torch.arange({columns}{device})"
