@@ -49,6 +49,21 @@ def test_root_of_a_spectrum_at_silence(guard: Guard, magnitude: Callable[[Tensor
     assert run.first.fixes[0].verified
 
 
+def test_complex_numbers_have_no_bound(guard: Guard) -> None:
+    """The square root of a complex 0: an epsilon is what helps, and `clamp` does not take complex numbers."""
+
+    def body() -> None:
+        parts = nn.Linear(3, 4, bias=False)(torch.zeros(2, 3))
+        number = torch.complex(parts[:, :2], parts[:, 2:])
+        number.sqrt().real.sum().backward()
+
+    run = guard(body)
+
+    assert run.faults == 0, run.stderr
+    assert run.first.cause == "singular-gradient"
+    assert [(fix.action, fix.verified) for fix in run.first.fixes] == [("add-epsilon", True)]
+
+
 def test_real_part_that_is_bad_before_it_becomes_complex(guard: Guard) -> None:
     class Polar(nn.Module):
         def __init__(self) -> None:

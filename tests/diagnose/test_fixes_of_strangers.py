@@ -99,6 +99,60 @@ def test_eigenvalues_are_kept_apart_by_what_is_printed(
     assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
 
 
+def test_columns_are_kept_independent_by_what_is_printed(guard: Guard, tmp_path: Path) -> None:
+    """One number on the whole diagonal: with 0, 1, 2 ... there a first column of zeros would stay one."""
+    line = (
+        "c = torch.eye(4, 3).roll(1, 1) * torch.tensor([0.0, 1.0, 1.0]) + 0 * h.sum(); r = torch.linalg.qr(c)[0].abs()"
+    )
+    first, _ = run(script(line, "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    assert first.cause == "singular-gradient"
+    fix = first.fixes[0]
+    changed = line.replace("qr(c", "qr(c + 0.0001 * torch.eye(4, 3)")
+    assert fix.verified
+    assert fix.how == changed.split("; ")[1]
+    namespace: dict[str, Any] = {}
+    exec(script(changed, "outside"), namespace)
+    assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)
+
+
+def test_one_of_two_divisions_in_a_hook(guard: Guard) -> None:
+    """The hook runs for each of three calls: the divisor is told apart by its turn in each."""
+
+    def equal_lengths(g: Tensor) -> Tensor:
+        return g / g.norm(dim=1, keepdim=True) / g.shape[0]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        anchor, near, far = (net(torch.randn(5, 4)) for _ in range(3))
+        for z in (anchor, near, far):
+            z.register_hook(equal_lengths)
+        gap = (anchor - near).square().sum(1) - (anchor - far).square().sum(1)
+        torch.relu(gap).mean().backward()
+
+    first = guard(body).first
+    assert first.cause == "singular-gradient"
+    fix = first.fixes[0]
+    assert (fix.action, fix.verified) == ("add-epsilon", True)
+    assert fix.how == "return g / (g.norm(dim=1, keepdim=True) + 1e-6) / g.shape[0]"
+
+
+def test_the_mass_of_an_interval_has_no_logsigmoid(guard: Guard) -> None:
+    """log(sigmoid(a) - sigmoid(b)) is no log(1 - sigmoid(x)): a fix that changes what is learnt is none."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        x = nn.Linear(4, 6)(torch.randn(8, 4)) + torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 40.0])
+        mass = torch.sigmoid(x + 0.1) - torch.sigmoid(x - 0.1)
+        torch.where(mass > 1e-5, torch.log(mass), -x).mean().neg().backward()
+
+    first = guard(body).first
+    assert first.cause == "singular-gradient"
+    assert {fix.action for fix in first.fixes} == {"add-epsilon", "clamp"}
+    assert all(fix.verified for fix in first.fixes)
+
+
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 

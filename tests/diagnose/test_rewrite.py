@@ -183,3 +183,10 @@ def test_comment_is_left_out(code: str) -> None:
 def test_literal_is_the_number(value: float) -> None:
     assert float(literal(value)) == value
     assert "e-0" not in literal(value)
+
+
+def test_what_is_added_is_made_where_the_tensor_is() -> None:
+    assert [f"torch.eye(3{rewrite.on_device(device)})" for device in ("cpu", "cuda")] == [
+        "torch.eye(3)",
+        'torch.eye(3, device="cuda")',
+    ]

@@ -78,3 +78,30 @@ def test_a_mean_beside_a_loss_that_takes_one(guard: Guard, tmp_path: Path) -> No
     assert "numel()" not in fix.how
     assert "clamp(" not in fix.how
     assert fix.how.endswith("(1 - none).mean()")
+
+
+@pytest.mark.parametrize(
+    ("spread", "changed"),
+    [
+        ("v.std()", "v.std(correction=min(1, v.numel() - 1))"),
+        ("torch.var(v, 0)", "torch.var(v, 0, correction=min(1, v.shape[0] - 1))"),
+    ],
+)
+def test_a_hidden_one_beside_spreads_that_stay(spread: str, changed: str, guard: Guard, tmp_path: Path) -> None:
+    """Groups of one are kept from the loss, and the spreads of the others are what it learns from."""
+    lines = "\n".join(
+        [
+            "groups = [h[0, :1], h[:4, 1], h[1:4, 2]]",
+            "s = torch.stack([SPREAD for v in groups])",
+            "r = torch.where(torch.tensor([False, True, True]), (s - 1) ** 2, 0.0)",
+        ]
+    )
+    first, _ = run(script(lines.replace("SPREAD", spread), "outside"), tmp_path / "script.py", guard)
+    assert first is not None
+    assert first.cause == "singular-gradient"
+    fix = first.fixes[0]
+    assert (fix.action, fix.verified) == ("guard-empty", True)
+    assert fix.how.endswith(f": s = torch.stack([{changed} for v in groups])")
+    namespace: dict[str, Any] = {}
+    exec(script(lines.replace("SPREAD", changed), "outside"), namespace)
+    assert namespace["loss"].item() == pytest.approx(promised(fix), rel=2e-3)

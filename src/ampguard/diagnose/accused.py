@@ -177,7 +177,8 @@ def _agree(run: Run, expression: source_code.Expression) -> bool:
 def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
     """The runs of the operator (and of those that share its spelling) on its line.
 
-    Apart for each call of a root module; outside modules for each micro-batch of a window, up to its backward pass.
+    Apart for each call of a root module; outside modules for each micro-batch of a window, up to its backward pass;
+    in a hook or a hand-written backward for each operator that is differentiated there.
     """
     op = evidence.op
     names = next((f for f in source_code.FAMILIES if op.short_name in f), frozenset({op.short_name}))
@@ -188,7 +189,7 @@ def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
         here = line is not None and op.line is not None and (line.code, line.number) == (op.line.code, op.line.number)
         return here and name.rstrip("_") in names and name.endswith("_") == in_place
 
-    if op.root is None:
+    if op.root is None and not op.in_backward:
         index_of = {o.event: o.index for o in evidence.trace.ops if o.root is None}
         parts: list[list[Run]] = [[]]
         for e in evidence.bad.record.events:
@@ -197,10 +198,10 @@ def runs_of_the_line(evidence: Evidence) -> list[list[Run]]:
             elif isinstance(e, GlueOp) and is_such(e.func, e.line):
                 parts[-1].append(Run(str(e.func), _count_operands(e), e.index, index_of.get(e.index)))
         return [part for part in parts if part]
-    groups: dict[int, list[Run]] = defaultdict(list)
+    groups: dict[tuple[int, int | None], list[Run]] = defaultdict(list)
     for o in evidence.trace.ops:
-        if o.root is not None and is_such(o.func, o.line):
-            groups[o.event].append(Run(o.name, len(o.inputs), o.event, o.index))
+        if o.in_backward == op.in_backward and (o.root is not None or op.in_backward) and is_such(o.func, o.line):
+            groups[o.event, o.forward if op.in_backward else None].append(Run(o.name, len(o.inputs), o.event, o.index))
     return list(groups.values())
 
 

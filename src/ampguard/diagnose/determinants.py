@@ -96,7 +96,7 @@ def singular_matrix(evidence: Evidence) -> Finding | None:
     what = f"a {rows}x{rows} matrix that is" if signs.numel() == 1 else f"{rows}x{rows} matrices, and {some}"
     why = "" if not empty else " (1 row of it is all 0)" if empty == 1 else f" ({empty} rows are all 0)"
     eye = torch.eye(rows, dtype=matrix.dtype, device=matrix.device) * EPSILON
-    term = f"{rewrite.literal(EPSILON)} * torch.eye({rows})"
+    term = f"{rewrite.literal(EPSILON)} * torch.eye({rows}{rewrite.on_device(matrix.device.type)})"
     return Finding(
         "domain-error",
         f"{words.operator(evidence)} {words.place(evidence)} was given {what} singular{why}: its determinant is 0, which has "

@@ -150,6 +150,15 @@ def _before(source: Source, operand: ast.expr, expression: Expression, call: str
     return [(end, end, call)]
 
 
+def on_device(device: str) -> str:
+    """The argument by which a printed `torch.eye(3)` is made where the tensors are that it is added to.
+
+    >>> "torch.eye(3" + on_device("cuda") + ")", "torch.eye(3" + on_device("cpu") + ")"
+    ('torch.eye(3, device="cuda")', 'torch.eye(3)')
+    """
+    return "" if device == "cpu" else f', device="{device}"'
+
+
 def literal(value: float) -> str:
     """A number as one would type it.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampguard.diagnose import accused, rewrite, stable, words
+from ampguard.diagnose.causes.empty_reduction import reduction_fixes
 from ampguard.diagnose.causes.masked_softmax import row_fixes
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
@@ -33,7 +34,7 @@ GROWING = frozenset(["exp", "exp2", "expm1", "sinh", "cosh"])
 LINEAR = frozenset(
     ["_to_copy", "clone", "view", "mul", "add", "sub", "neg", "sum", "mean", "detach", "expand", "t", "transpose"]
 )
-DECOMPOSITIONS = frozenset(["linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "linalg_eig"])
+DECOMPOSITIONS = frozenset(["linalg_eigh", "_linalg_eigh", "linalg_svd", "_linalg_svd", "linalg_eig", "linalg_qr"])
 
 
 def operand_value(evidence: Evidence) -> float | None:
@@ -50,7 +51,7 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     edge = 1e-3 if any(is_low_precision(t.dtype) for t in forward.op.inputs) else 1e-6
     fixes: list[Proposal] = []
     if evidence.is_hidden:
-        fixes += row_fixes(forward) or [_masked_operand(forward)]
+        fixes += row_fixes(forward) or reduction_fixes(forward) or [_masked_operand(forward)]
     infinite = _infinite_operands(forward) if not evidence.is_hidden else {}
     if infinite:
         fixes.append(_bounded_operands(forward, infinite))
@@ -61,14 +62,15 @@ def operand_fixes(evidence: GradientEvidence) -> tuple[Proposal, ...]:
     elif name in BETWEEN_ONES:
         fixes.append(clamp_fix(forward, 0, -1 + edge, 1 - edge))
     elif name in DECOMPOSITIONS:
-        fixes.append(_spread_eigenvalues(forward))
+        fixes.append(_with_spread_diagonal(forward))
     elif name in ROOTS:
         if (
             not forward.op.in_backward
         ):  # a hand-written backward has saved what the form is to replace, and not its operand
             fixes += stable.proposals(forward)
         fixes.append(epsilon_fix(forward, 0, edge))
-        fixes.append(clamp_fix(forward, 0, edge, None))
+        if not any(t.dtype.is_complex for t in forward.op.inputs):  # complex numbers have no order
+            fixes.append(clamp_fix(forward, 0, edge, None))
     elif name in GROWING and evidence.is_hidden:
         low = any(t.dtype == torch.float16 for t in forward.op.inputs)
         fixes.insert(0, clamp_fix(forward, 0, None, 10.0 if low else 80.0))
@@ -198,25 +200,39 @@ def _domain(op: TracedOp) -> Domain | None:
     return POSITIVE if name in ("sqrt", "rsqrt", "log", "log2", "log10") else None
 
 
-def _spread_eigenvalues(evidence: Evidence) -> Proposal:
-    """Equal eigenvalues: the derivative divides by their differences."""
+def _with_spread_diagonal(evidence: Evidence) -> Proposal:
+    """Equal eigenvalues, or columns that depend on each other: the derivative divides by their differences, or by 0.
+
+    One number on the whole diagonal keeps columns independent; eigenvalues stay equal unless it grows along it.
+    """
     matrices = evidence.operands[0].values if evidence.operands else None
     peak = float(matrices.abs().max()) if matrices is not None and matrices.numel() else 1.0
     apart = 10.0 ** math.floor(math.log10(peak * 1e-4)) if math.isfinite(peak) and peak > 0 else 1e-4
+    is_of_columns = evidence.op.short_name == "linalg_qr"
 
     def spread(matrix: Tensor) -> Tensor:
         size = min(matrix.shape[-2:])
         steps = torch.zeros(matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
-        steps[range(size), range(size)] = torch.arange(size, dtype=matrix.dtype, device=matrix.device) * apart
+        growing = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
+        steps[range(size), range(size)] = (torch.ones_like(growing) if is_of_columns else growing) * apart
         return matrix + steps
 
-    rows, columns = evidence.op.inputs[0].shape[-2:]
-    steps = f"torch.arange({columns}) * torch.eye({rows}, {columns})"
-    term = f"{rewrite.literal(apart)} * {f'torch.diag(torch.arange({rows}))' if rows == columns else steps}"
+    term = f"{rewrite.literal(apart)} * {_written_diagonal(evidence.op, is_of_columns)}"
     kind = "singular values" if "svd" in evidence.op.short_name else "eigenvalues"
-    return OperandFix(
-        "add-epsilon", 0, rewrite.plus(term), spread, lambda t: True, f"keep the {kind} apart: x + {term}"
-    ).proposal(evidence)
+    aim = "the columns independent" if is_of_columns else f"the {kind} apart"
+    return OperandFix("add-epsilon", 0, rewrite.plus(term), spread, lambda t: True, f"keep {aim}: x + {term}").proposal(
+        evidence
+    )
+
+
+def _written_diagonal(op: TracedOp, is_constant: bool) -> str:
+    """The matrix with ones, or with 0, 1, 2 ..., on its diagonal, on the operand's device."""
+    rows, columns = op.inputs[0].shape[-2:]
+    device = rewrite.on_device(op.device)
+    if is_constant:
+        return f"torch.eye({rows}, {columns}{device})"
+    steps = f"torch.arange({columns}{device})"
+    return f"torch.diag({steps})" if rows == columns else f"{steps} * torch.eye({rows}, {columns}{device})"
 
 
 def _away_from_here(evidence: Evidence, edge: float) -> Proposal:

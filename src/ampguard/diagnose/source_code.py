@@ -25,7 +25,7 @@ ARITHMETIC: dict[type[ast.operator], str] = {**SYMBOLS, ast.Mult: "mul", ast.Add
 ALIASES = {
     "true_divide": "div", "divide": "div", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh",
     "square": "pow", "slogdet": "_linalg_slogdet", "logdet": "_linalg_slogdet",
-    "eigh": "_linalg_eigh", "svd": "_linalg_svd",
+    "eigh": "_linalg_eigh", "svd": "_linalg_svd", "eig": "linalg_eig", "qr": "linalg_qr",
 }  # fmt: skip
 """Other spellings of an operator, by the name that runs."""
 FAMILIES = (frozenset({"div", "reciprocal"}),)

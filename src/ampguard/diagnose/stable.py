@@ -79,13 +79,23 @@ def _log_form(evidence: Evidence, log: TracedOp) -> tuple[str, TracedOp, Compute
         return "torch.log_softmax(x, dim)", maker, lambda x, args: F.log_softmax(x, args[1])
     if maker.short_name == "sigmoid":
         return "F.logsigmoid(x)", maker, lambda x, args: F.logsigmoid(x)
-    if maker.short_name == "rsub" or maker.short_name == "sub":
+    if maker.short_name in ("rsub", "sub") and _is_from_one(evidence, maker):
         inner = lineage.maker(evidence.trace, maker, 0 if len(maker.inputs) == 1 else len(maker.inputs) - 1)
         if inner is not None and inner.short_name == "sigmoid":
             return "F.logsigmoid(-x)", inner, lambda x, args: F.logsigmoid(-x)
     if maker.short_name in ("_linalg_det", "abs"):
         return _log_of_determinant(evidence, maker)
     return _log_of_exponentials(evidence, maker) if maker.short_name in SUMS else None
+
+
+def _is_from_one(evidence: Evidence, difference: TracedOp) -> bool:
+    """Whether 1 is what is subtracted from: sigmoid(a) - sigmoid(b), the mass of an interval, has no such form."""
+    if difference.short_name == "rsub" and len(difference.inputs) == 1:
+        return difference.scalars[:1] == [1.0]
+    call = evidence.capture(difference.index)
+    if call is None or len(call.tensors) != 2:
+        return False
+    return bool((call.tensors[difference.short_name == "rsub"] == 1).all())
 
 
 def _log_of_determinant(evidence: Evidence, maker: TracedOp) -> tuple[str, TracedOp, Compute] | None:

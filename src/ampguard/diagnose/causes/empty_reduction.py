@@ -69,6 +69,22 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
     )
 
 
+def reduction_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
+    """What a reduction of too few elements needs that the loss does not see and the derivative does; nothing where it has enough.
+
+    The loss is to stay as it is: the line may take the spread of many elements as well.
+    """
+    found = empty_reduction(evidence)
+    if found is None:
+        return ()
+    written = _with_correction(evidence, of_one_alone=True)
+    if written is None:
+        return found.proposals
+    how = f"take the spread of one element, and of nothing else, with correction=0: {written}"
+    alone = Proposal("guard-empty", words.region(evidence), how, trial=at_the_head(_without_correction_of_one))
+    return (*found.proposals, alone)
+
+
 def _nothing_to_reduce(evidence: Evidence) -> str | None:
     name = evidence.op.short_name
     floats = evidence.float_operands
@@ -144,6 +160,13 @@ def _calls_a_loss(line: source_code.LineOfCode) -> bool:
     return any(name.endswith(("_loss", "kl_div")) for part, _ in line.parts for name in source_code.called(part))
 
 
+def _without_correction_of_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A spread as it is, but for one element: 0."""
+    output = func(*args, **kwargs)
+    is_of_one = isinstance(output, Tensor) and output.numel() == args[0].numel()
+    return _without_correction(func, args, kwargs) if is_of_one else output
+
+
 def _without_correction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A spread over the number of its values, and not over one less: 0 for a single one."""
     if any(argument.name == "correction" for argument in compat.schema_of(func).arguments):
@@ -171,8 +194,11 @@ def _as_divisor(evidence: Evidence) -> Proposal:
     return Proposal("guard-empty", words.region(evidence), how, trial=at_the_head(above_zero))
 
 
-def _with_correction(evidence: Evidence, epsilon: float | None = None) -> str | None:
-    """The line with `x.std(0, correction=0)` for the accused `x.std(0)`; None where the text does not tell which it is."""
+def _with_correction(evidence: Evidence, epsilon: float | None = None, of_one_alone: bool = False) -> str | None:
+    """The line with `x.std(0, correction=0)` for the accused `x.std(0)`; None where the text does not tell which it is.
+
+    `of_one_alone`: `x.std(0, correction=min(1, x.shape[0] - 1))`, which leaves the spread of several elements as it is.
+    """
     line, name = accused.line_of(evidence), evidence.op.short_name
     if line is None or name not in SPREADS:
         return None
@@ -187,18 +213,33 @@ def _with_correction(evidence: Evidence, epsilon: float | None = None) -> str | 
         or chosen.arguments[2:]
     ):
         return None  # (the second argument may be `unbiased`)
+    correction = _smallest_correction(source, chosen) if of_one_alone else "0"
+    if correction is None or (of_one_alone and said.keys() - {"keepdim"}):
+        return None
     number = next((said[option] for option in ("correction", "unbiased") if option in said), None)
     if number is not None:
         edit = (*source.span(number), "0" if "correction" in said else "False")
     else:
         end = source.span(node)[1] - 1
         is_first = source.text[:end].rstrip()[-1:] in (b"(", b",")
-        edit = (end, end, "correction=0" if is_first else ", correction=0")
+        edit = (end, end, f"{'' if is_first else ', '}correction={correction}")
     edits = [edit]
     if epsilon is not None:
         start, end = source.span(node)
         edits = [(start, start, "("), edit, (end, end, f" + {rewrite.literal(epsilon)})")]
     return rewrite.with_changes(line, [(chosen, chosen.arguments[0])], lambda source, operand, expression: edits)
+
+
+def _smallest_correction(source: source_code.Source, spread: source_code.Expression) -> str | None:
+    """1, or 0 where there is but one element, of what is reduced whole or over one dimension."""
+    operand = spread.arguments[0]
+    text = source.written(operand)
+    if len(text) > LONGEST or "\n" in text or not isinstance(operand, rewrite.PRIMARY):
+        return None
+    dim = source_code.plain_number(spread.arguments[1]) if spread.arguments[1:] else None
+    if dim is None and spread.arguments[1:]:
+        return None
+    return f"min(1, {text}.{'numel()' if dim is None else f'shape[{dim:g}]'} - 1)"
 
 
 def _is_dimension(argument: ast.expr) -> bool:
