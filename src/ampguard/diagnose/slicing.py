@@ -136,6 +136,11 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, is_one_of_m
     return _of_the_step(found) if found is not None else None
 
 
+def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> Chain:
+    """The chain behind one bad element of an operator's result."""
+    return _of_the_step(_explore(trace, Link(op, result, flat, kind)))
+
+
 def _of_the_step(chain: Chain) -> Chain:
     """The same chain, without the replay's own copy of an argument where it ends at one."""
     if chain.given is not None and len(chain.links) > 1 and _is_of_the_replay(chain.head.op):
