@@ -182,7 +182,7 @@ class Examiner:
             step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
         try:
             finding = find_cause(evidence)
-            if finding is not None and self._casebook.kept_state.explains(finding.cause, bad, evidence):
+            if finding is not None and self._is_consequence(finding, bad, evidence):
                 return
             if finding is not None and (breach := self._breach_behind(finding.cause, bad)) is not None:
                 self._casebook.follows(breach, finding.cause, bad, place_of(evidence))
@@ -204,6 +204,13 @@ class Examiner:
             )
         if incident.cause != "nonfinite-input" or not self._casebook.told_alike(incident, bad):
             self._open(incident, evidence, bad)
+
+    def _is_consequence(self, finding: Finding, bad: BadResult, evidence: Evidence) -> bool:
+        """Whether the step was only given what a failure that was told has left behind; it is counted to that then."""
+        if self._casebook.kept_state.explains(finding.cause, bad, evidence):
+            return True
+        is_of_buffer = finding.cause == "nonfinite-parameter" and finding.evidence.get("role") == "buffer"
+        return is_of_buffer and self._casebook.poison.explains_buffer(str(finding.evidence.get("name")), bad)
 
     def _tell_cut_off(self, bad: BadResult) -> None:
         with contextlib.suppress(Exception):  # then nothing is known of it but what PyTorch has said
