@@ -299,3 +299,31 @@ def test_counts_of_every_kind(guard: Guard) -> None:
                 return
 
     assert errors_of(guard(body)) == ["overflow"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_clipping_in_the_loop_of_lightning(guard: Guard) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Regression(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=2.0)
+
+    def body() -> None:
+        seed_everything()
+        batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(40)]
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet)
+        trainer.fit(Regression(), torch.utils.data.DataLoader(batches, batch_size=None))
+
+    run = guard(body)
+    assert errors_of(run) == ["divergence"]
+    (clip,) = (fix for fix in run.first.fixes if fix.action == "clip-gradients")
+    assert clip.how.startswith("let Lightning clip: Trainer(gradient_clip_val=")

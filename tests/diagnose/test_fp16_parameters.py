@@ -12,15 +12,16 @@ from torch import nn
 Guard = Callable[..., Any]
 
 
+@pytest.mark.parametrize("of_all", [True, False])
 @pytest.mark.parametrize("is_repaired", [False, True])
-def test_adapters_on_a_frozen_model_in_half_precision(is_repaired: bool, guard: Guard) -> None:
+def test_adapters_on_a_frozen_model_in_half_precision(is_repaired: bool, of_all: bool, guard: Guard) -> None:
     def body() -> None:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).half()
         model[0].requires_grad_(False)
         if is_repaired:  # as the fix says
             for p in model.parameters():
                 p.data = p.data.float() if p.requires_grad else p.data
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if of_all or p.requires_grad], lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         with torch.autocast("cpu", dtype=torch.float16):
             loss = model(torch.randn(5, 4)).float().pow(2).mean()

@@ -700,12 +700,35 @@ def test_anomaly_detection_ends_the_script(goes_on: bool, has_scaler: bool, guar
 
 @pytest.mark.filterwarnings(*ANOMALIES)
 def test_anomaly_that_reaches_no_parameter(guard: Guard) -> None:
+    """A dead ReLU's zero keeps the NaN from the weights; anomaly detection has ended the script before."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+        with torch.no_grad():
+            model[0].bias[2] = -100.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with torch.autograd.set_detect_anomaly(True):
+            std = torch.sqrt(model(torch.randn(8, 4)).var(dim=0))  # dead unit
+            loss = torch.relu(1 - std).mean()
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                loss.backward()
+        optimizer.zero_grad()
+
+    (only,) = guard(body).report.incidents
+    assert (only.cause, only.step, only.phase, only.op) == ("singular-gradient", 0, "backward", "aten.div.Tensor")
+    assert only.location is not None
+    assert "# dead unit" in only.location.code
+    assert "reaches no parameter" in only.explanation
+    assert all(fix.verified is None for fix in only.fixes)
+
+
+@pytest.mark.filterwarnings(*ANOMALIES)
+def test_nan_that_reaches_no_parameter_without_anomaly_detection(guard: Guard) -> None:
     def body() -> None:
         model = Lengths()
         leaf = torch.ones(3, requires_grad=True)
-        loss = loss_of(model, False) + (leaf * 0.0).sqrt().sum()
-        with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
-            loss.backward()
+        (loss_of(model, False) + (leaf * 0.0).sqrt().mul(0.0).sum()).backward()
 
     assert guard(body).report.incidents == ()
 

@@ -100,3 +100,45 @@ def test_a_bad_batch_right_after_it_is_another_one(guard: Guard) -> None:
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert sorted(run.causes) == ["division-by-zero", "nonfinite-input"]
+
+
+class Codebook(nn.Module):
+    """Its entries are averages over what was given to them, divided by how much that was (VQ-VAE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 2), nn.Linear(2, 4)
+        self.register_buffer("entries", torch.tensor([[0.0, 0.0], [50.0, 50.0]]))
+        self.register_buffer("counts", torch.ones(2))
+        self.register_buffer("sums", torch.tensor([[0.0, 0.0], [50.0, 50.0]]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encode(x)
+        near = torch.cdist(z, self.entries).neg().softmax(-1)
+        taken, found = near.argmax(-1), near @ self.entries
+        if self.training:
+            with torch.no_grad():
+                hot = nn.functional.one_hot(taken, 2).float()
+                self.counts.mul_(0.5).add_(hot.sum(0), alpha=0.5)
+                self.sums.mul_(0.5).add_(hot.T @ z, alpha=0.5)
+                counts = torch.where(self.counts < 0.1, 0.0, self.counts)
+                self.entries.copy_(self.sums / counts.unsqueeze(1))  # dead entry
+        return self.decode(z + (found - z).detach()), nn.functional.mse_loss(z, found.detach())
+
+
+def test_buffer_that_was_told_is_told_once_where_the_next_steps_read_it(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Codebook()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(12):
+            x = torch.randn(8, 4)
+            out, distance = model(x)
+            loss = nn.functional.mse_loss(out, x) + distance
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    (only,) = guard(body).report.incidents
+    assert (only.cause, only.step, only.evidence["poisoned_buffers"]) == ("division-by-zero", 3, ["entries"])
+    assert only.evidence["later_failures_caused_by_it"] >= 2

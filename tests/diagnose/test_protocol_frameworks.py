@@ -86,6 +86,42 @@ def test_clipping_in_a_lightning_hook(guard: Guard) -> None:
     assert "scaler.unscale_(" not in how  # it would be the second
 
 
+def test_clipping_in_a_callback_of_lightning(guard: Guard) -> None:
+    def module(lightning: Any) -> Any:
+        class Clips(lightning.Callback):  # type: ignore[misc]
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                nn.utils.clip_grad_norm_(pl_module.parameters(), 0.1)
+
+        class Watched(regression(lightning)):  # type: ignore[misc]
+            def configure_callbacks(self) -> Any:
+                return [Clips()]
+
+        return Watched()
+
+    how = first_of(guard(lightning_fit(module))).fixes[0].how
+    assert "def on_before_optimizer_step(self, trainer, pl_module, optimizer): nn.utils.clip_grad_norm_(pl_mod" in how
+
+
+def test_clipping_by_lightning_in_manual_optimization(guard: Guard) -> None:
+    def module(lightning: Any) -> Any:
+        class Manual(regression(lightning)):  # type: ignore[misc]
+            automatic_optimization = False
+
+            def training_step(self, batch: Any, _: int) -> None:
+                chosen = self.optimizers()
+                self.manual_backward(super().training_step(batch, _))
+                self.clip_gradients(chosen, gradient_clip_val=0.1)
+                chosen.step()
+                chosen.zero_grad()
+
+        return Manual()
+
+    incident = first_of(guard(lightning_fit(module)))
+    assert incident.cause == "clip-before-unscale"
+    hook = "def on_before_optimizer_step(self, optimizer): self.clip_gradients(optimizer, gradient_clip_val=0.1)"
+    assert hook in incident.fixes[0].how
+
+
 def test_what_is_proposed_for_lightning_is_healthy(guard: Guard) -> None:
     def module(lightning: Any) -> Any:
         class Clips(regression(lightning)):  # type: ignore[misc]

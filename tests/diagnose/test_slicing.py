@@ -57,6 +57,27 @@ def test_a_late_overflow_of_one_sample_does_not_hide_an_earlier_one_of_another()
     assert chain.head.op.index < next(link.op.index for link in chain.links if link.op.short_name == "add")
 
 
+def test_layers_that_fail_alike_at_a_node_begin_in_the_first_of_them() -> None:
+    nodes = torch.arange(8)  # a ring, of which node 0 is only ever a source
+    edges = torch.stack([torch.cat([nodes, (nodes + 1) % 8]), torch.cat([(nodes + 1) % 8, nodes])])
+    source, target = edges[:, edges[1] != 0]
+    torch.manual_seed(0)
+    features, weight = torch.randn(8, 12), torch.randn(12, 12)
+
+    def convolved(x: Tensor) -> Tensor:
+        scale = torch.zeros(8).index_add(0, target, torch.ones(len(target))).pow(-0.5)
+        messages = (scale[source] * scale[target]).unsqueeze(-1) * (x @ weight).index_select(0, source)
+        return (torch.zeros_like(x).index_add(0, target, messages) + 1.0).relu()
+
+    def compute() -> Tensor:
+        x = convolved(convolved(features))
+        return torch.zeros(1, 12).index_add(0, nodes // 8, nn.functional.layer_norm(x, (12,))).sum()
+
+    chain = chain_behind(compute)
+    assert accused(chain) == "pow"
+    assert "mm" in {link.op.short_name for link in chain.links}, "that of the second layer"
+
+
 def test_infinity_made_early_that_turns_nan_late_is_the_culprit() -> None:
     def compute() -> Tensor:
         grown = torch.full((3,), 1e30) * 1e30

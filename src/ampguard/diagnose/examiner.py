@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case, place_of
 from ampguard.diagnose.causes.gradient_underflow import begun_before, most_proofs, prove_underflow
 from ampguard.diagnose.computed_again import told
+from ampguard.diagnose.cut_off import cut_off_derivative
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
 from ampguard.diagnose.finding_place import FindingPlace
@@ -153,7 +155,9 @@ class Examiner:
             hooked = changed_by_a_hook(bad, self._rank) if bad.error is None else None
             if hooked is not None:
                 self._casebook.open_unreplayed(hooked, bad)
-            elif not bad.is_held_off and bad.error is None:  # (anomaly detection raises for what reaches no one, too)
+            elif bad.error is not None:  # anomaly detection raises for what reaches no parameter, too
+                self._tell_cut_off(bad)
+            elif not bad.is_held_off:
                 self._casebook.past.changed_gradients.append(bad)
                 if not compat.several_ranks():  # else another rank's gradients are to blame, and it says so
                     self._arming.unexplained.append((bad, NOT_REPEATED))
@@ -178,7 +182,7 @@ class Examiner:
             step_seconds = min(step_seconds, FORWARDS_PER_STEP * forward_seconds)
         try:
             finding = find_cause(evidence)
-            if finding is not None and self._casebook.kept_state.explains(finding.cause, bad, evidence):
+            if finding is not None and self._is_consequence(finding, bad, evidence):
                 return
             if finding is not None and (breach := self._breach_behind(finding.cause, bad)) is not None:
                 self._casebook.follows(breach, finding.cause, bad, place_of(evidence))
@@ -200,6 +204,19 @@ class Examiner:
             )
         if incident.cause != "nonfinite-input" or not self._casebook.told_alike(incident, bad):
             self._open(incident, evidence, bad)
+
+    def _is_consequence(self, finding: Finding, bad: BadResult, evidence: Evidence) -> bool:
+        """Whether the step was only given what a failure that was told has left behind; it is counted to that then."""
+        if self._casebook.kept_state.explains(finding.cause, bad, evidence):
+            return True
+        is_of_buffer = finding.cause == "nonfinite-parameter" and finding.evidence.get("role") == "buffer"
+        return is_of_buffer and self._casebook.poison.explains_buffer(str(finding.evidence.get("name")), bad)
+
+    def _tell_cut_off(self, bad: BadResult) -> None:
+        with contextlib.suppress(Exception):  # then nothing is known of it but what PyTorch has said
+            told_of = cut_off_derivative(bad, Replayer(bad, self._recorder), self._rank)
+            if told_of is not None and not self._casebook.told_before(bad, place_of(told_of[1])):
+                self._open(*told_of, bad)
 
     def _breach_behind(self, cause: str, bad: BadResult) -> Case | None:
         """The broken protocol that this failure is a consequence of."""

@@ -63,6 +63,19 @@ class Poison:
         """The case that spoiled a buffer. Its name may have the name of what its module hangs in before it."""
         return next((case for known, case in self.buffers.items() if f".{name}".endswith(f".{known}")), None)
 
+    def explains_buffer(self, name: str, bad: BadResult) -> bool:
+        """Whether a training step only reads a buffer that an earlier one has spoiled; it is counted to that case then.
+
+        An evaluation that does is told by itself: of running statistics it is all that the script shows.
+        """
+        case = self.buffer(name)
+        if case is None or bad.mode != "train" or case.incident.mode != "train":
+            return False
+        case.consequences += 1
+        case.last_step = bad.step
+        self.note(bad, case)
+        return True
+
     def made_by(self, buffer: str | None) -> Incident | None:
         """What has made a buffer bad; of None, what has made the parameters bad."""
         case = self.case if buffer is None else self.buffer(buffer)

@@ -25,7 +25,7 @@ from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
-VISITS_PER_OP = 4
+VISITS_PER_OP = 8
 MAX_ELDERS = 4
 ENDS = 2
 """Bad elements of a result that are followed, where no infinite constant explains them."""
@@ -147,6 +147,11 @@ def _from_its_elders(trace: Trace, chain: Chain) -> Chain:
             break
         chain = Chain([*chain.links, *before.links])
     return chain
+
+
+def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> Chain:
+    """The chain behind one bad element of an operator's result."""
+    return _of_the_step(_explore(trace, Link(op, result, flat, kind)))
 
 
 def _of_the_step(chain: Chain) -> Chain:
@@ -289,7 +294,7 @@ def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
             hits = (mask & (bad.kinds == kind)).nonzero().reshape(-1)
             if not hits.numel() or not _can_explain(op, link.kind, kind):
                 continue
-            for hit in dict.fromkeys((*_older(trace, op, tensor, bad, hits), int(hits[0]), int(hits[-1]))):
+            for hit in dict.fromkeys((*_older(trace, op, tensor, bad, hits), *_spread(hits))):
                 step = _origin(trace, op, operand, tensor, bad, hit)
                 options.append(((_preference(link.kind, kind), isinstance(step, Given), operand), step, kind))
     if any(kind_read == link.kind for (_, _, _), _, kind_read in options):  # a NaN operand explains a NaN by itself
@@ -307,6 +312,11 @@ def _may_lie_beyond(bad: BadElements, tensor: TracedTensor, test: Callable[[Tens
     return len(blocks) > MAX_BLOCKS or any(
         bool(test(torch.arange(at, min(at + BLOCK, size), device=bad.flat.device)).any()) for at in blocks
     )
+
+
+def _spread(hits: Tensor) -> tuple[int, int, int]:
+    """The ends of what went in and its middle: what spread from one place (over a graph, a sequence) is oldest away from it."""
+    return int(hits[0]), int(hits[-1]), int(hits[len(hits) // 2])
 
 
 def _older(trace: Trace, reader: TracedOp, tensor: TracedTensor, bad: BadElements, hits: Tensor) -> list[int]:

@@ -324,7 +324,10 @@ class Scans:
         if breach.cause == "fp16-parameters" and isinstance(watch, OptimizerWatch):
             held = watch.parameters()
             trained = [p for p in held if p.requires_grad] or held
-            frozen = any(p.dtype is torch.float16 and not p.requires_grad for p in held) and trained is not held
+            self._models.look()
+            around = [p for module, _ in self._models.roots() for p in module.parameters()]
+            frozen = any(p.dtype is torch.float16 and not p.requires_grad for p in (*held, *around))
+            frozen = frozen and trained is not held
             half = [p for p in trained if p.dtype is torch.float16]
             breach.facts |= {"parameters": half, "of": len(trained), "has_frozen": frozen}
         if breach.facts.get("why") != "not-reached" or not isinstance(watch, OptimizerWatch):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.protocol.script_lines import is_library_file
 
-SMALL_SHARE = 0.05
-"""Of a model's trainable elements."""
+SMALL_SHARE = 0.15
+"""Of a model's trainable elements: a pooler is one square layer, beside a block of at least six in the smallest encoder."""
 FEW = 8
 """Parameters."""
 

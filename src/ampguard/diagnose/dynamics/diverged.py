@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -17,6 +19,17 @@ from ampguard.incident import Fix, Incident
 
 STILL_RISING = 1.2
 """By which factor a rate that is being warmed up has risen since a loss began to climb, at least."""
+
+_LIGHTNING = (
+    "let Lightning clip: Trainer(gradient_clip_val={limit}); in manual optimization: def on_before_optimizer_step(self, "
+    "optimizer): self.clip_gradients(optimizer, gradient_clip_val={limit}, gradient_clip_algorithm='norm')"
+)
+LOOPS_THAT_CLIP = {
+    "lightning.pytorch.loops": _LIGHTNING,
+    "pytorch_lightning.loops": _LIGHTNING,
+    "transformers.trainer": "let the Trainer clip: TrainingArguments(max_grad_norm={limit})",
+}
+"""By the modules that a framework's loop is in: between its backward pass and its step stands no line of the script's."""
 
 
 def told(
@@ -104,6 +117,18 @@ def borne_rate(trajectory: Trajectory, began: int, now: float) -> tuple[int, flo
     return before[-1] if is_rising and before[-1][1] >= STILL_RISING * rates[0] else None
 
 
+def _clip_by_loop(limit: float) -> str | None:
+    """How the framework clips whose loop is running; None in a loop of the script's own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        how = next((how for loop, how in LOOPS_THAT_CLIP.items() if name.startswith(loop)), None)
+        if how is not None:
+            return how.format(limit=f"{limit:g}")
+        frame = frame.f_back
+    return None
+
+
 def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[Fix, ...]:
     """A lower learning rate and clipping, each as it was tried; what works first."""
     optimizers = situation.optimizers if situation.whose is None else [situation.whose]
@@ -130,7 +155,7 @@ def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[
     if lower.verified and lower.change is not None and lower.change.of_all:
         how += ", and those of the other optimizers alike"
     limit = clip.change.max_norm if clip.change is not None else None
-    clipping = (
+    clipping = _clip_by_loop(limit or 1.0) or (
         "before the optimizer's step (after scaler.unscale_(optimizer) where there is a scaler): "
         f"torch.nn.utils.clip_grad_norm_({parameters}, {limit or 1.0:g})"
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 
+from ampguard.capture.record import Line
 from ampguard.diagnose.protocol.scene import Scene, statement
 
 _CLIP = {
     "lightning": (
-        "clip where Lightning has unscaled them already: def on_before_optimizer_step(self, optimizer): {code}; or let it "
+        "clip where Lightning has unscaled them already: def on_before_optimizer_step({hook}): {code}; or let it "
         "clip: Trainer(gradient_clip_val=...), in automatic optimization. Do not call unscale_ yourself: Lightning does before "
         "each step"
     ),
@@ -44,7 +45,7 @@ _CLIP = {
     ),
 }
 _MEASURE = {
-    "lightning": "measure where Lightning has unscaled them already: def on_before_optimizer_step(self, optimizer): {code}",
+    "lightning": "measure where Lightning has unscaled them already: def on_before_optimizer_step({hook}): {code}",
     "fabric": (
         "let Fabric measure, it unscales first: norm = fabric.clip_gradients(model, {name}, max_norm=float('inf'), "
         "error_if_nonfinite=False)"
@@ -169,15 +170,25 @@ def clip_instead(scene: Scene, clips: bool) -> str | None:
     is_own = re.search(r"(clip|norm)\w*\(", code) and not code.startswith(
         ("for ", "if ", "with ")
     )  # not `trainer.fit(...)`
+    if scene.framework == "lightning":  # its hook is handed the optimizer under this name
+        code = re.sub(rf"(?<![\w.]){re.escape(scene.optimizer)}(?!\w)", "optimizer", code)
     words = {
         "name": scene.optimizer,
         "code": code if is_own else "...",
+        "hook": _hook_arguments(scene.again),
         "function": "clip_grad_value_" if by_value else "clip_grad_norm_",
         "fabric_limit": "clip_val=..." if by_value else "max_norm=...",
         "mmengine_limit": 'type="value", clip_value=...' if by_value else "max_norm=...",
         "composer_limit": f'clipping_type="{"value" if by_value else "norm"}", clipping_threshold=...',
     }
     return _said(_CLIP if clips else _MEASURE, scene, **words)
+
+
+def _hook_arguments(line: Line | None) -> str:
+    """What `on_before_optimizer_step` is handed: in a callback, as the hook that has the line shows, two more."""
+    known = line.code.co_varnames[: line.code.co_argcount] if line is not None else ()
+    is_callback = len(known) > 2 and known[1] == "trainer"
+    return ", ".join((*(known[:3] if is_callback else ("self",)), "optimizer"))
 
 
 def scale_instead(scene: Scene, loss: str) -> str | None:
