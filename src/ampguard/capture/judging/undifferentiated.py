@@ -24,7 +24,12 @@ def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], b
             tensor = ref()
             if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
                 continue
-            if tensor.requires_grad and not tensor.is_leaf and (tensor.device.type == "cpu" or waits) and not is_finite(tensor):
+            if (
+                tensor.requires_grad
+                and not tensor.is_leaf
+                and (tensor.device.type == "cpu" or waits)
+                and not is_finite(tensor)
+            ):
                 found = Ref(event.index, position)
                 if not is_known(found):
                     return found
