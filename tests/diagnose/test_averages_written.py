@@ -71,3 +71,45 @@ def test_what_it_may_take_is_bounded(guard: Guard, monkeypatch: pytest.MonkeyPat
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.mode) == ("nonfinite-parameter", "eval")
     assert "the script itself has written these values" in run.first.explanation
+
+
+def train_clients(outputs: int, is_bad: bool = True) -> dict[str, Any]:
+    """Clients train copies of a model; their weights are averaged by how many samples each had, and loaded."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, outputs)
+    for turn in range(4):
+        states, counts = [], torch.tensor([6.0, 2.0]) * (turn < 2 or not is_bad)
+        for count in counts:
+            net = copy.deepcopy(shared)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            for _ in range(2 if count else 0):
+                loss = net(torch.randn(int(count), 4)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            states.append(net.state_dict())
+        shares = counts / counts.sum()
+        shared.load_state_dict(
+            {name: sum(share * s[name] for share, s in zip(shares, states, strict=True)) for name in states[0]}
+        )
+        with torch.no_grad():
+            print(shared(torch.ones(8, 4)).square().mean().item())
+    return fingerprint(shared, optimizer)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_weight_of_one_element_is_no_loss(guard: Guard, outputs: int) -> None:
+    plain = train_clients(outputs)
+    run = guard(lambda: train_clients(outputs))
+    assert run.faults == 0, run.stderr
+    assert run.result == plain
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.phase, incident.step) == ("division-by-zero", "parameters", 8)
+    assert incident.location is not None
+    assert incident.location.code == "shares = counts / counts.sum()"
+
+
+def test_clients_with_samples(guard: Guard) -> None:
+    run = guard(lambda: train_clients(1, is_bad=False))
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents

@@ -120,3 +120,30 @@ def test_a_precision_of_nothing_is_a_note(guard: Guard) -> None:
     assert run.faults == 0, run.stderr
     assert [(i.cause, i.severity, i.mode) for i in run.report.incidents] == [("division-by-zero", "info", "eval")]
     assert run.report.status == "clean"
+
+
+def mean_of_known(number: int, wrong: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, int], Any]:
+    """A mean over batches, one of which has no target that is known, kept by a metric that leaves NaN out."""
+    metric = pytest.importorskip("torchmetrics").MeanMetric(nan_strategy="ignore")
+
+    def read(logits: Tensor, target: Tensor, batch: int) -> Any:
+        truth = torch.where(target > (CLASSES if batch == number else 0), target.float(), torch.tensor(float("nan")))
+        metric.update(torch.nanmean(wrong(logits[:, 0]) - truth))
+        return metric.compute().item()
+
+    return read
+
+
+def test_a_metric_that_leaves_out_what_is_not_known(guard: Guard) -> None:
+    plain = Run(mean_of_known(1, Tensor.abs))()
+    run = guard(Run(mean_of_known(1, Tensor.abs)))
+    assert run.faults == 0, run.stderr
+    assert run.report.status == "clean", run.stderr
+    assert run.result == plain
+
+
+def test_a_metric_that_leaves_out_a_failure(guard: Guard) -> None:
+    run = guard(Run(mean_of_known(9, lambda x: torch.exp(x.abs())), size=1e4))
+    assert run.faults == 0, run.stderr
+    assert run.causes == ["overflow"]
+    assert (run.first.mode, run.first.severity) == ("eval", "error")

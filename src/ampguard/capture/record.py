@@ -330,7 +330,8 @@ class BadResult:
     has_ended_run: bool = False
     """The script has raised an error over them."""
     may_be_meant: Literal["", "array", "count"] = ""
-    """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), or of counts (a precision)."""
+    """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), of counts (a precision) or
+    given to a metric that passes over NaN."""
 
     @property
     def is_of_gradients(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import Event, RootCall
 from ampguard.replay.variables import named_modules, script_names
 
@@ -35,6 +36,47 @@ def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
 def roots_in(root: nn.Module) -> list[nn.Module]:
     """The module itself; in place of a compiled function the modules that it can call."""
     return list(root.children()) if isinstance(root, CompiledFunction) else [root]
+
+
+def names_of_called(modules: Iterable[nn.Module], prefixes: Mapping[int, str]) -> dict[int, str]:
+    """`id(module)` to dotted name for all modules under those that were called; `prefixes`: of those that have one already."""
+    modules = list({id(module): module for module in modules}.values())
+    own = _put_around(module for module in modules if id(module) not in prefixes)
+    paths = paths_in_holders(own.get(id(m), m) for m in modules if id(m) not in prefixes)
+    names: dict[int, str] = {}
+    for module in modules:
+        root = own.get(id(module), module)
+        found = module_names(root, prefixes.get(id(module)) or paths.get(id(root), ""))
+        if root is not module:  # what a library put around it goes by its name
+            found |= {id(around): found[id(root)] for around in module.modules() if id(around) not in found}
+        names = found | names
+    return names
+
+
+def _put_around(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    """For modules that a library's call has put around one of the script's, as ODE solvers do: the script's.
+
+    The script cannot name the outer one; it holds nothing but a single module, which the script can.
+    """
+    foreign = {id(module): module for module in modules if _only_child(module) is not None}
+    nameable = {id(part) for top in named_modules() for part in top.modules()} if foreign else set()
+    found: dict[int, nn.Module] = {}
+    for key, module in foreign.items():
+        inner: nn.Module | None = module
+        while inner is not None and id(inner) not in nameable:
+            inner = _only_child(inner)
+        if inner is not None and inner is not module:
+            found[key] = inner
+    return found
+
+
+def _only_child(module: nn.Module) -> nn.Module | None:
+    """The one module in a library's module that has no weights of its own."""
+    children = [child for child in compat.children_of(module).values() if child is not None]
+    code = getattr(type(module).forward, "__code__", None)
+    if len(children) != 1 or isinstance(module, (CompiledFunction, *HOLDERS)) or code is None or is_script_code(code):
+        return None
+    return None if compat.parameters_of(module) or compat.buffers_of(module) else children[0]
 
 
 def strip_wrappers(root: nn.Module, prefix: str) -> str:

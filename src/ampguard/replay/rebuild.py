@@ -30,7 +30,7 @@ from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
 from ampguard.replay.forgiving import forgiving_hooks
 from ampguard.replay.keeping import StateKeeper
-from ampguard.replay.names import module_names, parameter_names, paths_in_holders
+from ampguard.replay.names import names_of_called, parameter_names
 from ampguard.replay.other_ranks import answered, check_what_was_sent
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.roots import run_root, swap_state, traced_modules
@@ -93,11 +93,8 @@ class Replayer:
         for event in roots:
             if isinstance(event.module, CompiledFunction):
                 event.is_function = not compat.children_of(event.module)
-        holders = paths_in_holders(event.module for event in roots if not event.prefix and not event.is_function)
-        for event in roots:
-            if not event.is_function:
-                names = module_names(event.module, event.prefix or holders.get(id(event.module), ""))
-                self.names |= {k: v for k, v in names.items() if k not in self.names}
+        prefixes = {id(event.module): event.prefix for event in reversed(roots) if event.prefix}
+        self.names |= names_of_called((event.module for event in roots if not event.is_function), prefixes)
         self.check()
 
     @property

@@ -1,4 +1,5 @@
-"""Figures that a script reads of an evaluation and that it may well expect to be NaN: in arrays, or made of counts.
+"""Figures that a script reads of an evaluation and that it may well expect to be NaN: in arrays, made of counts, or handed
+to a metric that looks whether they are.
 
 `numpy.nanmean` over classes passes over one that did not come, and so may whoever reads a precision of 0 / 0. Whether it
 is a failure all the same, its cause tells, once it is known. Each line is looked at once.
@@ -12,6 +13,7 @@ from torch import Tensor
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.operands import refs_of
 from ampguard.capture.preprocessing import MOVES
+from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite
 
@@ -59,6 +61,12 @@ class Figures:
                 seen.add(event.index)
                 waiting += [behind.event for behind in refs_of(event)]
         return False
+
+
+def is_asked_by_a_library(record: StepRecord, ref: Ref) -> bool:
+    """Whether it is a library that asks whether a number is NaN, as a metric does that leaves such numbers out of its mean."""
+    event = record.event(ref.event)
+    return event is not None and event.line is not None and not is_script_code(event.line.code)
 
 
 def are_one_number(tensor: Tensor, record: StepRecord, ref: Ref) -> bool:

@@ -187,6 +187,7 @@ class Judge:
             return
         ref = self._log.lookup(tensor)
         record = self._log.record
+        is_librarys = isinstance(value, bool) and ref is not None and figures.is_asked_by_a_library(record, ref)
         if isinstance(value, bool):
             ref = lineage.nonfinite_number_behind(record, ref) if ref is not None else None
         elif not isinstance(value, float):
@@ -209,6 +210,9 @@ class Judge:
         if self._was_judged(lineage.ancestors(record, ref)) or self._is_old_news(ref):
             return  # a loss that backward was called on, or a sum to which a bad one was added
         mode: Mode = "train" if lineage.was_wanting(record, ref) else "eval"
+        if is_librarys and mode == "eval":
+            self._suspect_figure("count", ref)
+            return
         may_be_figure = mode == "train" and isinstance(value, float) and self.bad_loss_step != self._steps.count
         if may_be_figure and lineage.is_figure_beside(record, ref):
             return  # the loss was finite, and has been differentiated

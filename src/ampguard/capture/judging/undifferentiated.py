@@ -18,14 +18,20 @@ from ampguard.numerics import UNINITIALISED, is_finite
 def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], bool]) -> Ref | None:
     """The last number among the events' results that wants a gradient and is not finite. `waits`: on any device.
 
-    `is_known`: what is no news is passed over (a running sum to which a bad loss was added earlier).
+    `is_known`: what is no news is passed over (a running sum to which a bad loss was added earlier). A weight with a
+    single element to which the script has written wants a gradient, too, and is no loss: nothing leads from it to others.
     """
     for event in reversed(events):
         for position, ref in enumerate(event.outputs):
             tensor = ref()
             if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
                 continue
-            if tensor.requires_grad and (tensor.device.type == "cpu" or waits) and not is_finite(tensor):
+            if (
+                tensor.requires_grad
+                and not tensor.is_leaf
+                and (tensor.device.type == "cpu" or waits)
+                and not is_finite(tensor)
+            ):
                 found = Ref(event.index, position)
                 if not is_known(found):
                     return found

@@ -2,10 +2,11 @@
 
 What happens   an infinity that stands for "never" or "unbounded" (a beam score, a distance, a mask) meets another one in a
                difference, or a 0 in a product, and becomes NaN; or it is summed up with ordinary numbers, as label smoothing
-               sums up the log-probabilities of all classes, those that a mask forbids too.
+               sums up the log-probabilities of all classes, those that a mask forbids too; or it is subtracted (a ratio of
+               probabilities of which the lower one is 0), and is the largest number of all then.
 Why it hurts   each of the operands is fine by itself.
 Instead        use a large finite number in place of the infinity, or torch.where in place of arithmetic with it; leave what
-               is masked out of a sum.
+               is masked out of a sum; bound a difference of log-probabilities before it is exponentiated.
 Not this       a softmax row without a key: see masked-softmax.
 """
 
@@ -19,12 +20,13 @@ from typing import Any
 import torch
 
 from ampguard.capture.record import Held, Ref, RootCall
-from ampguard.diagnose import words
+from ampguard.diagnose import accused, words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.named_arguments import named_leaves
 from ampguard.diagnose.one_sample import left_out
-from ampguard.diagnose.rewrite import with_constant
+from ampguard.diagnose.proposals import changed_result
+from ampguard.diagnose.rewrite import clamped_result, with_constant
 from ampguard.diagnose.source_code import line_of_code
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
@@ -32,20 +34,23 @@ from ampguard.replay.variants import Variant
 BOUND = 1e30
 """In the place of an infinity that a sum, a difference or a softmax of float32 then bears."""
 
+LARGEST_EXPONENT = 20
+"""In the place of a difference of logarithms that is +Inf: its exponential fits float32 and leaves room for what follows."""
+
 
 @cause("indeterminate")
 def indeterminate(evidence: Evidence) -> Finding | None:
     if evidence.op.refused:
         return None
     if evidence.kind != "nan":
-        return _summed_up(evidence)
+        return _turned_round(evidence) or _summed_up(evidence)
     by_a_literal = evidence.given is None and any(math.isinf(s) for s in evidence.scalars)
     if not by_a_literal and not (evidence.intended and evidence.converts):
         return None
     name = words.operator(evidence)
     operands = [o for o in evidence.float_operands if by_a_literal or o.stats.finite_share < 1]
     source = evidence.chain.head.op
-    made = f"made by {source.short_name}" if evidence.given is None else "in what it was given"
+    made = _made(evidence)
     filtering = left_out(evidence, "all that is summed up for it is -Inf") if _has_infinite_rows(evidence) else None
     return Finding(
         "indeterminate",
@@ -54,6 +59,35 @@ def indeterminate(evidence: Evidence) -> Finding | None:
         weight=40,
         evidence={"operands": [o.stats.as_dict() for o in operands]},
         proposals=(_finite_constant(evidence, source), *([filtering] if filtering is not None else [])),
+    )
+
+
+def _made(evidence: Evidence) -> str:
+    return f"made by {evidence.chain.head.op.short_name}" if evidence.given is None else "in what it was given"
+
+
+def _turned_round(evidence: Evidence) -> Finding | None:
+    """A -Inf that was meant ("never", a probability of 0) is subtracted: +Inf, which nothing takes for that any more."""
+    operands = [o for o in evidence.float_operands if o.stats.finite_share < 1]
+    if not (evidence.intended and evidence.converts and evidence.kind == "+inf" and operands):
+        return None
+    bound = f"max={LARGEST_EXPONENT}"
+    written = accused.with_changed_result(evidence, clamped_result(bound))
+    how = written or f"bound its result with .clamp({bound}), or leave these elements out: {words.code(evidence)}"
+    return Finding(
+        "indeterminate",
+        f"{words.operator(evidence)} {words.place(evidence)} turns infinities that the code meant to have "
+        f"({_made(evidence)}) into +Inf: an ordinary number less -Inf.",
+        weight=20,
+        evidence={"operands": [o.stats.as_dict() for o in operands]},
+        proposals=(
+            Proposal(
+                "clamp",
+                words.region(evidence),
+                how,
+                trial=changed_result(lambda t: t.clamp(max=LARGEST_EXPONENT)),
+            ),
+        ),
     )
 
 
