@@ -82,7 +82,9 @@ class RunningOverrides:
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
-        self._updates.has_own_regions = lambda: bool(self._regions.of_script)
+        self._updates.mixes_by_itself = lambda: bool(self._regions.of_script) or self._meets_low_weights
+        self._meets_low_weights = False
+        """Whether the script has made weights of a model low itself."""
         self._calls_gained = 0
         """Calls of models around which autocast was gained, before the script has opened any region itself."""
         self._weights: CastWeights | None = None
@@ -237,6 +239,7 @@ class RunningOverrides:
         """A model whose weights are not float32 by the script's own doing: what of it can be another type, and what not."""
         name, types = type(module).__name__, {p.dtype for p in module.parameters() if p.is_floating_point()}
         low = next(filter(numerics.is_low_precision, types), None)
+        self._meets_low_weights = self._meets_low_weights or low is not None
         if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
             stays = low_by_itself(module, low)
             if types == {low} and self._plan.weights_dtype == torch.float32 and why_weights_stay(module) is None:

@@ -77,6 +77,8 @@ class Updates:
         """Whether an optimizer evaluates losses inside its own step (LBFGS)."""
         self._is_spoilt: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Optimizers whose gradients were not finite as the last backward pass left them."""
+        self._is_spoilt_elsewhere = False
+        """The same of parameters that no optimizer holds: the script may copy theirs to what one does (masters)."""
         self._bad_loss = False
         self._stepped_since_backward = False
         self._stepping: set[int] = set()
@@ -87,8 +89,8 @@ class Updates:
         """These make steps that failed again; None where nothing is healed."""
         self.weights: CastWeights | None = None
         """What the script's weights are made in another precision by."""
-        self.has_own_regions: Callable[[], bool] = lambda: False
-        """Whether the script opens autocast regions itself."""
+        self.mixes_by_itself: Callable[[], bool] = lambda: False
+        """Whether the script opens autocast regions or lowers weights itself."""
         self._patches: Patches | None = None
 
     def install(self, patches: Patches) -> None:
@@ -156,6 +158,9 @@ class Updates:
         for optimizer in list(self._optimizers):
             gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             self._is_spoilt[optimizer] = bool(gradients) and not all_finite(gradients)
+        held = {id(p) for optimizer in list(self._optimizers) for p in parameters_of(optimizer)}
+        others = [p.grad for p in self._unheld(held) if p.grad is not None]
+        self._is_spoilt_elsewhere = not all_finite(others)
 
     def _see_thrown_away(self) -> None:
         """A loop that looks at its gradients itself, and leaves a step out, does not come to any optimizer's step."""
@@ -205,7 +210,7 @@ class Updates:
         if any(p.dtype == torch.float16 for o in made_since for p in parameters_of(o)):
             self._ledger.failed("the weights themselves are float16: their gradients get no loss scale")
             return False
-        if not self._gained.is_in_use and self.has_own_regions():
+        if not self._gained.is_in_use and self.mixes_by_itself():
             scale = max(factor_of(loss) for loss in losses)
             if is_usual_scale(scale):
                 self._scalers.scales = True
@@ -355,7 +360,7 @@ class Updates:
         if self._is_spoilt.pop(optimizer, False) or self._bad_loss:
             return False
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        if self._patience is None and not compat.in_backward():
+        if self._patience is None and not compat.in_backward() and not self._is_spoilt_elsewhere:
             return True  # they were looked at as backward returned
         return all_finite(gradients)
 
