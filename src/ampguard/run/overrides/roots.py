@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.utils.parametrize
 from torch import nn
 
 from ampguard import compat
@@ -19,6 +20,7 @@ from ampguard.replay.names import module_names, parameters_under, paths_in_holde
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.low_calls import LowCalls, running_replay
+from ampguard.run.overrides.not_borne import NotBorne
 from ampguard.run.overrides.regions import Regions
 
 OnRoot = Callable[[nn.Module, dict[str, nn.Module]], None]
@@ -32,9 +34,17 @@ Needed: TypeAlias = "tuple[torch.autocast, bool] | None"
 class RootCalls:
     """`nn.Module.__call__`, where no other module's call is running."""
 
-    def __init__(self, regions: Regions, barrier: FaultBarrier, on_root: OnRoot, on_gain: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        not_borne: NotBorne,
+        barrier: FaultBarrier,
+        on_root: OnRoot,
+        on_gain: Callable[[], None],
+    ) -> None:
         self._barrier = barrier
         self._regions = regions
+        self._not_borne = not_borne
         self._on_root = on_root
         self._on_gain = on_gain
         self.again: Again | None = None
@@ -123,17 +133,30 @@ class RootCalls:
             if needed is None:
                 return self._seen(original(module, *args, **kwargs))
             region, is_gained = needed
-            with self._regions.around(region):
-                output = self._seen(original(module, *args, **kwargs))
+            run: Callable[[], Any] = lambda: self._seen(original(module, *args, **kwargs))  # noqa: E731
+            if is_gained:
+                output = self._gaining(run, module, region)
+            else:
+                with self._regions.around(region):
+                    output = run()
         finally:
             self._inside = False
             if self.on_return is not None:
                 self.on_return()
-        if not is_gained:
+        if not is_gained or module in self._not_borne.given_up:
             return output
         self._on_gain()
         # What follows was written for float32: `.numpy()`, losses by hand, writing into float32 buffers.
         return cast_floats(output, torch.float32)
+
+    def _gaining(self, run: Callable[[], Any], module: nn.Module, region: torch.autocast) -> Any:
+        """A call under gained autocast; what its code does not bear that in runs in float32."""
+
+        def run_in() -> Any:
+            with self._regions.around(region):
+                return run()
+
+        return self._not_borne.call(module, run_in, run, lambda: parts_by_name(module, self._known.get(module, "")))
 
     def _seen(self, output: Any) -> Any:
         if self.on_output is not None:
@@ -143,6 +166,8 @@ class RootCalls:
     def _prepare(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Needed:
         if module not in self._known:
             self.has_seen_any = True
+            if frame.f_code.co_filename == torch.nn.utils.parametrize.__file__:
+                self._not_borne.given_up.add(module)  # it makes a weight, which is asked for outside every model
             prefix = self._known[module] = find_prefix(module, frame)
             self._on_root(module, parts_by_name(module, prefix))
         self._note_inputs(args)

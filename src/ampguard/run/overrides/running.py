@@ -30,6 +30,7 @@ from ampguard.run.overrides.lightning import LightningPlugins
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.low_calls import LowCalls
 from ampguard.run.overrides.memory import peak_memory_mib
+from ampguard.run.overrides.not_borne import NotBorne
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.places import why_weights_stay
 from ampguard.run.overrides.plan import Plan
@@ -70,7 +71,8 @@ class RunningOverrides:
         self._forced = Forced(asked.force_fp32, self.ledger, plan)
         self._lines = LinesInFloat32()
         self._barrier = FaultBarrier(self._on_fault)
-        self._roots = RootCalls(self._regions, self._barrier, self._on_root, self._on_gain)
+        not_borne = NotBorne(plan, self.ledger, self._forced)
+        self._roots = RootCalls(self._regions, not_borne, self._barrier, self._on_root, self._on_gain)
         self._evaluations: Evaluations | None = None
         if asked.compare_eval:
             self._evaluations = Evaluations(asked.compare_eval, plan, self._regions, listener.recorder, self.ledger)

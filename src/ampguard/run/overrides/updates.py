@@ -26,11 +26,14 @@ from ampguard.run.overrides.gained_scale import GainedScale
 from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
 from ampguard.run.overrides.gradients_again import GradientsAgain
 from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.not_borne import OF_TYPES
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.roots import RootCalls
 from ampguard.run.overrides.scalers import Scalers
 from ampguard.run.overrides.step_again import StepAgain
+
+TRY_FORCING = "--force-fp32 PATTERN leaves the module that it runs through in float32"
 
 
 class Listener(Protocol):
@@ -149,7 +152,13 @@ class Updates:
         """Backward; where it leaves bad gradients that can be healed, those of the step made again."""
         again = self.gradients_again
         before = self._barrier.call(again.before, losses) if again is not None else None
-        run()
+        try:
+            run()
+        except RuntimeError as error:
+            if self._plan.dtype is not None and not self.mixes_by_itself() and OF_TYPES.search(str(error)):
+                said = str(error).splitlines()[0].rstrip(".")
+                self._ledger.failed(f"a backward pass does not go with gained autocast ({said}); {TRY_FORCING}")
+            raise
         if again is not None and before is not None:
             self._barrier.call(again.after, before, scale)
 
