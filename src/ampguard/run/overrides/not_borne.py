@@ -40,8 +40,13 @@ class NotBorne:
         self.given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Roots that gain no autocast: their own `forward` does not bear it, or they are no model."""
 
-    def call(self, root: nn.Module, run: Callable[[], Any], run_plain: Callable[[], Any], parts: Parts) -> Any:
-        """`run`, a call of the root under autocast, until all modules that do not bear it are in float32."""
+    def call(
+        self, root: nn.Module, run: Callable[[], Any], run_plain: Callable[[], Any], parts: Parts, is_lent: bool = False
+    ) -> Any:
+        """`run`, a call of the root under autocast, until all modules that do not bear it are in float32.
+
+        `is_lent`: autocast is around more than the call, which may be given low-precision inputs.
+        """
         moment = Moment.before(root) if root not in self._has_run else None
         while root not in self.given_up:
             try:
@@ -50,7 +55,7 @@ class NotBorne:
                 # Ranks that train together would have to make the call again together, as all do with their first.
                 if OF_TYPES.search(str(error)) is None or (moment is None and compat.several_ranks()):
                     raise
-                self._give_way(root, error, parts())
+                self._give_way(root, error, parts(), is_lent)
             else:
                 self._has_run.add(root)
                 return output
@@ -58,10 +63,12 @@ class NotBorne:
                 moment.restore()
         return run_plain()
 
-    def _give_way(self, root: nn.Module, error: Exception, parts: dict[str, nn.Module]) -> None:
+    def _give_way(self, root: nn.Module, error: Exception, parts: dict[str, nn.Module], is_lent: bool) -> None:
         """Put the innermost module that was running when it failed in float32; where that is of no use, the root."""
         name, module = innermost(error.__traceback__, parts)
-        is_new = name and module is not None and module not in self._in_float32 and not compat.needs_other_ranks(root)
+        if not name and is_lent:  # a root whose inputs have to be cast as well
+            name, module = type(root).__name__, root
+        is_new = name and module not in self._in_float32 and not compat.needs_other_ranks(root)
         if is_new and module is not None and self._forced.force([(name, module)], cast_back=True):
             self._in_float32.add(module)
         else:

@@ -130,10 +130,10 @@ class RootCalls:
     def _run_in(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
         self._inside = True
         try:
-            if needed is None:
-                return self._seen(original(module, *args, **kwargs))
-            region, is_gained = needed
             run: Callable[[], Any] = lambda: self._seen(original(module, *args, **kwargs))  # noqa: E731
+            if needed is None:
+                return run() if self._regions.lent_on is None else self._in_lent(run, module, self._regions.lent_on)
+            region, is_gained = needed
             if is_gained:
                 output = self._gaining(run, module, region)
             else:
@@ -156,7 +156,19 @@ class RootCalls:
             with self._regions.around(region):
                 return run()
 
-        return self._not_borne.call(module, run_in, run, lambda: parts_by_name(module, self._known.get(module, "")))
+        return self._not_borne.call(module, run_in, run, lambda: self._parts(module))
+
+    def _in_lent(self, run: Callable[[], Any], module: nn.Module, device_type: str) -> Any:
+        """The same, where the region is around more than this call."""
+
+        def run_plain() -> Any:
+            with self._regions.around(self._regions.make(device_type, None)):
+                return run()
+
+        return self._not_borne.call(module, run, run_plain, lambda: self._parts(module), is_lent=True)
+
+    def _parts(self, root: nn.Module) -> dict[str, nn.Module]:
+        return parts_by_name(root, self._known.get(root, ""))
 
     def _seen(self, output: Any) -> Any:
         if self.on_output is not None:
