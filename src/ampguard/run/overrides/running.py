@@ -75,7 +75,9 @@ class RunningOverrides:
         self._roots = RootCalls(self._regions, not_borne, self._barrier, self._on_root, self._on_gain)
         self._evaluations: Evaluations | None = None
         if asked.compare_eval:
-            self._evaluations = Evaluations(asked.compare_eval, plan, self._regions, listener.recorder, self.ledger)
+            self._evaluations = Evaluations(
+                asked.compare_eval, plan, self._regions, not_borne, listener.recorder, self.ledger
+            )
             self._roots.evaluations = self._evaluations
         self._scalers = Scalers(plan, self.ledger)
         self._lightning = LightningPlugins(plan, self._regions, self.ledger)
