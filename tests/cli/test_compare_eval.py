@@ -125,6 +125,37 @@ def test_nothing_finite(folder: Path, compare: Compare) -> None:
     assert "nothing was compared: in float32 itself no output of the evaluation is finite" in done.stdout
 
 
+MIXING = """
+import torch
+from torch import nn
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.zeros(4, 8).index_add_(0, torch.arange(4), self.lin(x))
+
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), Mixing(), nn.Linear(8, 2))
+with torch.no_grad():
+    net(torch.randn(4, 8))
+"""
+
+
+def test_a_module_that_bears_no_autocast_is_left_in_float32(folder: Path, compare: Compare) -> None:
+    (folder / "train.py").write_text(MIXING)
+    done = compare("--eval", "--out", "runs", "--format", "json", "train.py")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert len(found["could_not"]) == 1
+    assert found["could_not"][0].startswith("1 stays in float32: its own code does not go with")
+    assert all(0.0 < d["error"] < 0.02 for d in found["modules"] if d["module"] in ("0", ""))
+
+
 def test_nothing_to_compare_with(folder: Path, compare: Compare) -> None:
     done = compare("--eval", "--precisions", "fp32", "train.py")
     assert done.returncode == 2

@@ -57,7 +57,8 @@ def operators_of(call: TapedCall) -> list[GlueOp] | None:
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
     try:
-        with modes_of(call.modes), listing:
+        # What was read, and is bad, may have been read by an operator.
+        with compat.outside_dispatch(), modes_of(call.modes), listing:
             output = call.func(*args, **kwargs)
     except Exception:
         return None

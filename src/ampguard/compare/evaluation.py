@@ -77,7 +77,12 @@ def lines_of(found: Evaluation) -> list[str]:
         why = found.trouble or "the script called no model under no_grad, in inference mode or in eval mode"
         return [f"nothing was compared: {why}", *told(found)]
     if not found.modules:
-        return ["nothing was compared: in float32 itself no output of the evaluation is finite", *told(found)]
+        why = (
+            "no call could be made again"
+            if found.could_not
+            else "in float32 itself no output of the evaluation is finite"
+        )
+        return [f"nothing was compared: {why}", *told(found)]
     lines = plain_lines([COLUMNS, *(row_of(d) for d in found.modules[:SHOWN])])
     hidden = len(found.modules) - SHOWN
     if hidden > 0:

@@ -44,6 +44,14 @@ _pop_function: Callable[[], Any] | None = getattr(torch._C, "_pop_torch_function
 
 _top_function: Callable[[int], Any] | None = getattr(torch._C, "_get_function_stack_at", None)
 
+_forced_keys: Callable[[Any, Any], Any] | None = getattr(torch._C, "_ForceDispatchKeyGuard", None)
+
+_KEYS_OUTSIDE = tuple(
+    ask() if (ask := getattr(torch._C, f"_dispatch_tls_local_{kind}_set", None)) is not None else None
+    for kind in ("include", "exclude")
+)
+"""As a thread has them that computes nothing yet."""
+
 DYNAMO = "torch._dynamo.eval_frame"
 
 
@@ -119,6 +127,17 @@ def unseen() -> Any:
     if dispatch_depth() and _without_modes is not None:
         stack.enter_context(_without_modes())
     return stack
+
+
+def outside_dispatch() -> Any:
+    """A context in which a call runs as the script makes it, also while a dispatch mode of ours is being told of an operator.
+
+    There autograd and autocast lie behind: an `einsum` would come to the next mode whole, and its product without its casts.
+    """
+    included, excluded = _KEYS_OUTSIDE
+    if _forced_keys is None or included is None or excluded is None or torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return _forced_keys(included, excluded)
 
 
 def _none_active() -> int:

@@ -631,3 +631,31 @@ def test_eps_is_raised_where_the_script_made_its_weights_float16(
             optimizer.step()
     assert optimizer.param_groups[0]["eps"] == eps
     assert any("eps of AdamW" in line for line in session.report.run["did"]) is (eps == 1e-4)
+
+
+def test_an_ensemble_that_is_mapped_over_its_weights(overridden: Callable[..., Any]) -> None:
+    """`vmap` hands the skeleton tensors that are no parameters, and do not say that they require a gradient."""
+
+    def train() -> tuple[float, torch.dtype]:
+        torch.manual_seed(0)
+        members = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(3)]
+        stacked, buffers = torch.func.stack_module_state(members)
+        skeleton, seen = copy.deepcopy(members[0]).to("meta"), []
+        skeleton[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+        optimizer = torch.optim.SGD(stacked.values(), 0.05)
+        member = lambda weights, buffers, x: torch.func.functional_call(skeleton, (weights, buffers), (x,))  # noqa: E731
+        for x, y in batches(5):
+            out = torch.func.vmap(member, in_dims=(0, 0, None))(stacked, buffers, x)
+            loss = nn.functional.cross_entropy(out.flatten(0, 1), y.repeat(3))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item(), seen[-1]
+
+    expected, _ = train()
+    with overridden("O2") as session:
+        loss, dtype = train()
+    assert dtype == torch.float16
+    assert loss != expected
+    assert loss == pytest.approx(expected, rel=0.02)
+    assert "models run on float16 casts of the script's weights" in session.report.run["did"]

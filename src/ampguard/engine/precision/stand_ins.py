@@ -24,7 +24,8 @@ from ampguard.numerics import is_finite
 class Place:
     """A parameter or buffer, under the name in its module's own table.
 
-    `in_float32`: a module around it runs so. `gets_sparse`: its module gives it sparse gradients.
+    `in_float32`: a module around it runs so. `gets_sparse`: its module gives it sparse gradients. `is_weight`: it stands where
+    parameters do, whatever is there for this call (`torch.func.functional_call`).
     """
 
     entries: dict[str, Any]
@@ -32,6 +33,7 @@ class Place:
     tensor: Tensor
     in_float32: bool
     gets_sparse: bool = False
+    is_weight: bool = True
 
 
 def places_in(root: nn.Module, forced: frozenset[int] = frozenset()) -> Iterator[Place]:
@@ -47,10 +49,11 @@ def _walk(module: nn.Module, forced: frozenset[int], in_float32: bool, seen: set
         return
     seen.add(id(module))
     in_float32 = in_float32 or id(module) in forced or is_forced(module)
-    for entries in (compat.parameters_of(module), compat.buffers_of(module)):
+    for entries, is_weight in ((compat.parameters_of(module), True), (compat.buffers_of(module), False)):
         for name, tensor in entries.items():
             if tensor is not None and is_castable(tensor):
-                yield Place(entries, name, tensor, in_float32, getattr(module, "sparse", False) is True)
+                gets_sparse = getattr(module, "sparse", False) is True
+                yield Place(entries, name, tensor, in_float32, gets_sparse, is_weight)
     for child in compat.children_of(module).values():
         if child is not None:
             yield from _walk(child, forced, in_float32, seen)
@@ -60,9 +63,9 @@ _Before = tuple[int, Tensor | None]
 
 
 @torch.no_grad()
-def _before(tensor: Tensor, stand_in: Tensor) -> _Before:
+def _before(place: Place, stand_in: Tensor) -> _Before:
     """A stand-in's version, and for what may be statistics its values: BatchNorm's kernels write without counting a version."""
-    may_be_statistics = not isinstance(tensor, nn.Parameter) and tensor.dim() == 1
+    may_be_statistics = not place.is_weight and place.tensor.dim() == 1
     return compat.version_of(stand_in), stand_in.clone() if may_be_statistics else None
 
 
@@ -112,7 +115,7 @@ class StandIns:
         """Put them there, where the model's own tensors are."""
         flat = [(module, compat.flat_weights_of(module)) for module in self._recurrent]
         replaced = [
-            (place, stand_in, _before(place.tensor, stand_in))
+            (place, stand_in, _before(place, stand_in))
             for place, stand_in in self._standing_in
             if place.entries.get(place.name) is place.tensor
         ]
@@ -132,7 +135,7 @@ class StandIns:
             now = place.entries.get(place.name)
             if now is stand_in:
                 place.entries[place.name] = place.tensor
-                if not isinstance(place.tensor, nn.Parameter):
+                if not place.is_weight:
                     _take_over(place.tensor, stand_in, *before)
                     if _is_lost_in(place.tensor, stand_in, *before):
                         place.entries[place.name] = stand_in

@@ -6,9 +6,7 @@ can be had again so; what the script computes outside every module cannot.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,17 +17,7 @@ from ampguard.engine.casting import tensors_in
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.gradients import all_finite
 from ampguard.run.overrides.ledger import Ledger, say
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What a forward pass changes besides its result, as it was before."""
-
-    healed: int
-    torch_cpu: Tensor
-    torch_cuda: list[Tensor]
-    python: Any
-    buffers: list[tuple[Tensor, Tensor]]
+from ampguard.run.overrides.moment import Moment
 
 
 class Again:
@@ -58,29 +46,19 @@ class Again:
         self._ledger = ledger
         self._investigate = investigate
 
-    def _before(self, module: nn.Module) -> Moment:
-        """Copies the module's buffers and the random states: some microseconds, in `heal` only."""
-        return Moment(
-            len(self._ledger.healed),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state_all() if compat.cuda_is_in_use() else [],
-            random.getstate(),
-            [(buffer, buffer.clone()) for buffer in module.buffers()],
-        )
-
     def call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         """`run`, the call of a module, and once more where it failed and was healed, or where it does not bear a fix."""
-        moment = self._before(module)
+        moment, healed = Moment.before(module), len(self._ledger.healed)
         try:
             output = run()
-            if not self._look(output, moment):
+            if not self._look(output, moment, healed):
                 self._is_borne()
                 return output
         except Exception as error:
-            if not self._is_healed_since(moment):
+            if not self._is_healed_since(healed):
                 return self._without_fix(error, moment, run)
         output = None  # let go of the bad one: to the guard it must not look like a loss that is thrown away
-        self._restore(moment)
+        moment.restore()
         try:
             output = run()
         except Exception as error:
@@ -92,12 +70,12 @@ class Again:
         """The call as it was before the last fix, which its code does not bear. Raises where it is not for a fix."""
         if not self._take_back(error):
             raise error
-        self._restore(moment)
+        moment.restore()
         return run()
 
-    def _is_healed_since(self, moment: Moment) -> bool:
+    def _is_healed_since(self, healed: int) -> bool:
         """Whether a fix was applied meanwhile: the call raised, and the guard has explained it."""
-        return len(self._ledger.healed) > moment.healed
+        return len(self._ledger.healed) > healed
 
     def _is_made(self) -> None:
         """The call was made again: its step is not lost."""
@@ -106,7 +84,7 @@ class Again:
         if self._ledger.healed:
             self._ledger.made_again.add(self._ledger.healed[-1]["step"])
 
-    def _look(self, output: Any, moment: Moment) -> bool:
+    def _look(self, output: Any, moment: Moment, healed: int) -> bool:
         """Have an output that will spoil the loss, or bad statistics, investigated now. Returns whether it was healed."""
         is_evaluation = not torch.is_grad_enabled()
         for tensor in tensors_in(output):
@@ -118,16 +96,7 @@ class Again:
         else:
             if has_spoiled(moment.buffers):
                 self._investigate(None)
-        return self._is_healed_since(moment)
-
-    @torch.no_grad()
-    def _restore(self, moment: Moment) -> None:
-        torch.set_rng_state(moment.torch_cpu)
-        if moment.torch_cuda:
-            torch.cuda.set_rng_state_all(moment.torch_cuda)
-        random.setstate(moment.python)
-        for buffer, value in moment.buffers:
-            buffer.copy_(value)
+        return self._is_healed_since(healed)
 
 
 def has_spoiled(buffers: list[tuple[Tensor, Tensor]]) -> bool:

@@ -125,7 +125,7 @@ class CastWeights:
                 places.append(place)
             elif replay is None:
                 self._cast.pop(id(place.tensor), None)  # put in float32 since
-        if not any(isinstance(place.tensor, nn.Parameter) or place.tensor.requires_grad for place in places):
+        if not any(place.is_weight or place.tensor.requires_grad for place in places):
             return None
         if replay is None and dtype != torch.float32:
             self._cast.update((id(place.tensor), place.tensor) for place in places)

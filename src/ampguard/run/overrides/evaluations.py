@@ -24,6 +24,7 @@ from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_st
 from ampguard.report.differences import Difference
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.module_outputs import ModuleOutputs, relative_error
+from ampguard.run.overrides.not_borne import NotBorne
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import Regions, device_of
 
@@ -46,11 +47,18 @@ class Evaluations:
     """Makes evaluation calls again and keeps the worst of what each module's output becomes."""
 
     def __init__(
-        self, precisions: Sequence[str], plan: Plan, regions: Regions, recorder: FlightRecorder, ledger: Ledger
+        self,
+        precisions: Sequence[str],
+        plan: Plan,
+        regions: Regions,
+        not_borne: NotBorne,
+        recorder: FlightRecorder,
+        ledger: Ledger,
     ) -> None:
         self._precisions = tuple(precisions)
         self._plan = plan
         self._regions = regions
+        self._not_borne = not_borne
         self._recorder = recorder
         self._ledger = ledger
         self._is_busy = False
@@ -112,15 +120,22 @@ class Evaluations:
         args, kwargs = copy.deepcopy((given.args, given.kwargs))
         device = device_of(given.module, args, kwargs) or "cpu"
         sandbox = ModuleSandbox(root, given.module)
-        outputs = ModuleOutputs()
+
+        def run(dtype: torch.dtype | None) -> ModuleOutputs:
+            outputs = ModuleOutputs()
+            set_streams(root.rng)
+            with outputs.of(modules), self._regions.around(self._regions.make(device, dtype)):
+                given.module(*args, **kwargs)
+            return outputs
+
         sandbox.enter()
         try:
-            set_streams(root.rng)
-            with outputs.of(modules), self._regions.around(self._regions.make(device, self._plan.dtype)):
-                given.module(*args, **kwargs)
+            found: ModuleOutputs = self._not_borne.call(
+                given.module, lambda: run(self._plan.dtype), lambda: run(None), lambda: modules
+            )
         finally:
             sandbox.leave()
-        return outputs
+        return found
 
     def _keep(self, name: str, kind: str, precision: str, found: ModuleOutputs, exact: ModuleOutputs) -> None:
         for one, other in zip(found.calls.get(name, ()), exact.calls.get(name, ()), strict=False):

@@ -72,7 +72,7 @@ class LightningPlugins:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(original(plugin))
                 if dtype is not None and not torch.is_autocast_enabled(device):
-                    stack.enter_context(self._regions.make(device, dtype))
+                    stack.enter_context(self._regions.lent(device, dtype))
                     self._ledger.done("autocast around Lightning's steps")
                 yield
 

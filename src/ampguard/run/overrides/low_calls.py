@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,11 +20,9 @@ from ampguard.numerics import is_finite
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.cast_weights import CastWeights
+from ampguard.run.overrides.not_borne import OF_TYPES
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import Regions, device_of
-
-OF_TYPES = re.compile(r"dtype|scalar type|input type|\bHalf\b|\bBFloat16\b", re.IGNORECASE)
-"""What PyTorch says where operands' types do not go together."""
 
 
 class LowCalls:

@@ -29,6 +29,8 @@ class Regions:
         self._plan = plan
         self._ledger = ledger
         self._is_making = self._is_inside = False
+        self.lent_on: str | None = None
+        """Device type of the region of ours that a framework's whole step runs in."""
         self.of_script: set[str] = set()
         """Device types that the script opens regions for."""
 
@@ -90,6 +92,16 @@ class Regions:
             self._is_inside = before
             if is_other:
                 torch.clear_autocast_cache()
+
+    @contextlib.contextmanager
+    def lent(self, device_type: str, dtype: torch.dtype) -> Iterator[None]:
+        """A region of ours around what is more than a call of a model."""
+        before, self.lent_on = self.lent_on, device_type
+        try:
+            with self.make(device_type, dtype):
+                yield
+        finally:
+            self.lent_on = before
 
     def for_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.autocast, bool] | None:
         """The region that a call outside every module needs, and whether it is gained; None where all is well."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.utils.parametrize
 from torch import nn
 
 from ampguard import compat
@@ -19,6 +20,7 @@ from ampguard.replay.names import module_names, parameters_under, paths_in_holde
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.low_calls import LowCalls, running_replay
+from ampguard.run.overrides.not_borne import NotBorne
 from ampguard.run.overrides.regions import Regions
 
 OnRoot = Callable[[nn.Module, dict[str, nn.Module]], None]
@@ -32,9 +34,17 @@ Needed: TypeAlias = "tuple[torch.autocast, bool] | None"
 class RootCalls:
     """`nn.Module.__call__`, where no other module's call is running."""
 
-    def __init__(self, regions: Regions, barrier: FaultBarrier, on_root: OnRoot, on_gain: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        not_borne: NotBorne,
+        barrier: FaultBarrier,
+        on_root: OnRoot,
+        on_gain: Callable[[], None],
+    ) -> None:
         self._barrier = barrier
         self._regions = regions
+        self._not_borne = not_borne
         self._on_root = on_root
         self._on_gain = on_gain
         self.again: Again | None = None
@@ -120,20 +130,45 @@ class RootCalls:
     def _run_in(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
         self._inside = True
         try:
+            run: Callable[[], Any] = lambda: self._seen(original(module, *args, **kwargs))  # noqa: E731
             if needed is None:
-                return self._seen(original(module, *args, **kwargs))
+                return run() if self._regions.lent_on is None else self._in_lent(run, module, self._regions.lent_on)
             region, is_gained = needed
-            with self._regions.around(region):
-                output = self._seen(original(module, *args, **kwargs))
+            if is_gained:
+                output = self._gaining(run, module, region)
+            else:
+                with self._regions.around(region):
+                    output = run()
         finally:
             self._inside = False
             if self.on_return is not None:
                 self.on_return()
-        if not is_gained:
+        if not is_gained or module in self._not_borne.given_up:
             return output
         self._on_gain()
         # What follows was written for float32: `.numpy()`, losses by hand, writing into float32 buffers.
         return cast_floats(output, torch.float32)
+
+    def _gaining(self, run: Callable[[], Any], module: nn.Module, region: torch.autocast) -> Any:
+        """A call under gained autocast; what its code does not bear that in runs in float32."""
+
+        def run_in() -> Any:
+            with self._regions.around(region):
+                return run()
+
+        return self._not_borne.call(module, run_in, run, lambda: self._parts(module))
+
+    def _in_lent(self, run: Callable[[], Any], module: nn.Module, device_type: str) -> Any:
+        """The same, where the region is around more than this call."""
+
+        def run_plain() -> Any:
+            with self._regions.around(self._regions.make(device_type, None)):
+                return run()
+
+        return self._not_borne.call(module, run, run_plain, lambda: self._parts(module), is_lent=True)
+
+    def _parts(self, root: nn.Module) -> dict[str, nn.Module]:
+        return parts_by_name(root, self._known.get(root, ""))
 
     def _seen(self, output: Any) -> Any:
         if self.on_output is not None:
@@ -143,6 +178,8 @@ class RootCalls:
     def _prepare(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Needed:
         if module not in self._known:
             self.has_seen_any = True
+            if frame.f_code.co_filename == torch.nn.utils.parametrize.__file__:
+                self._not_borne.given_up.add(module)  # it makes a weight, which is asked for outside every model
             prefix = self._known[module] = find_prefix(module, frame)
             self._on_root(module, parts_by_name(module, prefix))
         self._note_inputs(args)

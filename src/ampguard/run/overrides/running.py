@@ -30,6 +30,7 @@ from ampguard.run.overrides.lightning import LightningPlugins
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.low_calls import LowCalls
 from ampguard.run.overrides.memory import peak_memory_mib
+from ampguard.run.overrides.not_borne import NotBorne
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.places import why_weights_stay
 from ampguard.run.overrides.plan import Plan
@@ -70,10 +71,13 @@ class RunningOverrides:
         self._forced = Forced(asked.force_fp32, self.ledger, plan)
         self._lines = LinesInFloat32()
         self._barrier = FaultBarrier(self._on_fault)
-        self._roots = RootCalls(self._regions, self._barrier, self._on_root, self._on_gain)
+        not_borne = NotBorne(plan, self.ledger, self._forced)
+        self._roots = RootCalls(self._regions, not_borne, self._barrier, self._on_root, self._on_gain)
         self._evaluations: Evaluations | None = None
         if asked.compare_eval:
-            self._evaluations = Evaluations(asked.compare_eval, plan, self._regions, listener.recorder, self.ledger)
+            self._evaluations = Evaluations(
+                asked.compare_eval, plan, self._regions, not_borne, listener.recorder, self.ledger
+            )
             self._roots.evaluations = self._evaluations
         self._scalers = Scalers(plan, self.ledger)
         self._lightning = LightningPlugins(plan, self._regions, self.ledger)
@@ -82,7 +86,9 @@ class RunningOverrides:
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
         )
-        self._updates.has_own_regions = lambda: bool(self._regions.of_script)
+        self._updates.mixes_by_itself = lambda: bool(self._regions.of_script) or self._meets_low_weights
+        self._meets_low_weights = False
+        """Whether the script has made weights of a model low itself."""
         self._calls_gained = 0
         """Calls of models around which autocast was gained, before the script has opened any region itself."""
         self._weights: CastWeights | None = None
@@ -237,6 +243,7 @@ class RunningOverrides:
         """A model whose weights are not float32 by the script's own doing: what of it can be another type, and what not."""
         name, types = type(module).__name__, {p.dtype for p in module.parameters() if p.is_floating_point()}
         low = next(filter(numerics.is_low_precision, types), None)
+        self._meets_low_weights = self._meets_low_weights or low is not None
         if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
             stays = low_by_itself(module, low)
             if types == {low} and self._plan.weights_dtype == torch.float32 and why_weights_stay(module) is None:

@@ -26,11 +26,14 @@ from ampguard.run.overrides.gained_scale import GainedScale
 from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
 from ampguard.run.overrides.gradients_again import GradientsAgain
 from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.not_borne import OF_TYPES
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.roots import RootCalls
 from ampguard.run.overrides.scalers import Scalers
 from ampguard.run.overrides.step_again import StepAgain
+
+TRY_FORCING = "--force-fp32 PATTERN leaves the module that it runs through in float32"
 
 
 class Listener(Protocol):
@@ -77,6 +80,8 @@ class Updates:
         """Whether an optimizer evaluates losses inside its own step (LBFGS)."""
         self._is_spoilt: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Optimizers whose gradients were not finite as the last backward pass left them."""
+        self._is_spoilt_elsewhere = False
+        """The same of parameters that no optimizer holds: the script may copy theirs to what one does (masters)."""
         self._bad_loss = False
         self._stepped_since_backward = False
         self._stepping: set[int] = set()
@@ -87,8 +92,8 @@ class Updates:
         """These make steps that failed again; None where nothing is healed."""
         self.weights: CastWeights | None = None
         """What the script's weights are made in another precision by."""
-        self.has_own_regions: Callable[[], bool] = lambda: False
-        """Whether the script opens autocast regions itself."""
+        self.mixes_by_itself: Callable[[], bool] = lambda: False
+        """Whether the script opens autocast regions or lowers weights itself."""
         self._patches: Patches | None = None
 
     def install(self, patches: Patches) -> None:
@@ -147,7 +152,13 @@ class Updates:
         """Backward; where it leaves bad gradients that can be healed, those of the step made again."""
         again = self.gradients_again
         before = self._barrier.call(again.before, losses) if again is not None else None
-        run()
+        try:
+            run()
+        except RuntimeError as error:
+            if self._plan.dtype is not None and not self.mixes_by_itself() and OF_TYPES.search(str(error)):
+                said = str(error).splitlines()[0].rstrip(".")
+                self._ledger.failed(f"a backward pass does not go with gained autocast ({said}); {TRY_FORCING}")
+            raise
         if again is not None and before is not None:
             self._barrier.call(again.after, before, scale)
 
@@ -156,6 +167,9 @@ class Updates:
         for optimizer in list(self._optimizers):
             gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             self._is_spoilt[optimizer] = bool(gradients) and not all_finite(gradients)
+        held = {id(p) for optimizer in list(self._optimizers) for p in parameters_of(optimizer)}
+        others = [p.grad for p in self._unheld(held) if p.grad is not None]
+        self._is_spoilt_elsewhere = not all_finite(others)
 
     def _see_thrown_away(self) -> None:
         """A loop that looks at its gradients itself, and leaves a step out, does not come to any optimizer's step."""
@@ -205,7 +219,7 @@ class Updates:
         if any(p.dtype == torch.float16 for o in made_since for p in parameters_of(o)):
             self._ledger.failed("the weights themselves are float16: their gradients get no loss scale")
             return False
-        if not self._gained.is_in_use and self.has_own_regions():
+        if not self._gained.is_in_use and self.mixes_by_itself():
             scale = max(factor_of(loss) for loss in losses)
             if is_usual_scale(scale):
                 self._scalers.scales = True
@@ -355,7 +369,7 @@ class Updates:
         if self._is_spoilt.pop(optimizer, False) or self._bad_loss:
             return False
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        if self._patience is None and not compat.in_backward():
+        if self._patience is None and not compat.in_backward() and not self._is_spoilt_elsewhere:
             return True  # they were looked at as backward returned
         return all_finite(gradients)
 

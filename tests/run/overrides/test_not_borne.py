@@ -1,0 +1,157 @@
+"""Scripts without AMP whose modules mix what autocast makes with float32: what does not bear it stays in float32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from override_loops import batches, weights
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import ampguard
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(len(x), 16)
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().squeeze(-1)
+            out.index_add_(0, mine, expert(x[mine]) * share[mine, None])
+        return out
+
+
+class Masked(nn.Module):
+    """Its own `forward` writes what autocast made into a float32 tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(len(x), 4)
+        hidden, is_positive = self.body(x), x[:, 0] > 0
+        out[is_positive] = self.head(hidden[is_positive])
+        return out
+
+
+def mixture() -> nn.Module:
+    before = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2))
+    return nn.Sequential(before, Experts(), nn.Linear(16, 4))
+
+
+def train(make: Callable[[], nn.Module], region: Callable[[], Any] = contextlib.nullcontext) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        with region():
+            out = net(x)
+        nn.functional.cross_entropy(out.float(), y).backward()
+        optimizer.step()
+    return weights(net) + [b.clone() for b in net.buffers()]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_module_that_does_not_bear_autocast_is_the_only_one_in_float32(
+    overridden: Callable[..., Any], precision: str
+) -> None:
+    with overridden(precision) as session:
+        train(mixture)
+    run = session.report.run
+    assert run["in_float32"] == ["1"]
+    assert len(run["could_not"]) == 1
+    assert run["could_not"][0].startswith("1 stays in float32: its own code does not go with")
+    assert "gained autocast around calls of the script's models" in run["did"]
+    assert session.report.incidents == ()
+
+
+def test_random_numbers_and_statistics_are_those_of_one_call(overridden: Callable[..., Any]) -> None:
+    def by_hand() -> nn.Module:
+        net = mixture()
+        ampguard.force_fp32(net, "1")
+        return net
+
+    expected = train(by_hand, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    with overridden("bf16"):
+        found = train(mixture)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_root_that_does_not_bear_it_itself_gains_none(overridden: Callable[..., Any]) -> None:
+    expected = train(Masked)
+    with overridden("bf16") as session:
+        found = train(Masked)
+    assert all(map(torch.equal, found, expected))
+    assert session.report.run["could_not"][0].startswith(
+        "Masked stays in float32: its own code does not go with bfloat16"
+    )
+    assert session.report.run["did"] == []
+
+
+def test_a_failure_that_float32_has_as_well_is_raised(overridden: Callable[..., Any]) -> None:
+    net = nn.Linear(8, 4)
+    with overridden("bf16"), pytest.raises(RuntimeError, match="dtype"):
+        net(torch.randn(2, 8).to(torch.complex64))
+
+
+class SparseProduct(nn.Module):
+    """Its derivative does not exist where autocast has cast the dense operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.lin(x))
+        return product
+
+
+def test_a_backward_pass_that_does_not_bear_it_says_what_to_do(overridden: Callable[..., Any]) -> None:
+    with overridden("bf16") as session, pytest.raises(RuntimeError, match="expected scalar type"):
+        train(SparseProduct)
+    assert "a backward pass does not go with gained autocast" in session.report.run["could_not"][0]
+    assert "--force-fp32" in session.report.run["could_not"][0]
+
+
+def test_what_makes_a_weight_is_no_model(overridden: Callable[..., Any]) -> None:
+    """Registered, it is called by PyTorch itself, before the script opens a region."""
+
+    def body() -> None:
+        net = spectral_norm(nn.Linear(8, 4))
+        with torch.autocast("cpu", dtype=torch.float16):
+            net(torch.randn(2, 8))
+
+    with overridden("bf16") as session:
+        body()
+    assert session.report.run["could_not"] == []
+
+
+def test_nor_inside_a_step_of_lightnings(overridden: Callable[..., Any]) -> None:
+    plugins = pytest.importorskip("lightning.fabric.plugins.precision.precision")
+    experts, masked = Experts(), Masked()
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.experts, self.masked = nn.Linear(8, 16), experts, masked
+
+        def training_step(me, x: Tensor) -> Tensor:  # noqa: N805 (by which its parts are not found to be its own)
+            return me.masked(x) + me.experts(me.wide(x))[:, :4]
+
+    with overridden("bf16") as session, plugins.Precision().forward_context():
+        holder = Holder()
+        holder.training_step(torch.randn(6, 8)).sum().backward()
+    assert sorted(session.report.run["in_float32"]) == ["Experts", "Masked"]
+    assert session.report.run["did"] == ["autocast around Lightning's steps"]
