@@ -181,6 +181,8 @@ class Machine:
         facts = {"twice": True, "updated_between": session.updated_at} if by_another else {}
         if ledger.by_hand and not by_another:
             facts |= {"by_hand": True, "divided_at": first}
+        elif event.inside_step and ledger.session is Stage.UNSCALED:
+            facts |= {"through_wrapper": True}
         self._pend(ledger, "missing-update" if by_another else cause, event, first, facts)
 
     def _compare_scales(self, ledger: Ledger, event: Unscale, session: Session) -> None:
@@ -257,7 +259,7 @@ class Machine:
 
     def _step_of_scaler(self, ledger: Ledger, event: Step, session: Session) -> list[Breach]:
         assert event.scaler is not None
-        if event.unscales_with is not None and ledger.session is Stage.EMPTY:
+        if event.unscales_with is not None and (event.was_divided or ledger.session is Stage.EMPTY):
             self._unscale(Unscale(event.optimizer, event.scaler, event.unscales_with, event.where, True))
         session.stepped.append(event.optimizer)
         ledger.by_scaler = not event.skipped

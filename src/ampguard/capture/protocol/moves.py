@@ -255,7 +255,10 @@ class Moves:
             of.steps += 1
             unscales = self.unscaled_inside or compat.unscales_as_it_steps(optimizer)
             scale = of.current_scale() if unscales and not self.differentiated_inside else None
-            event = Step(watch, of, where, watch.was_skipped, scale, by_closure=self.differentiated_inside)
+            by_closure = self.differentiated_inside
+            event = Step(
+                watch, of, where, watch.was_skipped, scale, by_closure=by_closure, was_divided=self.unscaled_inside
+            )
             frame, self._step_frame = self._step_frame, None
             if frame is not None:
                 self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)
@@ -264,6 +267,8 @@ class Moves:
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
+        for breach in breaches:
+            breach.facts["stepped"] = optimizer
         self._forget_set_by_hand(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
