@@ -56,6 +56,8 @@ class Ledger:
     cleared_at: Place = None
     cleared_part: Contribution | None = None
     """The last gradients that were cleared before they were used."""
+    wasted: Place = None
+    """The last backward pass whose gradients were cleared before anybody used them."""
     session: Stage = Stage.EMPTY
     """What the scaler itself remembers since its last update: EMPTY, UNSCALED or USED."""
     backwards_since_unscale: int = 0
@@ -94,6 +96,7 @@ class Ledger:
         """The gradients are gone."""
         if self.parts and self.stage is not Stage.USED:
             self.cleared_part = self.parts[-1]
+            self.wasted = self.cleared_part.where
         self.cleared_at = where
         self.parts = []
         self.pending = None

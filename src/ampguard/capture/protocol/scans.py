@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.plain_leaves import LastingLeaves
+from ampguard.capture.protocol.frozen import FrozenSince, is_frozen
 from ampguard.capture.protocol.gradients import OptimizerWatch, is_empty
 from ampguard.capture.protocol.models import (
     Models,
@@ -71,6 +72,7 @@ class Scans:
         self._collections = 0
         self._versions = WeakIdKeyDictionary()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
+        self._frozen = FrozenSince(moves)
         self._leaves = LastingLeaves()
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
@@ -153,6 +155,8 @@ class Scans:
             self._judge(watch)
         else:
             self._moves.listener.on_suspicion(("unused", watch), None, 0)
+            if len(without) == len(trained):
+                self._frozen.look(watch)
 
     def _look_for_moved(self, watch: OptimizerWatch) -> None:
         """Have parameters left the flat buffer that the optimizer holds? It has a gradient all the same."""
@@ -340,11 +344,6 @@ class Scans:
         if is_frozen(parameters):
             breach.facts["why"] = "frozen"
         return breach
-
-
-def is_frozen(parameters: list[Tensor]) -> bool:
-    """Whether there are any, and none wants a gradient."""
-    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:
