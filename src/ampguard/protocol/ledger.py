@@ -56,6 +56,8 @@ class Ledger:
     cleared_at: Place = None
     cleared_part: Contribution | None = None
     """The last gradients that were cleared before they were used."""
+    refused: str | None = None
+    """As what PyTorch's refusal to unscale these gradients was told: the script may have caught it and stepped with them."""
     wasted: Place = None
     """The last backward pass whose gradients were cleared before anybody used them."""
     session: Stage = Stage.EMPTY
@@ -99,7 +101,7 @@ class Ledger:
             self.wasted = self.cleared_part.where
         self.cleared_at = where
         self.parts = []
-        self.pending = None
+        self.pending = self.refused = None
         self.has_leftovers = False
         self.piled_up = 0
 
@@ -107,7 +109,7 @@ class Ledger:
         """The optimizer has stepped with them."""
         self.stepped_at = where
         self.steps += 1
-        self.pending = None
+        self.pending = self.refused = None
         self.piled_up = self.piled_up + 1 if self.has_leftovers else 0
         self.has_leftovers = False
         if self.backwards_since_step:

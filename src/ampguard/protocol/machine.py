@@ -270,7 +270,7 @@ class Machine:
             if found is None:
                 return []
             breach = self._step_breach(ledger, event, found[0])
-        return [] if event.skipped or breach is None else [breach]
+        return [] if event.skipped or breach is None or breach.cause == ledger.refused else [breach]
 
     def _step_breach(self, ledger: Ledger, event: Step, cause: str) -> Breach | None:
         """The scaler steps with gradients that it has not unscaled."""
