@@ -193,6 +193,9 @@ class Machine:
             return
         if all(part.is_right for part in ledger.parts):
             return
+        if any(getattr(part.scale, "is_squared", False) for part in ledger.parts):
+            self._pend(ledger, "bypassed-scaler", event, ledger.parts[-1].where, {"scaled_twice": True})
+            return
         scales = {float(part.scale) for part in ledger.parts if part.scale is not None}
         facts = {"scales": sorted(scales), "divided_by": float(event.scale), "updated_between": session.updated_at}
         other = next((key for part in ledger.parts if (key := scaler_of(part.scale)) not in (None, event.scaler)), None)
