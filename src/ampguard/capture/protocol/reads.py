@@ -49,6 +49,7 @@ _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_SPOTS = 8
 MAX_NUMBERS = 256
+MAX_ATTRIBUTES = 64
 NOT_CLIPPED = 1e-3
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
@@ -156,6 +157,11 @@ class ReadWindow:
         """`norm` was computed, by a function of PyTorch's, from gradients of `watch` that are still scaled."""
         if self._powers is not None:
             self._powers.note(norm, 1.0, watch, where)
+
+    def is_scaled(self, norm: Any) -> bool:
+        """Whether this is a norm that carries the scale as it is."""
+        carried = self._powers.of(norm) if self._powers is not None else None
+        return carried is not None and carried[0] == 1.0
 
     def limit_knows_scale(self, limit: float) -> bool:
         """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
@@ -406,9 +412,22 @@ def _scales_in(frame: FrameType, scale: float) -> dict[str, float]:
     """Names whose value is the present loss scale, or its inverse (as a float: an int of that size is a size)."""
     found = {}
     for name, value in locals_of(frame).items():
-        if type(value) is float and value in (scale, 1.0 / scale):
-            found[name] = 1.0 if value == scale else -1.0
+        for path, number in _numbers_in(name, value):
+            if number in (scale, 1.0 / scale):
+                found[path] = 1.0 if number == scale else -1.0
     return found
+
+
+def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """A number, those that are attributes of an object, and those in a dictionary, as the script's source names them."""
+    if type(value) is float:
+        yield name, value
+    elif type(value) is dict and len(value) <= MAX_ATTRIBUTES:
+        yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items()) if type(inner) is float)
+    else:
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict and len(held) <= MAX_ATTRIBUTES:
+            yield from ((f"{name}.{key}", inner) for key, inner in list(held.items()) if type(inner) is float)
 
 
 def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
