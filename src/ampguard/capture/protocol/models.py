@@ -108,23 +108,26 @@ def unowned_plain(leaves: list[Tensor], held: Iterable[Tensor], lost: Iterable[T
 def wrapped_around(models: Models, held: list[Tensor], holds: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Unowned parameters of adapters, and the frozen parameters of `holds` that they were put around.
 
-    An adapter is a module of nothing but these: what else of it is trained, an optimizer would hold.
+    An adapter has such parameters itself, or is a part of a model (not all of it) that consists of nothing else: what else
+    of it is trained, an optimizer would hold.
     """
     added = {id(p): p for p in unowned(models, held)}
     frozen = {id(p): p for p in holds if not p.requires_grad} if added else {}
     owned = {id(p) for p in held if p.requires_grad}
+    roots = [root for root, _ in models.roots()]
     adapters: list[nn.Module] = []
     found: dict[int, Tensor] = {}
     inside: dict[int, Tensor] = {}
-    modules = [m for root, _ in models.roots() for m in root.modules()] if frozen else []
-    for module in reversed(modules):  # the inner ones first
+    for module in reversed([m for root in roots for m in root.modules()] if frozen else []):  # the inner ones first
+        own = [p for p in module.parameters(recurse=False) if id(p) in added]
         parts = list(module.parameters())
-        own, around = [p for p in parts if id(p) in added], [p for p in parts if id(p) in frozen]
-        if not own or not around or any(id(p) in owned for p in parts) or any(m in adapters for m in module.modules()):
-            continue
-        adapters.append(module)
-        found |= {id(p): p for p in own}
-        inside |= {id(p): p for p in around}
+        if not own and module not in roots and not any(id(p) in owned for p in parts):
+            own = [p for p in parts if id(p) in added]
+        around = [p for p in parts if id(p) in frozen] if own else []
+        if around and not any(m in adapters for m in module.modules()):
+            adapters.append(module)
+            found |= {id(p): p for p in own}
+            inside |= {id(p): p for p in around}
     return [p for p in added.values() if id(p) in found], list(inside.values())
 
 

@@ -319,7 +319,6 @@ class Moves:
         if self.scales:
             self.routine.spoil()
         watch = self._claimed(optimizer)
-        self.clipped.used(watch)
         self.close.before_direct_step(watch)
         self.attempt = self.recorder.steps.count
         stage = self.machine.stage(watch)
@@ -344,7 +343,9 @@ class Moves:
         watch.weights = []
         watch.lost_one = watch.lost_one or not watch.has_gradients()
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
-        self.tell(self.machine.feed(step), self.attempt)
+        breaches = self.machine.feed(step)
+        self.clipped.stepped_past(watch, breaches)
+        self.tell(breaches, self.attempt)
         self._forget_set_by_hand(watch)
         watch.lost_one = watch.lost_one or self.machine.ledger(watch).idle_steps == 1
         if not self.scales:

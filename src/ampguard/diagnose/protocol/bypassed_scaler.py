@@ -69,6 +69,10 @@ def bypassed_scaler(scene: Scene) -> Telling:
         less, scale = number(1.0 / scene.facts["clipped_by"]), number(scene.facts["scale"])
         text += f" They were clipped in between, {less} times smaller, with the loss scale {scale} in them."
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
+    clipped_at = scene.facts.get("clipped_at")
+    if clipped_at is not None:
+        text += f" They were clipped while still scaled, at {at(clipped_at)}: the limit is met by gradients of another size."
+        how = f"unscale before they are clipped, {scaler}.unscale_({name}) in front of {at(clipped_at)}, and {how}"
     if scene.facts.get("was_skipped") or scene.facts.get("repeats"):
         how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"
     if scene.facts.get("in_backward"):

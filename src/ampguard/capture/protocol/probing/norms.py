@@ -96,8 +96,11 @@ class NormProbe:
                     return original(tensors, *args, **kwargs)
                 frame = sys._getframe(1)
                 move = ("norm", frame.f_code, frame.f_lasti)
-                if routine.is_on and routine.matches(move):
-                    return original(tensors, *args, **kwargs)
+                if routine.is_on:
+                    if routine.matches(move):
+                        return original(tensors, *args, **kwargs)
+                    if machine.scaled:  # as was not known while the routine was on
+                        guarded(close.before_clipping)
                 routine.note(move, None)
                 if close.settles:
                     guarded(close.settle_all)
