@@ -297,3 +297,30 @@ def test_steps_that_call_a_module_and_steps_that_do_not(guard: Guard) -> None:
     assert run.faults == 0
     (incident,) = run.report.incidents
     assert (incident.cause, incident.step, incident.evidence["rung"]) == ("domain-error", 13, "replay")
+
+
+def test_losses_that_are_scaled_under_vmap_leave_the_guard_on(guard: Guard) -> None:
+    """Gradients of single samples (DP-SGD), which the script puts in place itself."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(4, 3)
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+        def of_sample(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = scaler.scale(F.cross_entropy(functional_call(model, parameters, (x[None],)), y[None]))
+            return loss
+
+        for _ in range(STEPS):
+            parameters = {name: p.detach() for name, p in model.named_parameters()}
+            gradients = vmap(grad(of_sample), in_dims=(None, 0, 0))(
+                parameters, torch.randn(5, 4), torch.randint(0, 3, (5,))
+            )
+            for name, p in model.named_parameters():
+                p.grad = gradients[name].mean(0)
+            scaler.step(opt)
+            scaler.update()
+
+    run = guard(body)
+    assert (run.faults, run.causes, run.report.steps) == (0, [], STEPS), run.stderr

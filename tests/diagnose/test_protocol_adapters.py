@@ -99,3 +99,42 @@ def test_frozen_parameters_are_called_so_without_a_scaler(guard: Guard) -> None:
 
     assert run.causes == ["no-gradients"], run.stderr
     assert "all have requires_grad=False" in run.first.explanation
+
+
+class OfLayers(nn.Module):
+    """The same, with layers of its own beside the frozen one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_an_adapter_of_layers(joins: bool, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        model[0] = adapter = OfLayers(model[0])
+        if joins:
+            opt.add_param_group({"params": [adapter.down.weight, adapter.up.weight]})
+        for _ in range(6):
+            model.zero_grad()
+            model(torch.randn(16, 6)).pow(2).mean().backward()
+            opt.step()
+
+    run = guard(body)
+
+    assert run.faults == 0, run.stderr
+    if joins:
+        assert run.report.incidents == ()
+        return
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.module) == ("stale-parameters", 0, "0")
+    assert "`0.down.weight`, `0.up.weight` get gradients" in incident.explanation
+    assert "while 2 of its 4 tensors lie frozen" in incident.explanation

@@ -98,3 +98,24 @@ def test_with_gradients_that_were_clipped_with_the_scale_in_them(guard: Guard) -
 def test_with_gradients_that_were_divided_and_then_clipped(guard: Guard) -> None:
     run = guard(lambda: train(divided_and_clipped))
     assert (run.faults, run.causes) == (0, [])
+
+
+def test_optimizers_that_are_kept_by_their_parameter_have_short_names(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        of = {p: torch.optim.SGD([p], lr=1e-5) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: of[p].step())  # type: ignore[index]
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(4):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(torch.randn(16, 4))
+            scaler.scale(out.float().square().mean()).backward()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    first = run.report.incidents[0]
+    assert first.cause == "bypassed-scaler"
+    assert "tensor(" not in first.explanation

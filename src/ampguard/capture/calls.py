@@ -6,7 +6,11 @@ They lie on top of the recorder's own probes. Inside a root module, a backward p
 
 from __future__ import annotations
 
+import functools
+import pickle
+from collections.abc import Callable
 from threading import get_ident
+from typing import Any
 
 import torch
 
@@ -55,9 +59,9 @@ class CallProbes:
         place = compat.functional_gradient()
         if place is not None:
             witness.patches.replace(*place, self._functional.watch)
-        witness.patches.replace(
-            torch, "save", witness.noting(before=lambda frame, obj, f=None: habits.saving(obj, f, frame))
-        )
+        saving = witness.noting(before=lambda frame, obj=None, file=None: habits.saving(obj, file, frame))
+        witness.patches.replace(torch, "save", lambda original: _by_position(saving(original), ("obj", "f")))
+        witness.patches.replace(pickle, "dump", lambda original: _by_position(saving(original), ("obj", "file")))
 
     def forward_begins(self) -> None:
         """A root module is about to be called, or the run ends: was the step of the last gradients passed over?"""
@@ -73,3 +77,14 @@ class CallProbes:
         for handle in witness.handles:
             handle.remove()
         witness.handles.clear()
+
+
+def _by_position(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The same, called with its first arguments by their places also where a script names them."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
+        return function(*args, *named, **kwargs)
+
+    return call

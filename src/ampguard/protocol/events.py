@@ -85,6 +85,9 @@ class Step:
     found_inf: bool | None = None
     by_closure: bool = False
     """A closure has made new gradients in the scaler's step, after that had unscaled."""
+    was_divided: bool = False
+    """The scaler was seen to divide in this step. It remembers what it has divided by the object that it was given, so a
+    wrapper around an optimizer is another one to it."""
 
 
 @dataclass(slots=True)

@@ -56,6 +56,10 @@ class Ledger:
     cleared_at: Place = None
     cleared_part: Contribution | None = None
     """The last gradients that were cleared before they were used."""
+    refused: str | None = None
+    """As what PyTorch's refusal to unscale these gradients was told: the script may have caught it and stepped with them."""
+    wasted: Place = None
+    """The last backward pass whose gradients were cleared before anybody used them."""
     session: Stage = Stage.EMPTY
     """What the scaler itself remembers since its last update: EMPTY, UNSCALED or USED."""
     backwards_since_unscale: int = 0
@@ -94,9 +98,10 @@ class Ledger:
         """The gradients are gone."""
         if self.parts and self.stage is not Stage.USED:
             self.cleared_part = self.parts[-1]
+            self.wasted = self.cleared_part.where
         self.cleared_at = where
         self.parts = []
-        self.pending = None
+        self.pending = self.refused = None
         self.has_leftovers = False
         self.piled_up = 0
 
@@ -104,7 +109,7 @@ class Ledger:
         """The optimizer has stepped with them."""
         self.stepped_at = where
         self.steps += 1
-        self.pending = None
+        self.pending = self.refused = None
         self.piled_up = self.piled_up + 1 if self.has_leftovers else 0
         self.has_leftovers = False
         if self.backwards_since_step:

@@ -181,6 +181,8 @@ class Machine:
         facts = {"twice": True, "updated_between": session.updated_at} if by_another else {}
         if ledger.by_hand and not by_another:
             facts |= {"by_hand": True, "divided_at": first}
+        elif event.inside_step and ledger.session is Stage.UNSCALED:
+            facts |= {"through_wrapper": True}
         self._pend(ledger, "missing-update" if by_another else cause, event, first, facts)
 
     def _compare_scales(self, ledger: Ledger, event: Unscale, session: Session) -> None:
@@ -190,6 +192,9 @@ class Machine:
         if all(part.scale is event.scale for part in ledger.parts):
             return
         if all(part.is_right for part in ledger.parts):
+            return
+        if any(getattr(part.scale, "is_squared", False) for part in ledger.parts):
+            self._pend(ledger, "bypassed-scaler", event, ledger.parts[-1].where, {"scaled_twice": True})
             return
         scales = {float(part.scale) for part in ledger.parts if part.scale is not None}
         facts = {"scales": sorted(scales), "divided_by": float(event.scale), "updated_between": session.updated_at}
@@ -257,7 +262,7 @@ class Machine:
 
     def _step_of_scaler(self, ledger: Ledger, event: Step, session: Session) -> list[Breach]:
         assert event.scaler is not None
-        if event.unscales_with is not None and ledger.session is Stage.EMPTY:
+        if event.unscales_with is not None and (event.was_divided or ledger.session is Stage.EMPTY):
             self._unscale(Unscale(event.optimizer, event.scaler, event.unscales_with, event.where, True))
         session.stepped.append(event.optimizer)
         ledger.by_scaler = not event.skipped
@@ -268,7 +273,7 @@ class Machine:
             if found is None:
                 return []
             breach = self._step_breach(ledger, event, found[0])
-        return [] if event.skipped or breach is None else [breach]
+        return [] if event.skipped or breach is None or breach.cause == ledger.refused else [breach]
 
     def _step_breach(self, ledger: Ledger, event: Step, cause: str) -> Breach | None:
         """The scaler steps with gradients that it has not unscaled."""

@@ -35,6 +35,7 @@ class Refusals:
         cause, first, facts = getattr(self, f"_{event.reason.replace('-', '_')}")(event, ledger)
         if cause is None:
             return ()
+        ledger.refused = cause
         facts = {"refused": event.call, "reason": event.reason, **facts}
         optimizer = facts.pop("optimizer", event.optimizer)
         return (Breach(cause, optimizer, event.scaler, first, event.where, None, facts),)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.protocol.carried import goes_on_in
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses, goes_on
 from ampguard.capture.protocol.watches import ScalerWatch, Watches
@@ -34,6 +35,16 @@ class CarriedScales:
             of.current_scale()
         else:
             self.losses.note(result, of.current_scale())
+
+    def is_scaled_twice(self, loss: Any) -> bool:
+        """Whether a loss that carries a scale was made of what carried it already: it was scaled by two parts of the script,
+        or what goes on from the gradients of an earlier scaled loss was scaled again."""
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            return False
+        last = self._machine.last_backward
+        is_open = last is not None and isinstance(last.scale, DeviceScale) and last.scale.watch.scale is last.scale
+        with compat.unseen():
+            return self.losses.holds_two(loss, self.fresh) or (is_open and goes_on_in(loss, False))
 
     def _remember_fresh(self) -> None:
         """The last scaled loss is not the only one."""

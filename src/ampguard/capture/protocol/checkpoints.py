@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,9 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
     elif isinstance(value, (list, tuple)):
         for position, inner in enumerate(value):
             _look(inner, f"{name}[{position}]", found, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            _look(getattr(value, one.name, None), f"{name}.{one.name}" if name else one.name, found, depth + 1)
 
 
 def _look_into(value: Mapping[Any, Any], name: str, found: Contents, depth: int) -> None:

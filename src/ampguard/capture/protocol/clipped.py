@@ -24,14 +24,29 @@ class ClippedGradients:
         self._moves = moves
         self._held: weakref.WeakKeyDictionary[OptimizerWatch, list[tuple[Breach, int]]] = weakref.WeakKeyDictionary()
 
+        self._part_of_another: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+        """Those that step past the scaler with what they clip: that was told."""
+
     def hold(self, watch: OptimizerWatch, breaches: Sequence[Breach], step: int) -> None:
         """They were clipped: the words are found now, where the script's names are in reach."""
         self._moves.routine.spoil()
+        if watch in self._part_of_another:
+            return
         held = self._held.setdefault(watch, [])
         for breach in breaches:
             self._moves.name_scaler(breach)
             self._moves.listener.on_suspicion(("clipped", watch, len(held)), breach, step)
             held.append((breach, step))
+
+    def stepped_past(self, watch: OptimizerWatch, breaches: Sequence[Breach]) -> None:
+        """The optimizer has stepped with them by itself. Where that passed the scaler, the clipping is part of that breach."""
+        past = next((breach for breach in breaches if breach.cause == "bypassed-scaler"), None)
+        if past is None or watch not in self._held:
+            self.used(watch)
+            return
+        past.facts["clipped_at"] = self._held[watch][0][0].again
+        self._part_of_another.add(watch)
+        self.gone(watch)
 
     def used(self, watch: OptimizerWatch) -> None:
         """They are about to be divided by the scaler, or stepped with."""

@@ -77,6 +77,26 @@ class DeviceScale:
         return float(value) if value is not None else math.nan
 
 
+class SquaredScale:
+    """What a loss carries that was scaled and then scaled again."""
+
+    __slots__ = ("once",)
+
+    def __init__(self, once: DeviceScale) -> None:
+        self.once = once
+
+    @property
+    def watch(self) -> Any:
+        return self.once.watch
+
+    @property
+    def is_squared(self) -> bool:
+        return True
+
+    def __float__(self) -> float:
+        return float(self.once) ** 2
+
+
 @dataclass(slots=True)
 class Scaled:
     """Something that a scaler has scaled."""
@@ -109,6 +129,22 @@ class ScaledLosses:
         """An iteration is over: a loss that nobody holds any more will not be differentiated again."""
         if self._known:
             self._known = {key: known for key, known in self._known.items() if known.result() is not None}
+
+    def holds_two(self, loss: Tensor, fresh: Tensor | None) -> bool:
+        """Whether what a scaler has scaled was scaled again by it, before this loss was made of it."""
+        scaled = self.nodes() | ({id(fresh.grad_fn)} if fresh is not None else set())
+        stack, seen = [(loss.grad_fn, 0)], dict[int, Any]()
+        while stack and len(seen) < MAX_NODES:
+            node, times = stack.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen[id(node)] = node
+            times += id(node) in scaled
+            if times == 2:
+                return True
+            if is_linear(node):
+                stack += [(inner, times) for inner, _ in node.next_functions]
+        return False
 
     def scale_of_one(self, loss: Any) -> DeviceScale | None:
         """The common case: what `scaler.scale()` returned is differentiated as it is."""

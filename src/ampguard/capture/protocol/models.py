@@ -106,18 +106,29 @@ def unowned_plain(leaves: list[Tensor], held: Iterable[Tensor], lost: Iterable[T
 
 
 def wrapped_around(models: Models, held: list[Tensor], holds: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Unowned parameters of modules that have frozen parameters of `holds` inside (an adapter's), and those frozen ones."""
+    """Unowned parameters of adapters, and the frozen parameters of `holds` that they were put around.
+
+    An adapter has such parameters itself, or is a part of a model (not all of it) that consists of nothing else: what else
+    of it is trained, an optimizer would hold.
+    """
     added = {id(p): p for p in unowned(models, held)}
     frozen = {id(p): p for p in holds if not p.requires_grad} if added else {}
+    owned = {id(p) for p in held if p.requires_grad}
+    roots = [root for root, _ in models.roots()]
+    adapters: list[nn.Module] = []
     found: dict[int, Tensor] = {}
     inside: dict[int, Tensor] = {}
-    for module in (m for root, _ in models.roots() for m in root.modules()) if frozen else ():
+    for module in reversed([m for root in roots for m in root.modules()] if frozen else []):  # the inner ones first
         own = [p for p in module.parameters(recurse=False) if id(p) in added]
-        around = [p for p in module.parameters() if id(p) in frozen] if own else []
-        if around:
+        parts = list(module.parameters())
+        if not own and module not in roots and not any(id(p) in owned for p in parts):
+            own = [p for p in parts if id(p) in added]
+        around = [p for p in parts if id(p) in frozen] if own else []
+        if around and not any(m in adapters for m in module.modules()):
+            adapters.append(module)
             found |= {id(p): p for p in own}
             inside |= {id(p): p for p in around}
-    return list(found.values()), list(inside.values())
+    return [p for p in added.values() if id(p) in found], list(inside.values())
 
 
 def orphans(models: Models, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from ampguard.capture.protocol.close_look import CloseLook
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.in_backward import StepsInBackward
 from ampguard.capture.protocol.listener import BreachListener
-from ampguard.capture.protocol.loss_scale import DeviceScale
+from ampguard.capture.protocol.loss_scale import DeviceScale, SquaredScale
 from ampguard.capture.protocol.norms import Norms
 from ampguard.capture.protocol.penalties import Penalties
 from ampguard.capture.protocol.refusals import Refusals
@@ -87,7 +87,7 @@ class Moves:
         self.differentiated_inside = False
         """A closure has made new gradients in the scaler's step, after that had unscaled."""
         self.routine = Routine(self.machine, recorder.barrier.call)
-        self._next: tuple[DeviceScale | None, bool] = (None, True)
+        self._next: tuple[DeviceScale | SquaredScale | None, bool] = (None, True)
         self._step_frame: Frame = None
         self._untouched = True
         self._zero_checks = 0
@@ -156,6 +156,8 @@ class Moves:
         if self.looks_closely:
             if self._next[0] is not None:
                 self.in_backward.begins(self._next[0], frame)
+                if losses is self.carried.fresh and self.carried.is_scaled_twice(losses):
+                    self._next = SquaredScale(self._next[0]), self._next[1]
             self.close.before_backward(losses, self._next[0] is not None)
             self.penalties.before_backward(losses, self._next[0] is not None)
 
@@ -177,7 +179,7 @@ class Moves:
         reached = () if self.is_lost else tuple([w for w in mine if w.after_backward()])
         self.scale_was_read = False
         self.scale_read_at = None
-        if scale is not None and not reached and not self.is_lost:
+        if isinstance(scale, DeviceScale) and not reached and not self.is_lost:
             self.carried.ended_outside = scale
         event = Backward(reached, scale, script_line(frame), is_plain and scale is not None)
         if self.carried.losses.of_several:
@@ -191,7 +193,7 @@ class Moves:
         if event.also_plain:
             self.routine.spoil()
         if closely:
-            self.close.after_backward(reached, scale, event.where)
+            self.close.after_backward(reached, scale.once if isinstance(scale, SquaredScale) else scale, event.where)
             self.penalties.after_backward(reached, event.where)
         return reached
 
@@ -255,7 +257,10 @@ class Moves:
             of.steps += 1
             unscales = self.unscaled_inside or compat.unscales_as_it_steps(optimizer)
             scale = of.current_scale() if unscales and not self.differentiated_inside else None
-            event = Step(watch, of, where, watch.was_skipped, scale, by_closure=self.differentiated_inside)
+            by_closure = self.differentiated_inside
+            event = Step(
+                watch, of, where, watch.was_skipped, scale, by_closure=by_closure, was_divided=self.unscaled_inside
+            )
             frame, self._step_frame = self._step_frame, None
             if frame is not None:
                 self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)
@@ -264,6 +269,8 @@ class Moves:
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
+        for breach in breaches:
+            breach.facts["stepped"] = optimizer
         self._forget_set_by_hand(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
@@ -312,7 +319,6 @@ class Moves:
         if self.scales:
             self.routine.spoil()
         watch = self._claimed(optimizer)
-        self.clipped.used(watch)
         self.close.before_direct_step(watch)
         self.attempt = self.recorder.steps.count
         stage = self.machine.stage(watch)
@@ -337,7 +343,9 @@ class Moves:
         watch.weights = []
         watch.lost_one = watch.lost_one or not watch.has_gradients()
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
-        self.tell(self.machine.feed(step), self.attempt)
+        breaches = self.machine.feed(step)
+        self.clipped.stepped_past(watch, breaches)
+        self.tell(breaches, self.attempt)
         self._forget_set_by_hand(watch)
         watch.lost_one = watch.lost_one or self.machine.ledger(watch).idle_steps == 1
         if not self.scales:

@@ -73,7 +73,7 @@ KEEPS = frozenset(
         *("add_", "__neg__"),
     )
 )
-FACTORS = {"square": 2.0, "sqrt": 0.5, "reciprocal": -1.0, "rsqrt": -0.5, "var": 2.0}
+FACTORS = {"square": 2.0, "sqrt": 0.5, "reciprocal": -1.0, "rsqrt": -0.5, "var": 2.0, "sign": 0.0}
 POWERS = frozenset({"pow", "__pow__", "pow_"})
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "_foreach_mul_", "_foreach_mul"})
 OVER = frozenset({"div", "__truediv__", "div_", "__itruediv__", "true_divide", "_foreach_div_", "_foreach_div"})
@@ -81,7 +81,12 @@ UNDER = frozenset({"__rtruediv__", "__rdiv__"})
 IN_PLACE = frozenset({"mul_", "__imul__", "div_", "__itruediv__", "_foreach_mul_", "_foreach_div_"})
 BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "sum", "norm"})
 """Their second argument is a limit or a dimension."""
-FOREACH = frozenset({"_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_mul", "_foreach_div"})
+FOREACH = frozenset(
+    {"_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_mul", "_foreach_div", "_foreach_add_"}
+)
+DRAWS = frozenset({"randn_like", "rand_like", "randn", "rand", "normal"})
+"""Random numbers of a size of their own, whatever they are shaped like."""
+DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__"})
 COMPARES = frozenset({"__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"})
 READS = frozenset({"item", "tolist", "__float__", "__format__", "__repr__", "__str__", "numpy", "__array__"})
 SHOWS = frozenset({"__format__", "__repr__", "__str__"})
@@ -117,6 +122,12 @@ class Powers:
     def _weight(self, tensor: Any) -> Held | None:
         held = self.weights.get(tensor.data_ptr()) if isinstance(tensor, Tensor) else None
         return held if held is not None and held.numel == tensor.numel() else None
+
+    def times_weights(self, tensor: Tensor, watch: OptimizerWatch) -> float:
+        """How long it is, in lengths of the weights that have its shape; 0 where there are none. Waits for the device."""
+        same = [float(p.detach().norm()) for p in watch.parameters() if p.shape == tensor.shape]
+        longest = max(same, default=0.0)
+        return float(tensor.detach().norm()) / longest if longest else 0.0
 
     def quantity(self, value: Any) -> Quantity | None:
         found = self.known.get(id(value))
@@ -155,12 +166,16 @@ class Powers:
 
     def result(self, name: str, args: tuple[Any, ...]) -> tuple[float, OptimizerWatch] | None:
         """What `name(*args)` carries; None where that is not known."""
+        if name in DRAWS:
+            return next(((0.0, held.watch) for held in self.gradients.values()), None)
         first = self.of(args[0])
         second = self.of(args[1]) if len(args) > 1 else None
         whose = first or second
         if whose is None:
             return None
         watch = whose[1]
+        if name in DIFFERENCES and None in (first, second) and any(self._weight(arg) for arg in args[:2]):
+            return 0.0, watch  # what a weight is compared with is of a weight's kind
         if len(args) > 1 and name not in BOUNDS and any(self._is_unknown(arg) for arg in args[:2]):
             return None
         left = first[0] if first is not None else self.of_number(args[0])

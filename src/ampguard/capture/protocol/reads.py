@@ -24,11 +24,12 @@ from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
+from ampguard.capture.protocol.plain_parts import PlainParts
 from ampguard.capture.protocol.powers import Powers
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
 from ampguard.capture.record import Line
-from ampguard.protocol.events import Read
+from ampguard.protocol.events import Breach, Read
 
 _METHODS = tuple(
     name
@@ -40,7 +41,7 @@ _METHODS = tuple(
 )  # fmt: skip
 _FUNCTIONS = (
     *((torch, name) for name in ("norm", "abs", "square", "sqrt", "stack", "cat", "sum", "max", "clamp", "mul", "div")),
-    *((torch, name) for name in ("maximum", "mean")),
+    *((torch, name) for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS))),
     *((torch, name) for name in dir(torch) if name in powers.FOREACH),
     *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
 )
@@ -48,6 +49,7 @@ _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_SPOTS = 8
 MAX_NUMBERS = 256
+MAX_ATTRIBUTES = 64
 NOT_CLIPPED = 1e-3
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
@@ -87,6 +89,7 @@ class _Seen:
     compared: list[tuple[OptimizerWatch, Line | None]] = field(default_factory=list)
     products: list[tuple[weakref.ref[Tensor], _Clip]] = field(default_factory=list)
     """Gradients times a factor, as new tensors."""
+    plain: PlainParts = field(default_factory=PlainParts)
     asked_if_finite: bool = False
     """The script asks if something is finite: the answer does not depend on the scale."""
 
@@ -155,6 +158,11 @@ class ReadWindow:
         if self._powers is not None:
             self._powers.note(norm, 1.0, watch, where)
 
+    def is_scaled(self, norm: Any) -> bool:
+        """Whether this is a norm that carries the scale as it is."""
+        carried = self._powers.of(norm) if self._powers is not None else None
+        return carried is not None and carried[0] == 1.0
+
     def limit_knows_scale(self, limit: float) -> bool:
         """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
         scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
@@ -185,6 +193,7 @@ class ReadWindow:
                 self._guarded(self._before, name, args)
                 result = original(*args, **kwargs)
                 self._guarded(self._after, name, args, result)
+                self._guarded(self._added, name, args, kwargs.get("alpha", 1), result)
                 return result
             finally:
                 self._busy = False
@@ -223,9 +232,20 @@ class ReadWindow:
                 if result is not args[0]:
                     found.note(result, *carried, script_line(sys._getframe(3)))
 
+    def _added(self, name: str, args: tuple[Any, ...], alpha: Any, result: Any) -> None:
+        """Has something that carries no scale been added to gradients that do?"""
+        if self._powers is None:
+            return
+        with compat.unseen():
+            watch = self._seen.plain.is_one(name, args, alpha, self._powers)
+            frame = sys._getframe(3)
+            if watch is not None and not any(map(computes_with_scale, _spots(frame, self._powers.scale))):
+                self._seen.plain.add(watch, script_line(frame), result, name)
+
     def _read(self, name: str, value: Any, found: Powers) -> None:
         carried = found.of(value)
         known = found.quantity(value)
+        self._seen.plain.read(value, found)
         if carried is None or not carried[0] or len(self._seen.numbers) >= MAX_NUMBERS or value.numel() > 64:
             return
         found.mark_used(value)
@@ -294,6 +314,8 @@ class ReadWindow:
                 misused = clip.limits_values or multiplies
             if misused and clip.watch not in told and not (knows_scale or self._holds_scale(found)):
                 told |= self._tell_clip(clip, found)
+        if not (knows_scale or self._holds_scale(found)):
+            self._tell_plain(seen.plain, found.scale)
         if seen.asked_if_finite:
             return
         raw = [(n.watch, n.where) for n, use in uses if use.is_raw and not (use.clips and knows_scale)]
@@ -330,6 +352,17 @@ class ReadWindow:
             breach.facts |= facts
         self._moves.second_looks.tell(breaches, clip.watch)
         return {clip.watch}
+
+    def _tell_plain(self, plain: PlainParts, scale: float) -> None:
+        """The scaler is about to divide what carries no scale."""
+        told: set[OptimizerWatch] = set()
+        for part in plain.found:
+            if part.watch in told or not part.is_in_gradient or not self._moves.machine.stage(part.watch).is_scaled:
+                continue
+            told.add(part.watch)
+            facts = {"scale": scale, "added_by_hand": True}
+            breach = Breach("unscaled-backward", part.watch, None, part.where, None, 1.0 / scale, facts)
+            self._moves.second_looks.tell([breach], part.watch)
 
     def _left_over(self, found: Powers) -> list[tuple[OptimizerWatch, Line | None]]:
         """Norms as tensors that the script's frames still hold, and that it goes on to use as they are."""
@@ -379,9 +412,22 @@ def _scales_in(frame: FrameType, scale: float) -> dict[str, float]:
     """Names whose value is the present loss scale, or its inverse (as a float: an int of that size is a size)."""
     found = {}
     for name, value in locals_of(frame).items():
-        if type(value) is float and value in (scale, 1.0 / scale):
-            found[name] = 1.0 if value == scale else -1.0
+        for path, number in _numbers_in(name, value):
+            if number in (scale, 1.0 / scale):
+                found[path] = 1.0 if number == scale else -1.0
     return found
+
+
+def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """A number, those that are attributes of an object, and those in a dictionary, as the script's source names them."""
+    if type(value) is float:
+        yield name, value
+    elif type(value) is dict and len(value) <= MAX_ATTRIBUTES:
+        yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items()) if type(inner) is float)
+    else:
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict and len(held) <= MAX_ATTRIBUTES:
+            yield from ((f"{name}.{key}", inner) for key, inner in list(held.items()) if type(inner) is float)
 
 
 def _name_of(tensor: Tensor, frame: FrameType) -> str | None:

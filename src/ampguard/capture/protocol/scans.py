@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.plain_leaves import LastingLeaves
+from ampguard.capture.protocol.frozen import FrozenSince, is_frozen
 from ampguard.capture.protocol.gradients import OptimizerWatch, is_empty
 from ampguard.capture.protocol.models import (
     Models,
@@ -71,6 +73,9 @@ class Scans:
         self._collections = 0
         self._versions = WeakIdKeyDictionary()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
+        self._frozen = FrozenSince(moves)
+        self._suspected: dict[OptimizerWatch, list[weakref.ref[Tensor]]] = {}
+        """Parameters that were suspected of being unused: the optimizer may be gone, and another one train them later."""
         self._leaves = LastingLeaves()
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
@@ -83,6 +88,14 @@ class Scans:
                 self._leaves.see(self._models.plain_leaves())
             if len(candidates) < len(watch.trained()):
                 self._had_gradients(watch, [p for p in candidates if p.grad is not None])
+
+    def _clear_of_suspicion(self) -> None:
+        """A parameter of an optimizer that is gone may have a gradient now: who made the optimizer anew trains it."""
+        gone = [watch for watch in self._suspected if watch.ref() is None]
+        for watch in gone:
+            if any((p := ref()) is not None and p.grad is not None for ref in self._suspected[watch]):
+                del self._suspected[watch]
+                self._moves.listener.on_suspicion(("unused", watch), None, 0)
 
     def after_step(self, watch: OptimizerWatch) -> None:
         """Look, where it is time to."""
@@ -113,6 +126,8 @@ class Scans:
             self._moves.listener.on_suspicion(("unused", watch), None, 0)
 
     def _scan(self, watch: OptimizerWatch) -> None:
+        if self._suspected:
+            self._clear_of_suspicion()
         trained = watch.trained()
         held = {id(p) for p in watch.parameters()}
         if not all(id(p) in held for p in watch.sample):  # it was given other tensors: what is known is not about them
@@ -153,6 +168,8 @@ class Scans:
             self._judge(watch)
         else:
             self._moves.listener.on_suspicion(("unused", watch), None, 0)
+            if len(without) == len(trained):
+                self._frozen.look(watch)
 
     def _look_for_moved(self, watch: OptimizerWatch) -> None:
         """Have parameters left the flat buffer that the optimizer holds? It has a gradient all the same."""
@@ -208,6 +225,7 @@ class Scans:
         if is_long:
             breach = self._without(watch, none_at_all, watch.steps - late)
             self._moves.listener.on_suspicion(("unused", watch), breach, step)
+            self._suspected[watch] = [weakref.ref(p) for p in watch.candidates]
             if watch.steps >= LIVE_STEPS and ("unused", id(watch)) not in self._told:
                 self._told.add(("unused", id(watch)))
                 self._moves.listener.on_suspicion(("unused", watch), None, 0)
@@ -343,11 +361,6 @@ class Scans:
         if is_frozen(parameters):
             breach.facts["why"] = "frozen"
         return breach
-
-
-def is_frozen(parameters: list[Tensor]) -> bool:
-    """Whether there are any, and none wants a gradient."""
-    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:

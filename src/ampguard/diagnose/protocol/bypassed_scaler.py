@@ -7,6 +7,7 @@ Why it hurts   the gradients are 65536 times too large; Adam hides it until weig
                recorded prior to update."
                So does a second optimizer.step() behind scaler.step(optimizer): the same gradients move the weights twice,
                and those for which the scaler had skipped its step make them NaN.
+               A loss that is scaled twice (in a helper and by its caller) leaves one scale in them: the scaler divides once.
                A closure given to scaler.step(optimizer, closure) is called after the scaler has unscaled, and the gradients that
                it makes are used still scaled. (PyTorch refuses it only as a keyword.)
 Instead        scaler.step(optimizer); scaler.update().
@@ -35,6 +36,8 @@ def bypassed_scaler(scene: Scene) -> Telling:
     scaler = scene.scaler
     if scene.facts.get("own_update"):
         return _own_update(scene)
+    if scene.facts.get("scaled_twice"):
+        return _scaled_twice(scene)
     if scene.facts.get("own_scale"):
         return _own_scale(scene)
     if scene.facts.get("was_skipped"):
@@ -66,6 +69,10 @@ def bypassed_scaler(scene: Scene) -> Telling:
         less, scale = number(1.0 / scene.facts["clipped_by"]), number(scene.facts["scale"])
         text += f" They were clipped in between, {less} times smaller, with the loss scale {scale} in them."
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
+    clipped_at = scene.facts.get("clipped_at")
+    if clipped_at is not None:
+        text += f" They were clipped while still scaled, at {at(clipped_at)}: the limit is met by gradients of another size."
+        how = f"unscale before they are clipped, {scaler}.unscale_({name}) in front of {at(clipped_at)}, and {how}"
     if scene.facts.get("was_skipped") or scene.facts.get("repeats"):
         how = f"delete this step (or make it only where no scaler is in use): {scaler}.step({name}) is the iteration's"
     if scene.facts.get("in_backward"):
@@ -77,6 +84,23 @@ def bypassed_scaler(scene: Scene) -> Telling:
         )
     evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats", "by_closure")}
     return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)
+
+
+def _scaled_twice(scene: Scene) -> Telling:
+    """One loss scale is divided out, the other one stays in the gradients."""
+    scaler, scale = scene.scaler, number(float(scene.facts["scale"]))
+    backward = scene.facts["backward"]
+    text = (
+        f"A loss was scaled twice: what is differentiated at {at(backward)} carried the loss scale already when `{scaler}` "
+        f"multiplied it by {scale} (again). One scale is divided out at {at(scene.again)}, the other one is still in the "
+        f"gradients with which `{scene.optimizer}` steps: they are {scene.factor}."
+    )
+    how = (
+        f"scale each loss once: leave out the second {scaler}.scale(...). A loss made of gradients that an earlier scaled "
+        f"backward pass has left (cached representations) carries the scale already: loss.backward()"
+    )
+    evidence = {"scale": scene.facts["scale"], "scaled_twice": True}
+    return Telling(text, backward, (order(scene, how),), evidence=evidence)
 
 
 def _own_scale(scene: Scene) -> Telling:

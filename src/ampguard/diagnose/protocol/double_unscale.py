@@ -8,6 +8,7 @@ Why it hurts   RuntimeError "unscale_() has already been called on this optimize
 Instead        call it once, right before clipping; scaler.step() sees that it was done.
                Give each parameter to one optimizer: a scaler unscales by optimizer, so what two of them hold is divided twice.
                With two backward passes an iteration (SAM): unscale the second only, or update() between the two.
+               Give unscale_() and step() the same object: a scaler takes a wrapper for another optimizer than the one inside.
 Not this       the second call comes in the next iteration, because update() was left out: see missing-update. It comes in
                the same accumulation window: see accumulation-broken.
 """
@@ -36,6 +37,8 @@ def double_unscale(scene: Scene) -> Telling:
             by = f" at {at(divided)}" if divided is not None else f", before {at(scene.again)}"
             text = f"by the scaler at {at(scene.first)}, and then by the script itself{by}. They are {scene.factor}."
             how = f"leave out the division by hand: behind {at(scene.first)} the gradients are true ones"
+    elif scene.facts.get("through_wrapper"):
+        text, how = _through_wrapper(scene)
     elif scene.facts.get("second_pass"):
         text, how = _second_pass(scene)
     elif scene.facts.get("after_step"):
@@ -53,7 +56,7 @@ def double_unscale(scene: Scene) -> Telling:
             names = " and ".join(f"`{path}`" for path in paths)
             text = f"{at(scene.again)} comes to it twice, because {names} are one and the same optimizer.{refused}"
             how = f"name each optimizer once: {names} are the same object"
-    evidence = {"refused": scene.facts.get("refused"), "second_pass": scene.facts.get("second_pass")}
+    evidence = {key: scene.facts.get(key) for key in ("refused", "second_pass", "through_wrapper")}
     return Telling(head + text, where, (order(scene, how),), evidence=evidence)
 
 
@@ -72,6 +75,17 @@ def _shared(scene: Scene) -> Telling:
     evidence = {"shared_with": other, "scale": scene.facts["scale"]}
     fix = order(scene, how, "rebuild-optimizer")
     return Telling(text, scene.again, (fix,), evidence=evidence, module=scene.module)
+
+
+def _through_wrapper(scene: Scene) -> tuple[str, str]:
+    """The scaler was given an optimizer first and then what is wrapped around it, or the other way round."""
+    stepped = scene.name_of_object(scene.facts.get("stepped")) or "what is stepped"
+    inside = statement(scene.first).partition("unscale_(")[2].partition(")")[0] or scene.optimizer
+    text = (
+        f"at {at(scene.first)}, and by the step at {at(scene.again)}, because `{inside}` and `{stepped}` are two objects with "
+        f"the same parameters, and the scaler remembers by object what it has unscaled. They are {scene.factor}."
+    )
+    return text, f"unscale the object that is stepped: {scene.scaler}.unscale_({stepped}) at {at(scene.first)}"
 
 
 def _second_pass(scene: Scene) -> tuple[str, str]:

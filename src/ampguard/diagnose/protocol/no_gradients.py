@@ -47,6 +47,12 @@ def _cleared(scene: Scene) -> tuple[str, str]:
 
 def _frozen(scene: Scene) -> tuple[str, str]:
     text = f"all have requires_grad=False, as {listed(scene.parameters)}."
+    if scene.facts.get("in_vain"):
+        text += f" They were trained before. The loss differentiated at {at(scene.first)} moves nothing now."
+        return (
+            text,
+            f"unfreeze them before that loss is computed: p.requires_grad_(True) for all that {scene.optimizer} holds",
+        )
     return text, (
         f"unfreeze what is to be trained, or build {scene.optimizer} from the parameters that want a gradient: "
         f"[p for p in model.parameters() if p.requires_grad]"

@@ -87,7 +87,12 @@ def _containers(names: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _items(path: str, container: Any) -> list[tuple[str, Any]]:
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(f"{path}[{key!r}]", item) for key, item in list(pairs)]
+    return [(f"{path}[{_key(key)}]", item) for key, item in list(pairs)]
+
+
+def _key(key: object) -> str:
+    """As the source has it; a tensor that is a key (an optimizer for each parameter) has no short name."""
+    return "..." if isinstance(key, Tensor) else repr(key)
 
 
 def _item_of_dict(names: dict[str, Any], subject: object) -> str | None:
@@ -141,7 +146,7 @@ def _name_in_container(name: str, value: Any, subject: object) -> str | None:
         return None
     if isinstance(value, dict):
         is_given = name == "kwargs"  # what a callback was called with: the keyword is the name
-        items = [(key if is_given else f"{name}[{key!r}]", item) for key, item in list(value.items())]
+        items = [(key if is_given else f"{name}[{_key(key)}]", item) for key, item in list(value.items())]
     else:
         items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
     found = next((path for path, item in items if _is_it(item, subject)), None)

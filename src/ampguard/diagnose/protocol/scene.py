@@ -67,6 +67,11 @@ class Scene:
             return variable_name(subject)
         return variable_name(subject) or f"{type(subject).__name__} number {watch.number}"
 
+    @staticmethod
+    def name_of_object(subject: object) -> str | None:
+        """What the script calls it, where it does."""
+        return variable_name(subject) if subject is not None else None
+
     def paths_of_optimizer(self) -> list[str]:
         """`optimizers['a']`, `optimizers['b']`, where one container of the script holds the optimizer more than once."""
         watch = self.breach.optimizer

@@ -2,6 +2,7 @@
 
 What happens   loss.backward() instead of scaler.scale(loss).backward(), for the only loss or for a second one; in
                Lightning's manual optimisation loss.backward() instead of self.manual_backward(loss).
+               Or the script adds to scaled gradients what was never scaled: a weight decay by hand, noise.
 Why it hurts   never scaled at all: AssertionError "Attempted unscale_ but _scale is None". Scaled before: the gradients are
                divided by a scale that they do not carry, 65536 times too small, and nothing is said.
 Instead        scaler.scale(loss).backward() for every loss whose optimizer the scaler steps.
@@ -20,6 +21,8 @@ def unscaled_backward(scene: Scene) -> Telling:
     name, scaler = scene.optimizer, scene.scaler
     if refused is None and scene.facts.get("scaled_by_another"):
         return _by_another(scene)
+    if scene.facts.get("added_by_hand"):
+        return _added_by_hand(scene)
     if scene.facts.get("of_weights"):
         return _of_weights(scene)
     if refused is None:
@@ -63,6 +66,19 @@ def _of_weights(scene: Scene) -> Telling:
     how = f"step past the scaler, for nothing is scaled here: {name}.step()"
     evidence = {"scale": scene.facts["scale"], "of_weights": True}
     return Telling(text, scene.again, (order(scene, how),), evidence=evidence)
+
+
+def _added_by_hand(scene: Scene) -> Telling:
+    """A weight decay, a pull to other weights, noise: computed without a loss, and added before the scaler divides."""
+    name, scaler, scale = scene.optimizer, scene.scaler, number(float(scene.facts["scale"]))
+    text = (
+        f"Something that carries no loss scale is added to gradients of `{name}` that do, at {at(scene.first)}: `{scaler}` "
+        f"divides all of it by {scale}, and what was added becomes {scene.factor}."
+    )
+    how = f"unscale first: {scaler}.unscale_({name}); then add to the gradients as here"
+    return Telling(
+        text, scene.first, (order(scene, how),), evidence={"scale": scene.facts["scale"], "added_by_hand": True}
+    )
 
 
 def _by_another(scene: Scene) -> Telling:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ampguard import compat
 from ampguard.capture.frames import user_frame
 from ampguard.capture.protocol.added import wants
 from ampguard.capture.protocol.probing.witness import Call, Witness
@@ -74,8 +75,8 @@ class BackwardProbe:
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not moves.watches.has_scaler or not recorder.active or recorder.paused:
-                return original(outputs, inputs, grad_outputs, *args, **kwargs)
+            if not moves.watches.has_scaler or not recorder.active or recorder.paused or compat.in_functorch():
+                return original(outputs, inputs, grad_outputs, *args, **kwargs)  # (tensors of a transform end with it)
             if not witness.guarded(self._looks_at, sys._getframe(1)):
                 return original(outputs, inputs, grad_outputs, *args, **kwargs)
             inputs = list(inputs) if isinstance(inputs, Iterator) else inputs

@@ -43,6 +43,26 @@ class NormProbe:
             witness.patches.replace(owner, "clip_grad_norm_", clipping)
             witness.patches.replace(owner, "clip_grad_value_", clipping)
 
+        if hasattr(torch.nn.utils, "clip_grads_with_norm_"):
+            limiting = self._limiting
+            witness.patches.replace(
+                torch.nn.utils, "clip_grads_with_norm_", lambda original: limiting(clipping(original))
+            )
+
+    def _limiting(self, original: Call) -> Call:
+        """Clipping by a norm that was computed before: is the scale in it still?"""
+        witness = self._witness
+
+        @functools.wraps(original)
+        def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if witness.window.is_open and not torch.compiler.is_compiling():
+                parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
+                if witness.window.is_scaled(total_norm):
+                    witness.guarded(self._clipped, parameters, float(max_norm), sys._getframe(1))
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return clip
+
     def _before_clipping(self, frame: Frame, *given: Any) -> None:
         moves = self._witness.moves
         if moves.machine.scaled or moves.close.settles:
@@ -76,8 +96,11 @@ class NormProbe:
                     return original(tensors, *args, **kwargs)
                 frame = sys._getframe(1)
                 move = ("norm", frame.f_code, frame.f_lasti)
-                if routine.is_on and routine.matches(move):
-                    return original(tensors, *args, **kwargs)
+                if routine.is_on:
+                    if routine.matches(move):
+                        return original(tensors, *args, **kwargs)
+                    if machine.scaled:  # as was not known while the routine was on
+                        guarded(close.before_clipping)
                 routine.note(move, None)
                 if close.settles:
                     guarded(close.settle_all)
