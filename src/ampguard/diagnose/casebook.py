@@ -116,10 +116,10 @@ class Casebook:
         case.incident = incident
         self._tell(incident)
 
-    def merge(self, case: Case, story: Case) -> None:
-        """This case is a part of a longer story: it is no incident of its own any more."""
+    def merge(self, case: Case, story: Case, what: str | None = None) -> None:
+        """This case is a part of a longer story: it is no incident of its own any more. `what`: it in words."""
         if story.is_breach:
-            case.follows_from(story)
+            case.follows_from(story, what)
             return
         case.part_of = story
         story.occurrences += case.occurrences
@@ -222,8 +222,9 @@ class Casebook:
         """This failure is one more end of a story that was told."""
         part = Case(story.incident, place, self._recorder.steps.attempts, is_investigated=False)
         part.calls = story.calls = calls_behind(bad)
+        part.last_step = bad.step
         self.cases.append(part)
-        self.merge(part, story)
+        self.merge(part, story, "divergence")
         story.last_step = bad.step
         self.further.led_to(bad, story)
         self.poison.note(bad, story)

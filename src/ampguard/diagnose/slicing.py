@@ -25,6 +25,7 @@ from ampguard.numerics import NAN, NEG_INF, POS_INF
 from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
+"""Of elements, once a beginning was found. The way to the first one may be as long as the trace: a recurrence of many steps."""
 VISITS_PER_OP = 8
 MAX_ELDERS = 4
 ENDS = 2
@@ -228,8 +229,8 @@ def _explore(trace: Trace, start: Link) -> Chain:
     frontier = [(start.op.index, next(order), start, [start], 0)]
     seen: set[tuple[int, int, int | None]] = set()
     visits_of: Counter[tuple[int, int]] = Counter()
-    for _ in range(MAX_VISITS):
-        if not frontier:
+    for visit in range(MAX_VISITS + len(trace.ops)):
+        if not frontier or (visit >= MAX_VISITS and (best is not None or fallback is not None)):
             break
         _, _, link, links, way = heapq.heappop(frontier)
         place = (link.op.index, link.result, link.flat)

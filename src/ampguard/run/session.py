@@ -85,7 +85,7 @@ class Session:
             self._recorder, self._casebook, options.max_incidents, self._rank, self._on_small_fault
         )
         self._dynamics = LearningDynamics(self._recorder, self._casebook, self._rank, self._on_dynamics_fault)
-        self._protocol = ProtocolDesk(self._casebook, self._rank, self._note)
+        self._protocol = ProtocolDesk(self._casebook, self._rank, self._note, self._on_taken_back)
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
         self._overrides = overrides_under(
@@ -315,6 +315,10 @@ class Session:
             self._overrides.heal(incident)
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
             raise StopRun(f"{incident.cause} in step {incident.step}", 3)
+
+    def _on_taken_back(self, incident: Incident) -> None:
+        """What was told has turned out to be nothing: whoever reads along is to know."""
+        print(f"ampguard: {incident.cause}, told of step {incident.step}, is taken back", file=sys.stderr)
 
     def _note(self, incident: Incident) -> None:
         self._dynamics.note(EventRow(incident.step, incident.cause, incident.explanation))

@@ -2,8 +2,9 @@
 
 `mean.mul_(0.999).add_(weight, alpha=0.001)` in bfloat16 adds less than half of the distance between two numbers, and rounds
 it away. What was recorded as written between two steps is computed once more on copies, in the weights' own precision and
-in float32, in a few iterations of a run. Averages that are no parameters of a module: `remade_averages.py`; those that a
-module writes in its own forward pass: `hidden_averages.py`.
+in float32, in a few iterations of a run. Averages that are no parameters of a module: `remade_averages.py`; those that one
+operator writes for all weights: `foreach_averages.py`; those that a module writes in its own forward pass:
+`hidden_averages.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.protocol.foreach_averages import foreach_averages
 from ampguard.capture.protocol.hidden_averages import Seen, pairs, stands_still
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.remade_averages import remade_averages
@@ -116,6 +118,7 @@ class Averages:
             return
         with torch.no_grad(), compat.unseen():
             found = remade_averages(record, trained, LARGEST, MOST)
+            found = found or foreach_averages(record, trained, self._held, LARGEST, MOST)
             known = [(each, self._first.get(id(each.weight))) for each in found]
             lost = [
                 answer
@@ -130,6 +133,9 @@ class Averages:
         if lost and len(lost) > LOST_SHARE * len(known):
             self._has_told = True
             self._tell(sorted(lost, key=lambda each: -each.share), is_of_weight=True)
+
+    def _held(self) -> list[Tensor]:
+        return [p for watch in self._moves.mine() for p in watch.parameters()]
 
     def _parameters(self, weights: Callable[[], list[Tensor]], record: Callable[[], StepRecord]) -> None:
         """Parameters of modules, which the script writes to."""

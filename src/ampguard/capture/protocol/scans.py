@@ -48,7 +48,8 @@ LOOKS = frozenset(
 ASKED_EACH_STEP = 64
 UNUSED_STEPS = 8
 """Steps after which a parameter without any gradient is called unused, at the end of a run. Less says nothing: a batch
-may miss a branch; in a long run it is said live after `LIVE_STEPS`, when a warm-up or a rare task would have shown."""
+may miss a branch; in a long run it is said live after `LIVE_STEPS`, when most warm-ups and rare tasks would have shown,
+and taken back where a part of the model joins later still."""
 
 LIVE_STEPS = 256
 MAX_COLLECTIONS = 3
@@ -228,8 +229,9 @@ class Scans:
             self._suspected[watch] = [weakref.ref(p) for p in watch.candidates]
             if watch.steps >= LIVE_STEPS and ("unused", id(watch)) not in self._told:
                 self._told.add(("unused", id(watch)))
-                self._moves.listener.on_suspicion(("unused", watch), None, 0)
-                self._moves.tell([breach], step)
+                self._moves.routine.spoil()
+                self._moves.name_scaler(breach)
+                self._moves.listener.on_told_early(("unused", watch), breach, step)
 
     def _finite_steps(self, watch: OptimizerWatch) -> int:
         """Its steps up to the one since which losses are bad: what follows says nothing of who is used (a gate gives NaN)."""

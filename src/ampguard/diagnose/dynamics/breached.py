@@ -37,6 +37,22 @@ def breach_behind(cause: str, cases: Iterable[Case], situation: Situation) -> Ca
     return next((c for c in cases if is_too_large(c, situation.step) and has_thrown(c, situation, grown)), None)
 
 
+def piled_up_behind(began: int, cases: Iterable[Case], situation: Situation) -> Case | None:
+    """The case of gradients that are never cleared, where a divergence that began at `began` follows from it.
+
+    What piles up grows with each step by itself, so no factor tells how far it was too large when it was noticed. Of
+    weights that the script moves itself no norms are known: they are those that the divergence is about.
+    """
+    for case in cases:
+        known = case.incident
+        if known.cause != "missing-zero-grad" or known.severity != "error" or known.evidence.get("is_stuck"):
+            continue
+        since = known.step - int(known.evidence["steps"])
+        if since <= began and (known.evidence.get("by_hand") or has_thrown(case, situation, 1.0)):
+            return case
+    return None
+
+
 def is_too_large(case: Case, step: int) -> bool:
     """Whether it tells of updates, up to `step`, with gradients that were far too large."""
     known, factor = case.incident, case.incident.evidence.get("factor")

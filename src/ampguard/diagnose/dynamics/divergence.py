@@ -16,6 +16,7 @@ from ampguard.diagnose.dynamics.diverged import told
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.growth import (
     GREW_SUDDENLY,
+    growth_behind_a_calm_loss,
     growth_by_optimizer,
     growth_of_far_moves,
     growth_of_weights,
@@ -63,7 +64,9 @@ def divergence(situation: Situation) -> Incident | None:
         return in_evaluation(incident, situation)
     rise = rise_of(situation.trajectory)
     if rise is None:
-        return sudden(incident, situation)
+        answer = sudden(incident, situation)
+        is_tried = answer is not None and any(fix.verified is not None for fix in answer.fixes)
+        return answer if is_tried else unseen_by_the_loss(incident, situation) or answer
     if incident.cause in SELDOM and rise.factor < RISEN_STEEPLY:
         return None
     grown = growth_of_weights(situation, rise.began)
@@ -128,6 +131,19 @@ def sudden(incident: Incident, situation: Situation) -> Incident | None:
     grown, usual = max(found)
     within = [step for step, loss in losses if abs(loss) <= 2 * usual]
     return told(incident, situation, fall_from(losses, within[-1]), grown, remedies, since_look=bool(looks))
+
+
+def unseen_by_the_loss(incident: Incident, situation: Situation) -> Incident | None:
+    """Weights that grew look after look until they overflowed, behind a loss that does not see their size."""
+    losses = situation.trajectory.loss_series()
+    growth = growth_behind_a_calm_loss(situation)
+    if growth is None or not losses or incident.cause in SELDOM:
+        return None
+    usual = max(abs(loss) for _, loss in losses)
+    if not is_out_of_range(incident, usual, losses[-1][1]):
+        return None
+    grown, began = growth
+    return told(incident, situation, fall_from(losses, began), grown, None)
 
 
 def growth_since(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch.optim import Optimizer
 
 from ampguard.capture.copies import wide_norm
@@ -15,6 +17,10 @@ GREW_SUDDENLY = 10.0
 """By which factor the weights grow between two looks, in no healthy training."""
 GREW_AT_ONCE = 3.0
 """By which factor they grow in no single update, unless they were near zero."""
+OUT_OF_ALL_PROPORTION = 1e6
+"""By which factor they grow in no training that is to come to anything, however long it takes."""
+MIN_GROWN = 3
+"""Looks at which they had grown again by `GREW_AT_ONCE`, at least."""
 
 
 def growth_by_optimizer(look: WeightSample | None, situation: Situation, rise: float) -> float | None:
@@ -52,6 +58,27 @@ def growth_of_far_moves(situation: Situation) -> float | None:
         if is_number(now) and first.weight_norm and any(before_its_update(look) is not None for look in looks):
             factors.append(now / first.weight_norm)
     return max(factors) or None
+
+
+def growth_behind_a_calm_loss(situation: Situation) -> tuple[float, int] | None:
+    """By which factor weights have grown look after look, whatever the loss did, and the last look before; None elsewhere.
+
+    A loss behind a normalisation does not see the size of weights. One jump is no growth: somebody has set them so.
+    """
+    found = []
+    for first in situation.trajectory.first_looks.values():
+        optimizer, now = first.optimizer(), weight_norm_now(first.optimizer())
+        if optimizer is None or not is_number(now) or not first.weight_norm:
+            continue
+        start = max(first.weight_norm, ordinary_norm(watchable(optimizer)))
+        looks = [(look.step, look.weight_norm) for look in situation.trajectory.looks if look.optimizer() is optimizer]
+        seen = [(step, norm) for step, norm in looks if is_number(norm)]
+        norms = [first.weight_norm, *(norm for _, norm in seen), now]
+        grew = sum(after >= GREW_AT_ONCE * before > 0 for before, after in pairwise(norms))
+        if now >= OUT_OF_ALL_PROPORTION * start and grew >= MIN_GROWN:
+            began = max((step for step, norm in seen if norm <= 2 * start), default=first.step)
+            found.append((now / start, began))
+    return max(found, default=None)
 
 
 def has_outgrown(norm: float, look: WeightSample, step: int) -> bool:

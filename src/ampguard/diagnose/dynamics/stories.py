@@ -9,7 +9,7 @@ import msgspec
 
 from ampguard.diagnose.casebook import Casebook
 from ampguard.diagnose.cases import Case
-from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large
+from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large, piled_up_behind
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
 from ampguard.diagnose.dynamics.situations import Situations
@@ -168,7 +168,8 @@ class Stories:
         if incident.cause != "divergence" or began is None:
             return None
         same = next((case for case in known if case.incident.step >= began), None)
-        return same or self._thrown_away_by(began, incident)
+        piled_up = piled_up_behind(began, self._casebook.cases, self.situation(incident.step))
+        return same or piled_up or self._thrown_away_by(began, incident)
 
     def story_of(self, cause: str | None) -> Case | None:
         """The divergence that a failure of this cause (None: of any) would be one more end of, before it is looked at any

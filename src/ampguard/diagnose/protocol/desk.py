@@ -30,15 +30,22 @@ class ProtocolDesk:
     """Between the probes and the casebook."""
 
     def __init__(
-        self, casebook: Casebook, rank: int, on_told: Callable[[Incident], None] = lambda incident: None
+        self,
+        casebook: Casebook,
+        rank: int,
+        on_told: Callable[[Incident], None] = lambda incident: None,
+        on_taken_back: Callable[[Incident], None] = lambda incident: None,
     ) -> None:
         self._casebook = casebook
         self._on_told = on_told
+        self._on_taken_back = on_taken_back
         self._rank = rank
         self._cases: dict[tuple[Any, ...], Case] = {}
         self._alike: dict[tuple[Any, ...], Alike] = {}
         """By cause and line: what several optimizers of one loop share is one failure."""
         self._suspicions: dict[tuple[Any, ...], tuple[tuple[Any, ...], Incident]] = {}
+        self._early: dict[tuple[Any, ...], tuple[tuple[Any, ...], Incident, int]] = {}
+        """Suspicions that were told before the end: as which case, in which words, of how many parameters."""
         self._models: Models | None = None
 
     def attach(self, models: Models) -> None:
@@ -59,7 +66,9 @@ class ProtocolDesk:
 
     def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
         """What may yet turn out to be nothing is written down with the names that can be found now."""
-        if breach is None:
+        if key in self._early:
+            self._retell(key, breach, step)
+        elif breach is None:
             self._suspicions.pop(key, None)
         elif _key(breach) not in self._cases:
             known = self._suspicions.get(key)
@@ -67,6 +76,36 @@ class ProtocolDesk:
             incident = self._incident(breach, since)
             if incident is not None:
                 self._suspicions[key] = (_key(breach), incident)
+
+    def on_told_early(self, key: tuple[Any, ...], breach: Breach, step: int) -> None:
+        """A suspicion has lasted long enough to be told. It may still turn out to be nothing, or less."""
+        _, incident = self._suspicions.get(key, (None, None))
+        self.on_confirmed(key, breach, step)
+        if incident is not None and _key(breach) in self._cases:
+            self._early[key] = _key(breach), incident, len(breach.facts["parameters"])
+
+    def _retell(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
+        """What was told early is less by now: the report says what is left of it, and nothing where nothing is."""
+        name, told, count = self._early[key]
+        if breach is not None and len(breach.facts["parameters"]) == count:
+            return
+        incident = self._incident(breach, step) if breach is not None else None
+        alike = self._alike.get((name[0], name[2]))
+        case = self._cases[name]
+        if alike is not None and alike.case is case:
+            case.incident = alike.retold(told, incident) or told
+            is_left = alike.is_left
+        else:
+            case.incident, is_left = incident or told, incident is not None
+        if incident is not None and breach is not None:
+            self._early[key] = name, incident, len(breach.facts["parameters"])
+            return
+        del self._early[key]
+        if not is_left and case in self._casebook.cases:
+            self._casebook.cases.remove(case)
+            self._alike = {place: other for place, other in self._alike.items() if other.case is not case}
+            self._cases = {other: kept for other, kept in self._cases.items() if kept is not case}
+            self._on_taken_back(told)
 
     def on_confirmed(self, key: tuple[Any, ...], breach: Breach, step: int) -> None:
         """A suspicion was right: it is told in the words that were found for it."""
@@ -110,23 +149,40 @@ class ProtocolDesk:
 
 
 class Alike:
-    """A case, and the other optimizers that meet the same failure at the same line."""
+    """A case, and what several optimizers that meet the same failure at the same line have to do with it."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self._alone = case.incident
-        self._others: list[Incident] = []
+        self._incidents = [case.incident]
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there is any of them that it still holds for."""
+        return bool(self._incidents)
 
     def join(self, incident: Incident) -> None:
         """The same of one more optimizer: named in the incident, and counted."""
-        self._others.append(incident)
+        self._incidents.append(incident)
         self.case.occurrences += 1
         self.case.last_step = incident.step
-        self.case.incident = msgspec.structs.replace(
-            self._alone,
-            severity="error" if incident.severity == "error" else self.case.incident.severity,
-            explanation=f"{self._alone.explanation} {in_words(self._others)}",
-            evidence={**self._alone.evidence, **merged([self._alone, *self._others])},
+        self.case.incident = self._together()
+
+    def retold(self, told: Incident, incident: Incident | None) -> Incident | None:
+        """The case's words once this one of them reads otherwise, or (None) was none. None where none is left."""
+        now = [incident] if incident is not None else []
+        self._incidents = [one for known in self._incidents for one in (now if known is told else [known])]
+        self.case.occurrences = max(1, len(self._incidents))
+        return self._together() if self._incidents else None
+
+    def _together(self) -> Incident:
+        first, *others = self._incidents
+        if not others:
+            return first
+        return msgspec.structs.replace(
+            first,
+            severity="error" if any(i.severity == "error" for i in self._incidents) else first.severity,
+            explanation=f"{first.explanation} {in_words(others)}",
+            evidence={**first.evidence, **merged(self._incidents)},
         )
 
 
