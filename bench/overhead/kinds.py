@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import ampguard
-from ampguard.capture import pace, schedule
+from ampguard.capture.glue import schedule
+from ampguard.capture.root_calls import pace
 
 STEPS_BEFORE = 150
 STEPS = 64

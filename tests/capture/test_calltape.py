@@ -18,11 +18,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 import ampguard
-from ampguard.capture import schedule
-from ampguard.capture.calltape import CallTape
-from ampguard.capture.operands import refs_in
+from ampguard.capture.events.operands import refs_in
+from ampguard.capture.glue import schedule
+from ampguard.capture.glue.calltape import CallTape
+from ampguard.capture.glue.taped_calls import TapedCall
 from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
-from ampguard.capture.taped_calls import TapedCall
 
 STEPS = 12
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 1.0])

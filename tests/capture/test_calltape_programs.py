@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import ampguard
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 
 STEPS = 7
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, fingerprint, seed_everything
 
-from ampguard.capture.tape import GlueTape
+from ampguard.capture.glue.tape import GlueTape
 
 Guard = Callable[..., Watched]
 ROWS, COUNT = 8, 12

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, fingerprint, seed_everything
 
-from ampguard.capture.given_objects import GivenObject, with_objects
+from ampguard.capture.root_calls.given_objects import GivenObject, with_objects
 
 Guard = Callable[..., Watched]
 BAD = 3

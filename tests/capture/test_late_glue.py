@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched
 
-from ampguard.capture import pace, schedule
-from ampguard.capture.schedule import FREE_GLUE_OPS, TapeSchedule
+from ampguard.capture.glue import schedule
+from ampguard.capture.glue.schedule import FREE_GLUE_OPS, TapeSchedule
+from ampguard.capture.root_calls import pace
 
 Guard = Callable[..., Watched]
 BAD = 9

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from watching import fingerprint, seed_everything
 
-from ampguard.capture import long_evaluation
-from ampguard.capture.log import EventLog
-from ampguard.capture.producers import Producers
+from ampguard.capture.events import long_evaluation
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.events.producers import Producers
 from ampguard.capture.record import GlueOp
 
 Guard = Callable[..., Any]

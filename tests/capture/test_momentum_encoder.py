@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 
 Guard = Callable[..., Watched]
 STEPS, BAD = 16, 13

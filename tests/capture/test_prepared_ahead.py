@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
 import ampguard
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 
 Guard = Callable[..., Watched]
 STEPS, BAD = 16, 11

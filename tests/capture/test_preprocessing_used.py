@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import ampguard
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 from ampguard.capture.record import GlueOp
 
 STEPS = 24

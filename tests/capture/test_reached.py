@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampguard.capture.reached import MAX_PARTS, codes_of, may_autocast, may_drive, modules_reached, of_kind
+from ampguard.capture.compiled.reached import MAX_PARTS, codes_of, may_autocast, may_drive, modules_reached, of_kind
 
 
 class Trainer:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched
 
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 
 Guard = Callable[..., Watched]
 BAD, STEPS = 4, 8

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from watching import fingerprint, seed_everything
 
-from ampguard.capture import forgetting, forgetting_log, log, pace
+from ampguard.capture.events import forgetting, forgetting_log, log
 from ampguard.capture.record import Event
+from ampguard.capture.root_calls import pace
 from ampguard.replay.activations import ActivationSampling
 
 Guard = Callable[..., Any]

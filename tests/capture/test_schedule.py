@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ampguard
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 from ampguard.run.session import Session
 
 STEPS, BAD = 70, 66

@@ -18,7 +18,7 @@ from watching import Watched, bits, fingerprint, seed_everything
 
 from ampguard.capture.record import RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.usual import CallContext
+from ampguard.capture.root_calls.usual import CallContext
 
 Guard = Callable[..., Watched]
 

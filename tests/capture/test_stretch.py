@@ -16,9 +16,15 @@ from torch.nn import functional as F  # noqa: N812
 from watching import fingerprint, seed_everything, watched
 
 import ampguard
-from ampguard.capture.copies import take_snapshot
-from ampguard.capture.keeper import CALM_STEPS_AT_A_NEW_RATE, LONGEST_ALARM, SEGMENT_STEPS, SEGMENTS, StretchKeeper
-from ampguard.capture.memory import available_bytes, host_bytes
+from ampguard.capture.sampling.copies import take_snapshot
+from ampguard.capture.sampling.keeper import (
+    CALM_STEPS_AT_A_NEW_RATE,
+    LONGEST_ALARM,
+    SEGMENT_STEPS,
+    SEGMENTS,
+    StretchKeeper,
+)
+from ampguard.capture.sampling.memory import available_bytes, host_bytes
 from ampguard.run.session import Session
 
 JUMP_AT = 12

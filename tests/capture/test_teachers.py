@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from watching import fingerprint, seed_everything
 
-from ampguard.capture import pace, schedule
+from ampguard.capture.glue import schedule
+from ampguard.capture.root_calls import pace
 
 Guard = Callable[..., Any]
 STEPS = 60

@@ -13,9 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
 import ampguard
-from ampguard.capture import kept_events
-from ampguard.capture.schedule import LONG_STEP, TapeSchedule
-from ampguard.capture.taped_calls import TapedCall
+from ampguard.capture.events import kept_events
+from ampguard.capture.glue.schedule import LONG_STEP, TapeSchedule
+from ampguard.capture.glue.taped_calls import TapedCall
 
 Guard = Callable[..., Watched]
 MOVES, UPDATES = 24, 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ampguard
-from ampguard.capture import usual
+from ampguard.capture.root_calls import usual
 
 
 class Counting(nn.Module):

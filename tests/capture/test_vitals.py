@@ -15,10 +15,11 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard import compat
-from ampguard.capture import allowance, pace, weights
-from ampguard.capture.allowance import Allowance
-from ampguard.capture.later import NumbersLater
-from ampguard.capture.weights import slice_of
+from ampguard.capture.root_calls import pace
+from ampguard.capture.sampling import allowance, weights
+from ampguard.capture.sampling.allowance import Allowance
+from ampguard.capture.sampling.later import NumbersLater
+from ampguard.capture.sampling.weights import slice_of
 from ampguard.replay.activations import ActivationSampling, peaks_of
 from ampguard.report.history import ActivationRow, StepRow, read_history
 
@@ -239,7 +240,7 @@ def test_everything_is_put_back(guard: Guard) -> None:
 def test_fault_in_a_vital_sign_leaves_the_training_alone(
     name: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ampguard.capture.vitals import Vitals
+    from ampguard.capture.sampling.vitals import Vitals
 
     def broken(*args: object) -> None:
         raise RuntimeError("injected")

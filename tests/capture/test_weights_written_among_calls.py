@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from watching import Watched, seed_everything
 
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 
 STEPS = 6
 

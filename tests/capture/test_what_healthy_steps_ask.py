@@ -13,9 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
 import ampguard
-from ampguard.capture import pace, schedule
-from ampguard.capture.log import EventLog
-from ampguard.capture.producers import Producers
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.events.producers import Producers
+from ampguard.capture.glue import schedule
+from ampguard.capture.root_calls import pace
 
 STEPS, FIRST = 24, 16
 """Steps, and the first of those that are looked at."""

@@ -14,10 +14,11 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, bits, seed_everything
 
 import ampguard
-from ampguard.capture import pace, schedule
-from ampguard.capture.calltape import CallTape
-from ampguard.capture.log import EventLog
-from ampguard.capture.taped_calls import WritingCall
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.glue import schedule
+from ampguard.capture.glue.calltape import CallTape
+from ampguard.capture.glue.taped_calls import WritingCall
+from ampguard.capture.root_calls import pace
 
 STEPS, BAD = 24, 20
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from watching import Watched
 
-from ampguard.diagnose.assigned_code import assigned_to
-from ampguard.diagnose.source_code import Source
+from ampguard.diagnose.code.assigned import assigned_to
+from ampguard.diagnose.code.source import Source
 
 Guard = Callable[..., Watched]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from watching import fingerprint
 
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 
 Guard = Callable[..., Any]
 BAD = 5

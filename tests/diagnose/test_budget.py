@@ -12,8 +12,9 @@ from torch import nn
 from watching import Watched
 
 from ampguard import compat
-from ampguard.diagnose import budget, examiner
+from ampguard.diagnose import budget
 from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.cases.case import examiner
 
 Guard = Callable[..., Watched]
 

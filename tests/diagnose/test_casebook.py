@@ -286,8 +286,8 @@ def test_steps_that_are_skipped_unseen_are_those_of_the_last_that_was_seen(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A square root at 0 from step 10 on, in a run whose scaler has settled before: not the scale's doing."""
-    monkeypatch.setattr("ampguard.diagnose.skipped.FREE_LOOKS", 3)
-    monkeypatch.setattr("ampguard.diagnose.skipped.TIME_SHARE", 0.0)
+    monkeypatch.setattr("ampguard.diagnose.cases.skipped.FREE_LOOKS", 3)
+    monkeypatch.setattr("ampguard.diagnose.cases.skipped.TIME_SHARE", 0.0)
 
     def body() -> None:
         seed_everything()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard.capture.record import Line
-from ampguard.diagnose.script_casts import casts
+from ampguard.diagnose.fixes.script_casts import casts
 
 Guard = Callable[..., Any]
 

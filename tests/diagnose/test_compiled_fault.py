@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from ampguard import compat
-from ampguard.diagnose import compiled_search
 from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.compiled import search as compiled_search
 
 Guard = Callable[..., Any]
 Backend = Callable[..., Any]
@@ -354,7 +354,7 @@ def test_bad_eagerly_too_is_explained_eagerly(guard: Guard) -> None:
 
 def test_the_line_of_a_node_is_the_scripts_own() -> None:
     """Neither PyTorch's nor a frame of any file of ours, however the package is laid out."""
-    from ampguard.capture import calls
+    from ampguard.capture.protocol import probes as calls
     from ampguard.compat import modules
     from ampguard.replay.compiled_graphs import place_of_node
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched
 
-from ampguard.capture import pace, schedule
-from ampguard.diagnose.pure_code import is_pure
+from ampguard.capture.glue import schedule
+from ampguard.capture.root_calls import pace
+from ampguard.diagnose.code.pure import is_pure
 
 Guard = Callable[..., Watched]
 BAD = 9

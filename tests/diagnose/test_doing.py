@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from watching import seed_everything
 
-from ampguard.capture.weights import watchable
+from ampguard.capture.sampling.weights import watchable
 from ampguard.diagnose.dynamics.doing import could_have_moved, update_of
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 

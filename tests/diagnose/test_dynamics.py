@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampguard.capture.vitals import StepVitals
-from ampguard.capture.weights import WeightSample
+from ampguard.capture.sampling.vitals import StepVitals
+from ampguard.capture.sampling.weights import WeightSample
 from ampguard.diagnose.dynamics import divergence as divergence_rule
 from ampguard.diagnose.dynamics import fits, forecast
 from ampguard.diagnose.dynamics.alone import update_alone

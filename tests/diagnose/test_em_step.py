@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.capture import schedule
-from ampguard.capture.schedule import PREFIX_OPS, TapeSchedule
+from ampguard.capture.glue import schedule
+from ampguard.capture.glue.schedule import PREFIX_OPS, TapeSchedule
 
 Guard = Callable[..., Any]
 BAD = 9

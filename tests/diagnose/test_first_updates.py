@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
 
-from ampguard.capture import keeper
+from ampguard.capture.sampling import keeper
 
 Guard = Callable[..., Watched]
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, seed_everything
 
-from ampguard.diagnose import budget, examiner
+from ampguard.diagnose import budget
 from ampguard.diagnose.budget import Budget
+from ampguard.diagnose.cases.case import examiner
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
-from ampguard.diagnose.locating import locate
-from ampguard.diagnose.trying import tried, verified_fixes
+from ampguard.diagnose.fixes.trying import tried, verified_fixes
+from ampguard.diagnose.locate.locating import locate
 from ampguard.incident import Fix
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.variants import Variant

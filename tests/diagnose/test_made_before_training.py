@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from watching import Watched
 
-from ampguard.capture import before_training
-from ampguard.capture.before_training import BeforeTraining
+from ampguard.capture.glue import before_training
+from ampguard.capture.glue.before_training import BeforeTraining
 
 Guard = Callable[..., Watched]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from watching import Watched, seed_everything
 
 import ampguard
-from ampguard.capture import schedule
+from ampguard.capture.glue import schedule
 from ampguard.incident import Incident
 
 Guard = Callable[..., Watched]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.capture import written_weights
+from ampguard.capture.events import written_weights
 
 Guard = Callable[..., Any]
 

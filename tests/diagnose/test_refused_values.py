@@ -13,7 +13,7 @@ from torch.distributions import Categorical, Normal
 from watching import Watched, fingerprint, seed_everything
 
 import ampguard
-from ampguard.capture import pace
+from ampguard.capture.root_calls import pace
 
 Guard = Callable[..., Watched]
 BAD = 3

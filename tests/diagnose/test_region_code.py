@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.diagnose import trying
 from ampguard.diagnose.budget import Budget
-from ampguard.diagnose.minimal import smallest_float32_region
+from ampguard.diagnose.fixes import trying
+from ampguard.diagnose.fixes.minimal import smallest_float32_region
 
 Guard = Callable[..., Any]
 

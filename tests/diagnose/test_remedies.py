@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import seed_everything
 
-from ampguard.capture import keeper
+from ampguard.capture.sampling import keeper
 from ampguard.errors import ReplayError
 from ampguard.incident import Fix, Incident
 from ampguard.replay.stretch_updates import limits_of

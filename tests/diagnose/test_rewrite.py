@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ampguard.capture.record import Line
-from ampguard.diagnose import rewrite
-from ampguard.diagnose.code_text import without_comment
-from ampguard.diagnose.rewrite import clamped, literal, plus
-from ampguard.diagnose.source_code import LineOfCode, line_of_code, line_of_text
+from ampguard.diagnose.code import rewrite
+from ampguard.diagnose.code.rewrite import clamped, literal, plus
+from ampguard.diagnose.code.source import LineOfCode, line_of_code, line_of_text
+from ampguard.diagnose.code.text import without_comment
 
 
 def changed(

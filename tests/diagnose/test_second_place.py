@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.diagnose.code_text import merged
+from ampguard.diagnose.code.text import merged
 
 Guard = Callable[..., Any]
 

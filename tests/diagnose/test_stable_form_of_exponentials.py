@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.diagnose import stable
+from ampguard.diagnose.fixes import stable
 
 Guard = Callable[..., Any]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampguard.capture import weights
+from ampguard.capture.sampling import weights
 
 Guard = Callable[..., Any]
 

@@ -22,43 +22,26 @@ from torch import nn
 from watching import Watched, bits, seed_everything, watched
 
 import ampguard
-from ampguard.capture import (
-    barrier,
-    buffers,
-    loaded,
-    log,
-    pace,
-    producers,
-    recorder,
-    schedule,
-    steps,
-    surroundings,
-    tape,
-)
+from ampguard.capture import barrier, loaded, recorder, steps
 from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.functions import AppliedFunctions
+from ampguard.capture.events import log, producers
+from ampguard.capture.glue import schedule, tape
+from ampguard.capture.glue.functions import AppliedFunctions
+from ampguard.capture.glue.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging import judge, outputs
 from ampguard.capture.judging.spoilt import SpoiltGradients
 from ampguard.capture.probing import loading
-from ampguard.capture.resting import RestingCalls
+from ampguard.capture.root_calls import buffers, pace, surroundings
+from ampguard.capture.root_calls.resting import RestingCalls
 from ampguard.capture.scaling import LossScaling
-from ampguard.capture.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.turns import Turns
-from ampguard.diagnose import (
-    casebook,
-    causes,
-    evidence,
-    examiner,
-    finding,
-    finding_place,
-    investigate,
-    locating,
-    minimal,
-    trying,
-)
+from ampguard.diagnose import causes, evidence, finding, investigate
+from ampguard.diagnose.cases.case import casebook, examiner
 from ampguard.diagnose.finding import RULES
+from ampguard.diagnose.fixes import minimal, trying
+from ampguard.diagnose.locate import finding_place, locating
 from ampguard.errors import StopRun
 from ampguard.replay import live, rebuild, sandbox, tracer, writer
 from ampguard.report import store, terminal

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampguard.diagnose.contributions import contributing, coordinates
+from ampguard.diagnose.locate.contributions import contributing, coordinates
 from ampguard.replay.operators import facts_of, flat_scalars, flat_tensors, without_tensors
 from ampguard.replay.trace import TracedOp, traced
 

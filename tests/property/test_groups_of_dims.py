@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampguard.diagnose.contributions import _match
+from ampguard.diagnose.locate.contributions import _match
 
 
 @given(st.data())

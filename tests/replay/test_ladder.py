@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, fingerprint, seed_everything
 
-from ampguard.capture.arguments import SMALL_ARGUMENT
+from ampguard.capture.events.arguments import SMALL_ARGUMENT
 from ampguard.replay.arguments import is_replayable
 
 Guard = Callable[..., Watched]

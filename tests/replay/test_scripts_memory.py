@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ampguard
-from ampguard.capture import schedule
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.glue import schedule
 
 
 @pytest.mark.parametrize("is_short", [False, True])

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.record import BackwardCall, Held, Line, Ref
+from ampguard.capture.root_calls.surroundings import current_modes
 from ampguard.capture.steps import StepCounter
-from ampguard.capture.surroundings import current_modes
 from ampguard.compat import version_of
 
 

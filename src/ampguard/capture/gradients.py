@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judging.judge import Judge
-from ampguard.capture.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
 from ampguard.compat import version_of, versions_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.record import Ref
 
 

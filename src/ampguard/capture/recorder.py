@@ -21,31 +21,31 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.before_training import BeforeTraining
-from ampguard.capture.drivers import Drivers
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
-from ampguard.capture.functions import AppliedFunctions
-from ampguard.capture.given_objects import with_objects
+from ampguard.capture.glue.before_training import BeforeTraining
+from ampguard.capture.glue.functions import AppliedFunctions
+from ampguard.capture.glue.preprocessing import uses_computed
+from ampguard.capture.glue.schedule import TapeSchedule
+from ampguard.capture.glue.tape import GlueTape
+from ampguard.capture.glue.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging.judge import Judge
 from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
-from ampguard.capture.log import EventLog
-from ampguard.capture.pace import Pace
-from ampguard.capture.preprocessing import uses_computed
 from ampguard.capture.ranks.collectives import Collectives
 from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Ref, RootCall
 from ampguard.capture.remade import gradients_of
+from ampguard.capture.root_calls.drivers import Drivers
+from ampguard.capture.root_calls.given_objects import with_objects
+from ampguard.capture.root_calls.pace import Pace
+from ampguard.capture.root_calls.surroundings import current_modes
+from ampguard.capture.root_calls.trees import map_tensors, tensors_in
+from ampguard.capture.root_calls.usual import CallContext
 from ampguard.capture.scaling import LossScaling
-from ampguard.capture.schedule import TapeSchedule
 from ampguard.capture.steps import StepCounter
-from ampguard.capture.surroundings import current_modes
-from ampguard.capture.tape import GlueTape
-from ampguard.capture.taped_preprocessing import TapedPreprocessing
-from ampguard.capture.trees import map_tensors, tensors_in
 from ampguard.capture.turns import TapesLeftBehind, Turns
-from ampguard.capture.usual import CallContext
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch
 
 LATELY = 8

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ampguard.capture.log import EventLog
-from ampguard.capture.operands import held_by, refs_of
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref
 from ampguard.numerics import all_finite_on_cpu, is_finite
 

@@ -4,7 +4,7 @@ A warning names the line of whoever called what warns: `warnings.warn(message, s
 the two, that would be a line of ours: Python would name a file that the user has never seen, and show the warning once a
 process instead of once a line. Python passes over the frames of its own import system when it counts levels, and so does
 `logging`; they know them by two words in their file's name. So our functions are given a file name that has both:
-`capture/tape.py` becomes `capture/importlib_bootstrap/../tape.py`. A call costs what it did before.
+`capture/glue/tape.py` becomes `capture/importlib_bootstrap/../tape.py`. A call costs what it did before.
 """
 
 from __future__ import annotations

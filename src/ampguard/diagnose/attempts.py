@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.record import BadResult
-from ampguard.diagnose.slicing import chain_from
+from ampguard.diagnose.locate.slicing import chain_from
 from ampguard.numerics import is_finite
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer

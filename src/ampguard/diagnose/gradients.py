@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ampguard import numerics
 from ampguard.capture.record import BadResult
-from ampguard.diagnose import script_graph
-from ampguard.diagnose.compiled_fault import fault_of_compiled_code
+from ampguard.diagnose.compiled.fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.locate import script_graph
+from ampguard.diagnose.locate.slicing import Chain, Link, chain_from
 from ampguard.diagnose.protocol.owners import tensor_called
-from ampguard.diagnose.slicing import Chain, Link, chain_from
 from ampguard.errors import DoesNotRepeatError, ReplayError
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer

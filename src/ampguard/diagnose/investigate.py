@@ -8,22 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from ampguard.capture.compiled_functions import CompiledFunction
-from ampguard.capture.operands import held_in, refs_in, refs_of
+from ampguard.capture.compiled.functions import CompiledFunction
+from ampguard.capture.events.operands import held_in, refs_in, refs_of
 from ampguard.capture.record import BadResult, GlueOp, Line, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.budget import UNLIMITED, Budget
-from ampguard.diagnose.compiled_fault import CompiledFault
+from ampguard.diagnose.compiled.fault import CompiledFault
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, find_cause
+from ampguard.diagnose.fixes.minimal import advice
+from ampguard.diagnose.fixes.proposals import spelled
+from ampguard.diagnose.fixes.script_casts import casts_behind
+from ampguard.diagnose.fixes.trying import OTHER_PRECISION, tried, verified_fixes
+from ampguard.diagnose.givens.vanished_before import with_what_vanished
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.minimal import advice
 from ampguard.diagnose.own_update import as_update, is_an_update
-from ampguard.diagnose.proposals import spelled
-from ampguard.diagnose.script_casts import casts_behind
 from ampguard.diagnose.terms import Term, in_words, terms_of
-from ampguard.diagnose.trying import OTHER_PRECISION, tried, verified_fixes
-from ampguard.diagnose.vanished_before import with_what_vanished
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from torch import nn
 
+from ampguard.capture.events.written_weights import parameter_behind
 from ampguard.capture.record import GlueOp, Ref, RootCall
-from ampguard.capture.written_weights import parameter_behind
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding
 

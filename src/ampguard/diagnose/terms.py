@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampguard.capture.functions import Applied
-from ampguard.capture.operands import refs_in
+from ampguard.capture.events.operands import refs_in
+from ampguard.capture.glue.functions import Applied
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose import words
 from ampguard.diagnose.gradients import GradientEvidence

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 
 from ampguard.capture.record import Line, RootCall
-from ampguard.diagnose.code_text import without_comment
+from ampguard.diagnose.code.source import whole_statement
+from ampguard.diagnose.code.text import without_comment
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.slicing import Link
-from ampguard.diagnose.source_code import whole_statement
+from ampguard.diagnose.locate.slicing import Link
 from ampguard.incident import Location
 from ampguard.numerics import KIND_NAMES, dtype_name
 from ampguard.replay.trace import TracedOp

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.allowance import Allowance
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.frames import user_line
-from ampguard.capture.later import NumbersLater
 from ampguard.capture.record import Event, Line, RootCall
+from ampguard.capture.sampling.allowance import Allowance
+from ampguard.capture.sampling.later import NumbersLater
 from ampguard.numerics import largest
 from ampguard.replay.live import Watching
 from ampguard.replay.names import module_names

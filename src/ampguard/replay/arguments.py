@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
-from ampguard.capture.operands import leaves
+from ampguard.capture.events.operands import leaves
 from ampguard.capture.record import Held, HeldGenerator, Ref
 from ampguard.errors import ReplayError
 from ampguard.replay.tracer import ReplayMode

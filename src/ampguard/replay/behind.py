@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import numerics
-from ampguard.capture.operands import held_by, refs_of
+from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, SavedBuffer, StepRecord
 from ampguard.numerics import is_finite
 

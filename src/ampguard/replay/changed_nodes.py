@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.replay.operators import facts_of, flat_tensors
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from ampguard import compat
 from ampguard.capture.record import Modes
-from ampguard.capture.surroundings import current_modes, modes_of
+from ampguard.capture.root_calls.surroundings import current_modes, modes_of
 from ampguard.replay.compiled_graphs import CaughtGraph, Interpreted, part_of
 
 Backend = Callable[..., Any]

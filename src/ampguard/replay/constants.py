@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.trees import map_tensors
 
 
 class Replaced(TorchFunctionMode):

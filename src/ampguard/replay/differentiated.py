@@ -10,7 +10,7 @@ import dataclasses
 
 from torch import Tensor
 
-from ampguard.capture.operands import held_by
+from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall
 from ampguard.numerics import is_finite
 from ampguard.replay import preconditions

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ampguard import numerics
 from ampguard.capture.frames import is_own_file, is_user_code
 from ampguard.capture.record import Line
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.trees import map_tensors
 
 MOST_PLACES = 4
 """Calls of one module that are kept."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.compiled.functions import CompiledFunction
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import Event, RootCall
 from ampguard.replay.variables import named_modules, script_names

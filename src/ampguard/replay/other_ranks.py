@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.operands import held_by
+from ampguard.capture.events.operands import held_by
 from ampguard.capture.ranks.collectives import Call, Collectives, Received
 from ampguard.capture.record import BackwardCall, Event, GlueOp
 from ampguard.errors import ReplayError

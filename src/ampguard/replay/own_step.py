@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.capture.copies import Snapshot, parameters_of, take_snapshot
 from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.own_steps import Counters
 from ampguard.capture.record import Line
+from ampguard.capture.sampling.copies import Snapshot, parameters_of, take_snapshot
 from ampguard.numerics import is_finite
 from ampguard.replay.operators import facts_of, flat_scalars, flat_tensors
 from ampguard.replay.sandbox import neutral_thread, quiet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampguard import compat
-from ampguard.capture.operands import held_in, leaves
+from ampguard.capture.events.operands import held_in, leaves
 from ampguard.capture.record import Event, GlueOp, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError

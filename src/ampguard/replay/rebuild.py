@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
-from ampguard.capture.before_training import BeforeTraining
-from ampguard.capture.compiled_functions import CompiledFunction
-from ampguard.capture.operands import held_by, held_in, refs_in
+from ampguard.capture.compiled.functions import CompiledFunction
+from ampguard.capture.events.operands import held_by, held_in, refs_in
+from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.raised import is_same_error, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.surroundings import is_autocast_on, modes_of
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.surroundings import is_autocast_on, modes_of
+from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
 from ampguard.replay.arguments import Values, fresh_copy_needed, low_to

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.record import Ref, RootCall
-from ampguard.capture.surroundings import modes_of
-from ampguard.capture.trees import map_tensors, named_tensors_in
+from ampguard.capture.root_calls.surroundings import modes_of
+from ampguard.capture.root_calls.trees import map_tensors, named_tensors_in
 from ampguard.replay.arguments import Values, low_to
 from ampguard.replay.casts import WeightCasts
 from ampguard.replay.sandbox import ModuleSandbox, set_streams

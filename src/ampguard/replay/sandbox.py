@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.given_objects import GivenObject
 from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
-from ampguard.capture.surroundings import devices_in_use
+from ampguard.capture.root_calls.given_objects import GivenObject
+from ampguard.capture.root_calls.surroundings import devices_in_use
 from ampguard.replay.keeping import CONTAINERS, MAX_ELEMENTS, StateKeeper
 
 MAX_ATTRIBUTE_COPY = 1 << 24

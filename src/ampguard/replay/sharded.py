@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.record import BackwardCall, Event, Ref, RootCall
 from ampguard.numerics import is_finite
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.stretch import KeptStep, Stretch
+from ampguard.capture.sampling.stretch import KeptStep, Stretch
 from ampguard.errors import ReplayError
 from ampguard.replay.sandbox import neutral_thread
 from ampguard.replay.stretch_step import StepReplay

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
-from ampguard.capture.operands import held_by, leaves
+from ampguard.capture.events.operands import held_by, leaves
 from ampguard.capture.raised import is_refused, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Event, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.stretch import KeptStep, Update
+from ampguard.capture.sampling.stretch import KeptStep, Update
 from ampguard.errors import ChangedSinceError, ReplayError
 from ampguard.replay.arguments import Values, is_replayable
 from ampguard.replay.backward import Gradients

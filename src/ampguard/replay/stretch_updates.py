@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat, numerics
-from ampguard.capture.copies import distance, parameters_of
-from ampguard.capture.operands import leaves
+from ampguard.capture.events.operands import leaves
 from ampguard.capture.record import Ref
-from ampguard.capture.stretch import Stretch, Update
-from ampguard.capture.weights import norm_of
+from ampguard.capture.sampling.copies import distance, parameters_of
+from ampguard.capture.sampling.stretch import Stretch, Update
+from ampguard.capture.sampling.weights import norm_of
 from ampguard.errors import ReplayError
 
 SAME_NORM = 1e-4

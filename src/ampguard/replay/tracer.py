@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat, numerics
-from ampguard.capture.compiled_functions import CompiledFunction
+from ampguard.capture.compiled.functions import CompiledFunction
 from ampguard.capture.frames import user_line
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
-from ampguard.capture.surroundings import devices_in_use, is_autocast_on
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.surroundings import devices_in_use, is_autocast_on
+from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.replay.changed_nodes import ChangedNodes
 from ampguard.replay.module_calls import note_call
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.memory import available_bytes
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.trees import map_tensors
+from ampguard.capture.sampling.memory import available_bytes
 
 COPIES = 3
 """How often the whole weights have to fit into the memory that is left: the copy, and what a replay makes of it."""

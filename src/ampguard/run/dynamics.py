@@ -15,23 +15,23 @@ import torch
 from torch.optim import Optimizer
 
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.hand_updates import HandUpdates
-from ampguard.capture.keeper import StretchKeeper
-from ampguard.capture.later import NumbersLater
-from ampguard.capture.operands import held_by
+from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import Event, GlueOp, RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.vitals import StepVitals, Vitals
-from ampguard.capture.weights import WeightSample
-from ampguard.diagnose.casebook import Casebook
-from ampguard.diagnose.cases import Case
+from ampguard.capture.sampling.hand_updates import HandUpdates
+from ampguard.capture.sampling.keeper import StretchKeeper
+from ampguard.capture.sampling.later import NumbersLater
+from ampguard.capture.sampling.vitals import StepVitals, Vitals
+from ampguard.capture.sampling.weights import WeightSample
+from ampguard.diagnose.cases.case import Case
+from ampguard.diagnose.cases.casebook import Casebook
+from ampguard.diagnose.cases.skipped_by_script import SkippedByScript
 from ampguard.diagnose.dynamics import suspicion
 from ampguard.diagnose.dynamics.alarm import Alarm
 from ampguard.diagnose.dynamics.fits import is_rising
 from ampguard.diagnose.dynamics.situations import Situations
 from ampguard.diagnose.dynamics.stories import OF_LARGE_NUMBERS, Stories
 from ampguard.diagnose.dynamics.trajectory import Trajectory
-from ampguard.diagnose.skipped_by_script import SkippedByScript
 from ampguard.incident import Incident
 from ampguard.replay.activations import ActivationSampling, Peaks
 from ampguard.report.history import ActivationRow, EventRow, HistoryWriter, StepRow

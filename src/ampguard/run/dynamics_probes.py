@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.vitals import Vitals
+from ampguard.capture.sampling.keeper import StretchKeeper
+from ampguard.capture.sampling.vitals import Vitals
 
 
 class DynamicsProbes:

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.later import NumbersLater
 from ampguard.capture.ranks.by_hand import GRADIENT, Unwrapped, UnwrappedModels, equal_gradients
 from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.replicas import Replica, Replicas
 from ampguard.capture.record import RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.vitals import StepVitals
-from ampguard.diagnose.casebook import Casebook
+from ampguard.capture.sampling.later import NumbersLater
+from ampguard.capture.sampling.vitals import StepVitals
+from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.protocol.rank_divergence import Difference, rank_divergence
 from ampguard.incident import Incident
 from ampguard.run.dynamics import LearningDynamics

@@ -17,15 +17,15 @@ import torch
 from torch.optim import Optimizer
 
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.calls import CallProbes
 from ampguard.capture.frames import left_by
 from ampguard.capture.probes import Probes
+from ampguard.capture.protocol.probes import CallProbes
 from ampguard.capture.raised import is_about_numbers
 from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
-from ampguard.diagnose.casebook import Casebook
-from ampguard.diagnose.examiner import Examiner
+from ampguard.diagnose.cases.casebook import Casebook
+from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import RunFolderError, StopRun
 from ampguard.incident import Environment, Incident, Report, status_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.diagnose import trying
+from ampguard.diagnose.fixes import trying
 
 
 class Pooled(nn.Module):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ampguard.capture.events.operands import refs_of
 from ampguard.capture.flags import is_immediate
-from ampguard.capture.operands import refs_of
-from ampguard.capture.preprocessing import MOVES
+from ampguard.capture.glue.preprocessing import MOVES
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import is_finite

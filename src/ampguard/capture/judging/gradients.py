@@ -12,13 +12,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture import lineage
+from ampguard.capture.events import lineage
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import is_immediate
-from ampguard.capture.flat import members_for_buffers
 from ampguard.capture.judging.plain_leaves import PlainLeaves
 from ampguard.capture.judging.spoilt import SpoiltGradients
-from ampguard.capture.log import EventLog
 from ampguard.capture.record import BadResult, Ref, RootCall
+from ampguard.capture.sampling.flat import members_for_buffers
 from ampguard.capture.steps import StepCounter
 from ampguard.numerics import is_finite
 

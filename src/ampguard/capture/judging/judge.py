@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture import lineage
+from ampguard.capture.events import lineage
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_capturing
+from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.judging import figures, undifferentiated
 from ampguard.capture.judging.gradients import GradientJudge
 from ampguard.capture.judging.outputs import OutputJudge
 from ampguard.capture.judging.own_scale import OwnScale, factor_of
-from ampguard.capture.log import EventLog
 from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since
 from ampguard.capture.steps import StepCounter
-from ampguard.capture.told import tell_calls
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_immediate
-from ampguard.capture.log import EventLog
-from ampguard.capture.pace import Pace
 from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord
+from ampguard.capture.root_calls.pace import Pace
+from ampguard.capture.root_calls.trees import tensors_in
 from ampguard.capture.steps import StepCounter
-from ampguard.capture.trees import tensors_in
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 

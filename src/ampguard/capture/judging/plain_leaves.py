@@ -6,7 +6,7 @@ import weakref
 
 from torch import Tensor
 
-from ampguard.capture.operands import held_by
+from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import Event
 from ampguard.compat import version_of
 

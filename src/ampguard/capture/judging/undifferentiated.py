@@ -7,10 +7,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from ampguard.capture import lineage
+from ampguard.capture.events import lineage
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
-from ampguard.capture.log import EventLog
 from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import UNINITIALISED, is_finite
 

@@ -15,7 +15,7 @@ from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.probing.probe import Probe
 from ampguard.capture.ranks.collectives import POSTED, RESULTS, SENDS, Call
-from ampguard.capture.trees import tensors_in
+from ampguard.capture.root_calls.trees import tensors_in
 
 DIFFERENTIABLE = "torch.distributed.nn.functional"
 """PyTorch's module of collectives with a derivative: it calls them for the script."""

@@ -12,13 +12,13 @@ import torch
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.compiled_steps import recorded_as_called
+from ampguard.capture.compiled.reached import is_users
+from ampguard.capture.compiled.steps import recorded_as_called
+from ampguard.capture.glue.untaped import without_tape
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.aliases import names_of
 from ampguard.capture.probing.probe import Probe
-from ampguard.capture.reached import is_users
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.untaped import without_tape
 
 PACKAGE = __name__.partition(".")[0]
 

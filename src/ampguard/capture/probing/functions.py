@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampguard import compat
-from ampguard.capture.functions import checkpointed
+from ampguard.capture.glue.functions import checkpointed
 from ampguard.capture.probing.aliases import names_of_apply
 from ampguard.capture.probing.collectives import DIFFERENTIABLE
 from ampguard.capture.probing.probe import Probe

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampguard import compat
 from ampguard.capture.probing.probe import Probe
-from ampguard.capture.resting import RestingCalls
+from ampguard.capture.root_calls.resting import RestingCalls
 from ampguard.compat import in_functorch, tracing_state
 
 

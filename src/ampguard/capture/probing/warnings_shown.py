@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ampguard.capture.originals import is_our_file
+from ampguard.capture.glue.originals import is_our_file
 from ampguard.capture.probing.probe import Probe
 
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.events.written_weights import parameter_behind
 from ampguard.capture.protocol.foreach_averages import foreach_averages
 from ampguard.capture.protocol.hidden_averages import Seen, pairs, stands_still
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.remade_averages import remade_averages
 from ampguard.capture.protocol.scans import LOOKS
 from ampguard.capture.record import GlueOp, Held, Ref, StepRecord
-from ampguard.capture.weights import slice_of
-from ampguard.capture.written_weights import parameter_behind
+from ampguard.capture.sampling.weights import slice_of
 from ampguard.numerics import is_low_precision
 from ampguard.protocol.events import Breach
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.compiled_functions import hides_autocast
+from ampguard.capture.compiled.functions import hides_autocast
 from ampguard.capture.protocol.checkpoints import contents_of, spoiled
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.idle_scaler import IdleScalers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.weights import slice_of
+from ampguard.capture.sampling.weights import slice_of
 from ampguard.numerics import is_low_precision
 
 DEEPEST = 3

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.trees import tensors_in
+from ampguard.capture.root_calls.trees import tensors_in
 
 MAX_NODES = 96
 LARGEST_WINDOW = 1024

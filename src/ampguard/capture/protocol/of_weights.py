@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard import compat
-from ampguard.capture.operands import held_by, refs_of
+from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.record import GlueOp, Held, Line, Ref
 from ampguard.protocol.states import Stage

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.capture.copies import parameters_of
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol.moves import Frame, Moves
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.sampling.copies import parameters_of
 from ampguard.numerics import all_finite_on_cpu, is_finite
 from ampguard.protocol.events import Breach
 

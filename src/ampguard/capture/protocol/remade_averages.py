@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.operands import held_by, refs_of
+from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.record import BackwardCall, GlueOp, Held, Ref, RootCall, StepRecord
 from ampguard.numerics import is_low_precision
 

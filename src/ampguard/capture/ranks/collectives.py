@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.ranks.summed import SummedUp
-from ampguard.capture.trees import tensors_in
+from ampguard.capture.root_calls.trees import tensors_in
 
 MAX_COPY = 1 << 20
 """Elements up to which a result is copied. A larger one is held, and lost once the script writes to it."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 
 aten = torch.ops.aten
 

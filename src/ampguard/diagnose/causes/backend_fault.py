@@ -15,11 +15,11 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
-from ampguard.diagnose.compiled_fault import CompiledFault
-from ampguard.diagnose.compiled_search import Search
+from ampguard.diagnose.compiled.fault import CompiledFault
+from ampguard.diagnose.compiled.kernels import other_kernel
+from ampguard.diagnose.compiled.search import Search
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.kernels import other_kernel
 from ampguard.replay.compiled import InParts, Part
 from ampguard.replay.variants import Variant
 

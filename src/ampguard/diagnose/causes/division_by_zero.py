@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from ampguard import numerics
-from ampguard.diagnose import accused, ignored_targets, lineage, plain_divisor, rewrite, words
+from ampguard.diagnose import words
+from ampguard.diagnose.code import accused, rewrite
 from ampguard.diagnose.evidence import Evidence, Operand
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.lineage import LOOK_THROUGH
-from ampguard.diagnose.loss_of_nothing import WEIGHT, zero_weights
-from ampguard.diagnose.proposals import (
+from ampguard.diagnose.fixes import ignored_targets, plain_divisor
+from ampguard.diagnose.fixes.loss_of_nothing import WEIGHT, zero_weights
+from ampguard.diagnose.fixes.proposals import (
     OperandFix,
     changed_operand,
     clamp_fix,
@@ -28,7 +29,9 @@ from ampguard.diagnose.proposals import (
     precision_fixes,
     smallest_epsilon,
 )
-from ampguard.diagnose.under_root import under_the_root
+from ampguard.diagnose.fixes.under_root import under_the_root
+from ampguard.diagnose.locate import lineage
+from ampguard.diagnose.locate.lineage import LOOK_THROUGH
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 

@@ -17,13 +17,15 @@ import math
 from torch import Tensor
 
 from ampguard.capture.record import Ref, RootCall
-from ampguard.diagnose import lineage, stable, words
+from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_position
-from ampguard.diagnose.determinants import negative_determinant, singular_matrix
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.one_sample import left_out
-from ampguard.diagnose.proposals import clamp_fix, precision_fixes, spelled
+from ampguard.diagnose.fixes import stable
+from ampguard.diagnose.fixes.determinants import negative_determinant, singular_matrix
+from ampguard.diagnose.fixes.one_sample import left_out
+from ampguard.diagnose.fixes.proposals import clamp_fix, precision_fixes, spelled
+from ampguard.diagnose.locate import lineage
 from ampguard.replay.variants import Variant
 
 EDGE = 1e-6

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.diagnose import accused, lineage, loss_of_nothing, rewrite, source_code, words
+from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import guards, is_count
+from ampguard.diagnose.code import accused, rewrite
+from ampguard.diagnose.code import source as source_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
-from ampguard.diagnose.proposals import at_the_head, changed_result
+from ampguard.diagnose.fixes import loss_of_nothing
+from ampguard.diagnose.fixes.proposals import at_the_head, changed_result
+from ampguard.diagnose.locate import lineage
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
 ONE_ELEMENT = "takes the spread of one element"

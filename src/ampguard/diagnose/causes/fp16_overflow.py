@@ -11,13 +11,15 @@ Not this       a result that float32 cannot hold either: see overflow. A mask co
 
 from __future__ import annotations
 
-from ampguard.diagnose import lineage, stable, words
+from ampguard.diagnose import words
 from ampguard.diagnose.causes.mask_overflow import mask_constant
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, cause
-from ampguard.diagnose.proposals import precision_fixes, spelled
-from ampguard.diagnose.script_casts import casts
-from ampguard.diagnose.slicing import chain_from
+from ampguard.diagnose.fixes import stable
+from ampguard.diagnose.fixes.proposals import precision_fixes, spelled
+from ampguard.diagnose.fixes.script_casts import casts
+from ampguard.diagnose.locate import lineage
+from ampguard.diagnose.locate.slicing import chain_from
 from ampguard.numerics import largest
 from ampguard.replay.trace import bad_elements, traced
 

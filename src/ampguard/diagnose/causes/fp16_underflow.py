@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import torch
 
-from ampguard.diagnose import stable, words
+from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_of
-from ampguard.diagnose.contributions import contributing
-from ampguard.diagnose.eps_argument import larger_eps
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import clamp_fix, epsilon_fix, or_larger, precision_fixes, smallest_epsilon, spelled
+from ampguard.diagnose.fixes import stable
+from ampguard.diagnose.fixes.eps_argument import larger_eps
+from ampguard.diagnose.fixes.proposals import (
+    clamp_fix,
+    epsilon_fix,
+    or_larger,
+    precision_fixes,
+    smallest_epsilon,
+    spelled,
+)
+from ampguard.diagnose.locate.contributions import contributing
 
 
 @cause("fp16-underflow")

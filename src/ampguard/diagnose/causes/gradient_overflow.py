@@ -17,9 +17,9 @@ import torch
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.overflow import bounds
 from ampguard.diagnose.finding import Finding, cause, find_cause
+from ampguard.diagnose.fixes.proposals import precision_fixes, spelled
+from ampguard.diagnose.fixes.singular import operand_fixes
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.proposals import precision_fixes, spelled
-from ampguard.diagnose.singular import operand_fixes
 from ampguard.numerics import largest
 
 

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 
 from ampguard.capture.record import Held, Ref, RootCall
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import words
+from ampguard.diagnose.code import accused
+from ampguard.diagnose.code.rewrite import clamped_result, with_constant
+from ampguard.diagnose.code.source import line_of_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.named_arguments import named_leaves
-from ampguard.diagnose.one_sample import left_out
-from ampguard.diagnose.proposals import changed_result
-from ampguard.diagnose.rewrite import clamped_result, with_constant
-from ampguard.diagnose.source_code import line_of_code
+from ampguard.diagnose.fixes.one_sample import left_out
+from ampguard.diagnose.fixes.proposals import changed_result
+from ampguard.diagnose.givens.named_arguments import named_leaves
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import Variant
 

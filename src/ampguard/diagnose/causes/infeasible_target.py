@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import RootCall
-from ampguard.diagnose import accused, lineage, words
-from ampguard.diagnose.code_text import joined_lines, spliced
+from ampguard.diagnose import words
+from ampguard.diagnose.code import accused
+from ampguard.diagnose.code.source import called_name, line_of_code
+from ampguard.diagnose.code.text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import at_the_head
-from ampguard.diagnose.rows import logsumexps_of_empty_rows
-from ampguard.diagnose.source_code import called_name, line_of_code
+from ampguard.diagnose.fixes.proposals import at_the_head
+from ampguard.diagnose.locate import lineage
+from ampguard.diagnose.locate.rows import logsumexps_of_empty_rows
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variables import expression_of
 from ampguard.replay.variants import Variant

@@ -15,8 +15,8 @@ from ampguard import numerics
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
+from ampguard.diagnose.fixes.proposals import spelled
 from ampguard.diagnose.gradients import GradientEvidence, largest_finite_scale
-from ampguard.diagnose.proposals import spelled
 from ampguard.replay.variants import Variant
 
 

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import words
+from ampguard.diagnose.code import accused
+from ampguard.diagnose.code.rewrite import clamped_result, with_constant
+from ampguard.diagnose.code.source import line_of_code
 from ampguard.diagnose.evidence import Evidence, result_of
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import NamedTensor, all_buffers, buffer_behind
-from ampguard.diagnose.mask_code import clamped_cast
-from ampguard.diagnose.proposals import at_the_head, changed_result, precision_fixes
-from ampguard.diagnose.rewrite import clamped_result, with_constant
-from ampguard.diagnose.rows import empty_rows, is_masks_doing
-from ampguard.diagnose.source_code import line_of_code
+from ampguard.diagnose.fixes.mask_code import clamped_cast
+from ampguard.diagnose.fixes.proposals import at_the_head, changed_result, precision_fixes
+from ampguard.diagnose.givens.naming import NamedTensor, all_buffers, buffer_behind
+from ampguard.diagnose.locate.rows import empty_rows, is_masks_doing
 from ampguard.numerics import NEG_INF, dtype_name, fits, is_low_precision, largest
 from ampguard.replay.operators import flat_scalars
 from ampguard.replay.variants import Variant

@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard.diagnose import accused, lineage, mask_code, words
+from ampguard.diagnose import words
+from ampguard.diagnose.code import accused
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
-from ampguard.diagnose.one_sample import left_out
-from ampguard.diagnose.proposals import at_the_head, changed_operand
-from ampguard.diagnose.rows import empty_rows, keyless, logsumexps_of_empty_rows, masks_handed_in, true_means_kept
+from ampguard.diagnose.fixes import mask_code
+from ampguard.diagnose.fixes.one_sample import left_out
+from ampguard.diagnose.fixes.proposals import at_the_head, changed_operand
+from ampguard.diagnose.locate import lineage
+from ampguard.diagnose.locate.rows import (
+    empty_rows,
+    keyless,
+    logsumexps_of_empty_rows,
+    masks_handed_in,
+    true_means_kept,
+)
 from ampguard.replay.operators import flat_tensors
 from ampguard.replay.variants import Variant
 

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.record import GlueOp, Ref
-from ampguard.diagnose import data_code, words
+from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import CONSTANT, NamedTensor, describe_input, sent_by
-from ampguard.diagnose.loaded_data import made_by_loader
-from ampguard.diagnose.made_before import made_before
-from ampguard.diagnose.masked_data import masked_before, meeting_of
-from ampguard.diagnose.outside import Outside, made_outside
+from ampguard.diagnose.fixes import data_code
+from ampguard.diagnose.givens.loaded_data import made_by_loader
+from ampguard.diagnose.givens.made_before import made_before
+from ampguard.diagnose.givens.masked_data import masked_before, meeting_of
+from ampguard.diagnose.givens.naming import CONSTANT, NamedTensor, describe_input, sent_by
+from ampguard.diagnose.givens.outside import Outside, made_outside
 from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import CodePlace, Intervention, Variant

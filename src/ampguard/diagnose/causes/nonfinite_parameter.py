@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from ampguard import compat
-from ampguard.capture.operands import held_in
+from ampguard.capture.events.operands import held_in
 from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
 from ampguard.compat import version_of
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.givens import NamedTensor, describe_state, nonfinite_state, repaired_state
-from ampguard.diagnose.held_low import HeldLow, held_low
-from ampguard.diagnose.made_before import made_before
+from ampguard.diagnose.givens.held_low import HeldLow, held_low
+from ampguard.diagnose.givens.made_before import made_before
+from ampguard.diagnose.givens.naming import NamedTensor, describe_state, nonfinite_state, repaired_state
 from ampguard.incident import Location
 from ampguard.numerics import dtype_name, stats
 from ampguard.replay.variants import Variant

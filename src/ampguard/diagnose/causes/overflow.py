@@ -16,14 +16,15 @@ from dataclasses import replace
 
 import torch
 
-from ampguard.capture.trees import map_tensors
-from ampguard.diagnose import stable, words
+from ampguard.capture.root_calls.trees import map_tensors
+from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_of, divisor_position, guards
 from ampguard.diagnose.causes.domain_error import outside_domain
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.proposals import clamp_fix, spelled
-from ampguard.diagnose.slicing import Chain, Link
+from ampguard.diagnose.fixes import stable
+from ampguard.diagnose.fixes.proposals import clamp_fix, spelled
+from ampguard.diagnose.locate.slicing import Chain, Link
 from ampguard.numerics import NEG_INF, POS_INF, dtype_name, is_finite
 
 LARGEST_EXPONENT = {

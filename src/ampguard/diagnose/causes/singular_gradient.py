@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ampguard.diagnose import accused, words
+from ampguard.diagnose import words
+from ampguard.diagnose.code import accused
 from ampguard.diagnose.finding import Finding, cause
+from ampguard.diagnose.fixes.proposals import spelled
+from ampguard.diagnose.fixes.singular import operand_fixes, operand_value
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.proposals import spelled
-from ampguard.diagnose.rows import empty_rows
-from ampguard.diagnose.singular import operand_fixes, operand_value
-from ampguard.diagnose.slicing import Link
+from ampguard.diagnose.locate.rows import empty_rows
+from ampguard.diagnose.locate.slicing import Link
 from ampguard.replay.operators import flat_tensors
 
 

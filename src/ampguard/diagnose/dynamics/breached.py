@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ampguard.capture.weights import watchable
-from ampguard.diagnose.cases import Case
+from ampguard.capture.sampling.weights import watchable
+from ampguard.diagnose.cases.case import Case
 from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.growth import GREW_AT_ONCE, weight_norm_now
 from ampguard.diagnose.dynamics.proportion import last_before_it_moved, ordinary_norm

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.hand_updates import HandUpdate
-from ampguard.capture.preprocessing import only_moves
+from ampguard.capture.glue.preprocessing import only_moves
 from ampguard.capture.record import GlueOp, Held, Line, Ref
+from ampguard.capture.sampling.hand_updates import HandUpdate
 from ampguard.numerics import is_low_precision
 
 OVERWRITES = frozenset({"aten.copy_.default", "aten.zero_.default", "aten.fill_.Scalar", "aten.fill_.Tensor"})

@@ -10,7 +10,7 @@ Not this       values that outgrow float16 while the loss is healthy: see fp16-o
 
 from __future__ import annotations
 
-from ampguard.capture.weights import WeightSample, watchable
+from ampguard.capture.sampling.weights import WeightSample, watchable
 from ampguard.diagnose.dynamics.climb import RISEN, RISEN_STEEPLY, fall_from, rise_of
 from ampguard.diagnose.dynamics.diverged import told
 from ampguard.diagnose.dynamics.finding import Situation, cause

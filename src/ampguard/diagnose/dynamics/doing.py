@@ -11,7 +11,7 @@ import math
 import torch
 from torch.optim import Optimizer
 
-from ampguard.capture.weights import watchable
+from ampguard.capture.sampling.weights import watchable
 from ampguard.diagnose.dynamics.alone import update_alone
 from ampguard.diagnose.dynamics.trajectory import Trajectory, is_number
 

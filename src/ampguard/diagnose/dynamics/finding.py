@@ -14,8 +14,8 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.capture.hand_updates import HandUpdate
 from ampguard.capture.record import Line
+from ampguard.capture.sampling.hand_updates import HandUpdate
 from ampguard.diagnose.dynamics.remedies import Remedies
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident

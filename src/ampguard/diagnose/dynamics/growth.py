@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from torch.optim import Optimizer
 
-from ampguard.capture.copies import wide_norm
-from ampguard.capture.weights import WeightSample, watchable
+from ampguard.capture.sampling.copies import wide_norm
+from ampguard.capture.sampling.weights import WeightSample, watchable
 from ampguard.diagnose.dynamics.doing import could_have_moved
 from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.proportion import before_its_update, healthy_norm, is_near_zero, ordinary_norm

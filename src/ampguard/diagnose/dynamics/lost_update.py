@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampguard.capture.hand_updates import HandUpdate
 from ampguard.capture.record import Line
-from ampguard.capture.weights import LayerSample, watchable
+from ampguard.capture.sampling.hand_updates import HandUpdate
+from ampguard.capture.sampling.weights import LayerSample, watchable
 from ampguard.diagnose.dynamics.alone import update_alone
 from ampguard.diagnose.dynamics.by_hand import again_in_float32
 from ampguard.diagnose.dynamics.finding import Situation, cause

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard.capture.frames import is_user_code
-from ampguard.capture.weights import watchable
+from ampguard.capture.sampling.weights import watchable
 from ampguard.diagnose.dynamics.alone import Update, update_alone
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.protocol.owners import tensor_called

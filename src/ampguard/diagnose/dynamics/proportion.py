@@ -15,7 +15,7 @@ from statistics import median
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.capture.weights import WeightSample, watchable
+from ampguard.capture.sampling.weights import WeightSample, watchable
 from ampguard.diagnose.dynamics.trajectory import is_number
 
 NEAR_ZERO = 0.1

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from ampguard.capture.copies import wide_norm
+from ampguard.capture.sampling.copies import wide_norm
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.words import number
 from ampguard.errors import ReplayError

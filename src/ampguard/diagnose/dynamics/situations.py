@@ -10,11 +10,11 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.capture.hand_updates import HandUpdates
-from ampguard.capture.keeper import StretchKeeper
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.sampling.hand_updates import HandUpdates
+from ampguard.capture.sampling.keeper import StretchKeeper
 from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.dynamics.turns import diverging

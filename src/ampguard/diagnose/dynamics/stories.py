@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ampguard.diagnose.casebook import Casebook
-from ampguard.diagnose.cases import Case
+from ampguard.diagnose.cases.case import Case
+from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large, piled_up_behind
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS

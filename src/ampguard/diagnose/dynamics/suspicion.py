@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampguard.capture.weights import LayerSample, WeightSample
+from ampguard.capture.sampling.weights import LayerSample, WeightSample
 from ampguard.diagnose.dynamics.finding import Situation
 
 ZERO_SHARE = 0.3

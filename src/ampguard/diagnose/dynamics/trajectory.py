@@ -12,8 +12,8 @@ from typing import TypeGuard
 
 from torch.optim import Optimizer
 
-from ampguard.capture.vitals import StepVitals
-from ampguard.capture.weights import LayerSample, WeightSample
+from ampguard.capture.sampling.vitals import StepVitals
+from ampguard.capture.sampling.weights import LayerSample, WeightSample
 from ampguard.numerics import largest
 from ampguard.replay.activations import Peaks, Place
 

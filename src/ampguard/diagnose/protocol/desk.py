@@ -9,8 +9,8 @@ import msgspec
 
 from ampguard.capture.protocol.models import Models
 from ampguard.diagnose import protocol
-from ampguard.diagnose.casebook import Casebook
-from ampguard.diagnose.cases import Case
+from ampguard.diagnose.cases.case import Case
+from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.protocol.scene import MAX_NAMES, Scene, listed
 from ampguard.diagnose.protocol.telling import BREACH_RULES, incident_of
 from ampguard.incident import Incident

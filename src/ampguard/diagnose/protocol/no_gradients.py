@@ -11,7 +11,7 @@ Not this       the optimizer holds other tensors than the model: see stale-param
 
 from __future__ import annotations
 
-from ampguard.diagnose.cuts import DETACH, DISCRETE, NO_GRAD, Cut, in_words
+from ampguard.diagnose.locate.cuts import DETACH, DISCRETE, NO_GRAD, Cut, in_words
 from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 

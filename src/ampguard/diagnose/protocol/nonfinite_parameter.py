@@ -8,7 +8,7 @@ Not this       a number beside the weights (the best loss so far), which may be 
 
 from __future__ import annotations
 
-from ampguard.diagnose.bad_since import spoiled
+from ampguard.diagnose.cases.bad_since import spoiled
 from ampguard.diagnose.protocol.owners import common_module
 from ampguard.diagnose.protocol.scene import Scene, at, listed, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order

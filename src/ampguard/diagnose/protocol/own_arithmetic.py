@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.diagnose.code.rewrite import plus, with_changes
+from ampguard.diagnose.code.source import is_python_number, line_of_code
 from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach
-from ampguard.diagnose.rewrite import plus, with_changes
-from ampguard.diagnose.source_code import is_python_number, line_of_code
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix
 from ampguard.numerics import dtype_name, is_low_precision

@@ -15,7 +15,7 @@ from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.script_lines import framework_in
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
-from ampguard.diagnose.cuts import Cut, cuts
+from ampguard.diagnose.locate.cuts import Cut, cuts
 from ampguard.diagnose.protocol.owners import (
     common_module,
     parameter_names,

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
-from ampguard.diagnose.casebook import Casebook
-from ampguard.diagnose.examiner import Examiner
+from ampguard.diagnose.cases.casebook import Casebook
+from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Modes, Ref, RootCall
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.trees import map_tensors
+from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.engine.casting import is_castable
 from ampguard.errors import ReplayError
 from ampguard.replay.arguments import Values, fresh_copy_needed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.log import EventLog
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.numerics import is_finite
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampguard import compat
 from ampguard.capture.patches import Patches
-from ampguard.capture.surroundings import current_modes
+from ampguard.capture.root_calls.surroundings import current_modes
 from ampguard.engine.casting import tensors_in
 from ampguard.numerics import dtype_name, is_low_precision
 from ampguard.run.overrides.ledger import Ledger

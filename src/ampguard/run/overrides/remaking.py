@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.lineage import wanting_gradients
+from ampguard.capture.events.lineage import wanting_gradients
 from ampguard.capture.record import BadResult, Ref
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import ChangedSinceError, ReplayError

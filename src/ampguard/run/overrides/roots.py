@@ -14,7 +14,7 @@ from torch import nn
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.patches import Patches
-from ampguard.capture.surroundings import find_prefix
+from ampguard.capture.root_calls.surroundings import find_prefix
 from ampguard.engine.casting import cast_floats
 from ampguard.replay.names import module_names, parameters_under, paths_in_holders
 from ampguard.run.overrides.again import Again

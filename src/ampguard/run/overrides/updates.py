@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.hand_updates import HandMade
 from ampguard.capture.judging.own_scale import factor_of, is_usual_scale
 from ampguard.capture.patches import Patches
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.sampling.hand_updates import HandMade
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.all_ranks import carry_bad_losses
 from ampguard.run.overrides.cast_weights import CastWeights

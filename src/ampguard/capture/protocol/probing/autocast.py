@@ -12,7 +12,7 @@ import torch
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.surroundings import AUTOCAST_DEVICES
+from ampguard.capture.root_calls.surroundings import AUTOCAST_DEVICES
 
 
 class AutocastProbe:

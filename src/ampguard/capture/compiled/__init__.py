@@ -1,0 +1,1 @@
+"""Compiled functions and compiled training steps."""

@@ -1,0 +1,1 @@
+"""What runs outside every module: taped operator by operator, or call by call."""

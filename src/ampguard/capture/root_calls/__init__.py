@@ -1,0 +1,1 @@
+"""What is kept of a call of a module beside its arguments."""

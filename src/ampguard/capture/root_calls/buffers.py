@@ -1,0 +1,126 @@
+"""Buffers around a root call: their value from before it, and whether the call poisoned them.
+
+BatchNorm's running statistics take in the very forward pass that fails, so a replay needs them as they were. Only
+buffers that calls really change are copied; which those are, their version counters tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.record import SavedBuffer
+from ampguard.capture.root_calls.bymodule import ByModule
+from ampguard.compat import version_of
+from ampguard.numerics import all_finite_on_cpu, has_same_bits, is_finite
+
+FIRST_CALL_COPY = 1 << 16
+"""Elements up to which a buffer is copied before it is known whether calls in this mode change it."""
+
+RESCAN_CALLS = 256
+
+WIDE = (torch.float32, torch.float64)
+RANGED = 1 << 22
+"""Elements up to which the lowest value of a buffer is kept: a mask that is cast to another type later had it before."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)
+    changing: set[tuple[int, str]] = field(default_factory=set)
+    modes: set[bool] = field(default_factory=set)
+    """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
+    calls: int = 0
+
+
+class BufferWatch:
+    """Remembers, per root module, where its buffers hang and which of them its calls change."""
+
+    def __init__(self) -> None:
+        self._watched: ByModule[_Watched] = ByModule()
+        self._poisoned: set[tuple[int, str]] = set()
+        self._lowest: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def lowest_before(self, path: str, shape: torch.Size) -> float | None:
+        """The lowest value that a buffer of this name and shape had in float32. Waits for the device."""
+        known = (low for (name, size), low in self._lowest.items() if size == shape and f".{path}".endswith(f".{name}"))
+        low = next(known, None)
+        return float(low) if low is not None else None
+
+    def before_call(self, module: nn.Module, again: bool = False) -> list[SavedBuffer]:
+        """The buffers of `module` as they are now, with copies of those that its calls change.
+
+        `again`: find out anew which buffers it has.
+        """
+        watched = self._watched.get(module)
+        if watched is None:
+            watched = self._watched.put(module, _Watched())
+        if again or watched.calls % RESCAN_CALLS == 0:
+            watched.places = [
+                (compat.buffers_of(owner), name, f"{path}.{name}" if path else name)
+                for path, owner in compat.named_modules_of_user(module).values()
+                for name in compat.buffers_of(owner)
+            ]
+            self._keep_lowest(watched)
+        first = module.training not in watched.modes
+        watched.modes.add(module.training)
+        watched.calls += 1
+        saved = []
+        for owner, name, _ in watched.places:
+            tensor = owner.get(name)
+            if tensor is not None:
+                changes = (id(owner), name) in watched.changing
+                keep = changes or (first and tensor.numel() <= FIRST_CALL_COPY)
+                copy = tensor.detach().clone() if keep else None
+                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), copy))
+        return saved
+
+    def _keep_lowest(self, watched: _Watched) -> None:
+        for owner, name, path in watched.places:
+            tensor = owner.get(name)
+            if (
+                tensor is None
+                or tensor.dtype not in WIDE
+                or not 0 < tensor.numel() <= RANGED
+                or not compat.is_dense(tensor)
+            ):
+                continue  # (a mask is dense)
+            if (path, tensor.shape) not in self._lowest and compat.has_values(tensor):
+                with torch.no_grad(), compat.unseen():
+                    self._lowest[path, tensor.shape] = compat.local_part(tensor.detach()).amin()
+
+    def after_call(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[str, Tensor]]:
+        """Note which buffers the call changed; return those that it turned non-finite, for the first time."""
+        watched = self._watched.get(module)
+        if watched is None or not saved:
+            return []
+        changed: list[tuple[SavedBuffer, Tensor]] = []
+        for buffer in saved:
+            now = buffer.owner.get(buffer.name)
+            if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
+                buffer.copy = None  # unchanged: the live one serves, and holds no memory
+                continue
+            watched.changing.add((id(buffer.owner), buffer.name))
+            if now.is_floating_point() and now.device.type == "cpu":
+                changed.append((buffer, now))
+        if not changed or all_finite_on_cpu(now for _, now in changed):
+            return []
+        paths = {(id(owner), name): path for owner, name, path in watched.places}
+        poisoned = []
+        for buffer, now in changed:
+            key = (id(buffer.owner), buffer.name)
+            if key in self._poisoned or buffer.copy is None or not is_finite(buffer.copy) or is_finite(now):
+                continue
+            self._poisoned.add(key)
+            poisoned.append((paths.get(key, buffer.name), now))
+        return poisoned
+
+
+def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched) -> bool:
+    """BatchNorm's kernels write their running statistics without counting a version: compare values once, then know."""
+    if version_of(now) != buffer.version or (id(buffer.owner), buffer.name) in watched.changing:
+        return True
+    return buffer.copy is not None and not has_same_bits(now.detach(), buffer.copy)

@@ -1,0 +1,1 @@
+"""Which bad results become incidents: new ones, known ones, consequences of earlier ones."""

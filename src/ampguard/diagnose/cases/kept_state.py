@@ -1,0 +1,106 @@
+"""What a script keeps from step to step: a queue of keys, a centre, running figures. Did an earlier failure spoil it?
+
+Such a tensor hangs in no module. It was finite when a step failed, and what that step made of it goes into the next one:
+which fails too, where it reads it, and has nothing else to tell. A batch is not kept, and is bad by itself. So it is
+with buffers that the script writes: once it was told what has made the values bad, the calls that read them are no news.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampguard.capture.flags import is_immediate
+from ampguard.capture.record import BadResult, Event, GlueOp, Held, RootCall
+from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.root_calls.trees import tensors_in
+from ampguard.diagnose.cases.case import Case
+from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.givens.named_arguments import named_leaves
+from ampguard.numerics import is_finite
+
+MOST_EVENTS = 512
+"""Of the events of a step that failed the latest, whose operands are looked at."""
+
+LARGEST = 1 << 22
+"""Elements up to which they are."""
+
+Reading = tuple[str, int, Any, str]
+"""Where a tensor is read: the file, the line, what was called, and by which argument."""
+
+
+class KeptState:
+    """Knows what a step that failed had read while it was finite."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+        self._case: Case | None = None
+        self._finite: set[Reading] = set()
+        self._written: list[tuple[weakref.ref[Tensor], Case]] = []
+
+    def note_written(self, evidence: Evidence, case: Case) -> None:
+        """A failure begins where the script had computed what it then wrote to buffers: these."""
+        for root in evidence.bad.record.events:
+            if isinstance(root, RootCall) and root.is_rewritten:
+                buffers = dict(root.module.named_buffers())
+                self._written += [(weakref.ref(buffers[n]), case) for n in root.swapped_state if n in buffers]
+
+    def note(self, bad: BadResult, case: Case) -> None:
+        """A training step has failed, and that was told as `case`."""
+        if bad.mode != "train" or bad.kind not in ("loss", "gradient") or case.incident.severity == "info":
+            return
+        self._case = case
+        self._finite = {reading for reading, held in _read_in(bad.record.events) if is_finite(held.value.detach())}
+
+    def explains(self, cause: str, bad: BadResult, evidence: Evidence) -> bool:
+        """Whether what was given bad is the doing of a failure that was told; it is counted to that then."""
+        if cause == "nonfinite-parameter":
+            given = evidence.given_tensor
+            case = next((case for ref, case in self._written if ref() is given is not None), None)
+            if case is not None:
+                case.consequences += 1
+                case.last_step = bad.step
+            return case is not None
+        return cause == "nonfinite-input" and self._has_gone_bad(bad, evidence)
+
+    def _has_gone_bad(self, bad: BadResult, evidence: Evidence) -> bool:
+        """Whether bad data were finite in the failing step right before, and are no batch."""
+        case, given = self._case, evidence.given_tensor
+        if case is None or given is None or bad.step > case.last_step + 1 or self._is_of_a_batch(given):
+            return False
+        if not any(held.tensor is given and reading in self._finite for reading, held in _read_in(evidence.events())):
+            return False
+        case.consequences += 1
+        case.last_step = bad.step
+        return True
+
+    def _is_of_a_batch(self, given: Tensor) -> bool:
+        batches = self._recorder.preprocessing.batch_before, self._recorder.preprocessing.last_batch
+        live = [value for ref in _refs_in(batches) if (value := ref()) is not None]
+        return any(tensor is given for value in live for tensor in tensors_in(value))
+
+
+def _refs_in(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _refs_in(value)
+    elif isinstance(tree, weakref.ref):
+        yield tree
+
+
+def _read_in(events: list[Event]) -> Iterator[tuple[Reading, Held]]:
+    """The floating tensors that events outside modules, and calls of them, were given and that no event had made."""
+    for event in events[-MOST_EVENTS:]:
+        if not isinstance(event, (GlueOp, RootCall)) or event.line is None:
+            continue
+        what = event.func if isinstance(event, GlueOp) else type(event.module)
+        for name, held in named_leaves(event):
+            if not isinstance(held, Held) or isinstance(held.tensor, nn.Parameter) or not held.is_intact:
+                continue
+            if held.tensor.is_floating_point() and held.tensor.numel() <= LARGEST and is_immediate(held.tensor):
+                yield (event.line.code.co_filename, event.line.number, what, name), held

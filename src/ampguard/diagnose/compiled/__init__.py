@@ -1,0 +1,1 @@
+"""Failures of compiled code and of kernels: what differs from eager."""

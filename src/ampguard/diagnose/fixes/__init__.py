@@ -1,0 +1,1 @@
+"""Fixes: proposed, written as the script's own code, and tried on the failing step."""

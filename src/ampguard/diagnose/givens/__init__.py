@@ -1,0 +1,1 @@
+"""What a step was given, and where that came from."""

@@ -1,0 +1,22 @@
+"""Which events of a step are the model's: calls of modules with parameters; without any, operators that read a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ampguard.capture.events.operands import held_by
+from ampguard.capture.record import Event, RootCall
+
+
+def model_calls(events: Sequence[Event]) -> list[Event]:
+    """In their order. A model of plain tensors is what reads leaves that require gradients."""
+    calls: list[Event] = [event for event in events if has_parameters(event)]
+    return calls or [event for event in events if not isinstance(event, RootCall) and _reads_weight(event)]
+
+
+def has_parameters(event: Event) -> bool:
+    return isinstance(event, RootCall) and any(True for _ in event.module.parameters())
+
+
+def _reads_weight(event: Event) -> bool:
+    return any(held.tensor.requires_grad and held.tensor.is_leaf for held in held_by(event))

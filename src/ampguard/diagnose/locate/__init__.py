@@ -1,0 +1,1 @@
+"""Where a failure begins: back along the chain of bad values."""
