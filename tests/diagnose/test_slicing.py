@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampguard.diagnose.locate.slicing import Chain, chain_from
+from ampguard.diagnose.locate.chain import Chain
+from ampguard.diagnose.locate.slicing import chain_from
 from ampguard.replay.trace import MAX_ELEMENTS, Trace, bad_elements, traced
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import AS_IT_RAN

@@ -20,8 +20,8 @@ from ampguard.capture.events.operands import held_in, refs_in
 from ampguard.capture.record import BadResult, Event, GlueOp, Held, Line, Ref
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.givens.named_arguments import named_leaves
+from ampguard.diagnose.locate.chain import Chain, Given, Link
 from ampguard.diagnose.locate.contributions import contributing
-from ampguard.diagnose.locate.slicing import Chain, Given, Link
 from ampguard.incident import Fix
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
 from ampguard.replay.operators import facts_of

@@ -14,7 +14,8 @@ from ampguard.capture.record import BadResult
 from ampguard.diagnose.compiled.fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.locate import script_graph
-from ampguard.diagnose.locate.slicing import Chain, Link, chain_from
+from ampguard.diagnose.locate.chain import Chain, Link
+from ampguard.diagnose.locate.slicing import chain_from
 from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.errors import DoesNotRepeatError, ReplayError
 from ampguard.replay.outcome import Outcome

@@ -9,7 +9,7 @@ from ampguard.capture.record import Line, RootCall
 from ampguard.diagnose.code.source import whole_statement
 from ampguard.diagnose.code.text import without_comment
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.locate.slicing import Link
+from ampguard.diagnose.locate.chain import Link
 from ampguard.incident import Location
 from ampguard.numerics import KIND_NAMES, dtype_name
 from ampguard.replay.trace import TracedOp

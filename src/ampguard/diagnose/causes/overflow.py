@@ -24,7 +24,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import stable
 from ampguard.diagnose.fixes.proposals import clamp_fix, spelled
-from ampguard.diagnose.locate.slicing import Chain, Link
+from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.numerics import NEG_INF, POS_INF, dtype_name, is_finite
 
 LARGEST_EXPONENT = {

@@ -21,8 +21,8 @@ from ampguard.diagnose.finding import Finding, cause
 from ampguard.diagnose.fixes.proposals import spelled
 from ampguard.diagnose.fixes.singular import operand_fixes, operand_value
 from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.diagnose.locate.chain import Link
 from ampguard.diagnose.locate.rows import empty_rows
-from ampguard.diagnose.locate.slicing import Link
 from ampguard.replay.operators import flat_tensors
 
 

@@ -17,7 +17,7 @@ from ampguard.capture.record import BadResult, RootCall
 from ampguard.diagnose.compiled.search import Search, allowed_seconds, guilty_part
 from ampguard.diagnose.compiled.traced import operator_of, operators_in
 from ampguard.diagnose.evidence import Evidence
-from ampguard.diagnose.locate.slicing import Chain, Link
+from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.incident import Incident
 from ampguard.replay.compiled import AsCompiled, InParts, Part, Seen
 from ampguard.replay.compiled_graphs import CaughtGraph

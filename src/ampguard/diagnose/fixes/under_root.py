@@ -13,7 +13,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.fixes.proposals import epsilon_fix, smallest_epsilon
 from ampguard.diagnose.locate import lineage
-from ampguard.diagnose.locate.slicing import Chain, Link
+from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.replay.trace import TracedOp
 
 

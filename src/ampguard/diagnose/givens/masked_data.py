@@ -18,7 +18,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
 from ampguard.diagnose.gradients import GradientEvidence
-from ampguard.diagnose.locate.slicing import Chain, Link
+from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variants import CodePlace, Variant
 

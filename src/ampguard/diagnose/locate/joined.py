@@ -7,16 +7,13 @@ element, and ends at the doubling where that is one of the latter; the operator 
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ampguard.diagnose.locate.chain import Chain
 from ampguard.diagnose.locate.contributions import contributing, reached_by
 from ampguard.replay.trace import BadElements, Trace, TracedOp
-
-if TYPE_CHECKING:
-    from ampguard.diagnose.locate.slicing import Chain
 
 Place = tuple[TracedOp, int, int, int]
 """An operator, which of its results, which element of that, and of which kind it is."""

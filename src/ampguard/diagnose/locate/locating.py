@@ -15,8 +15,9 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.model_calls import model_calls
 from ampguard.diagnose.givens.naming import buffer_behind
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
+from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.diagnose.locate.rows import is_masks_doing
-from ampguard.diagnose.locate.slicing import COPIES, Chain, Link, at_the_data, chain_from
+from ampguard.diagnose.locate.slicing import COPIES, at_the_data, chain_from
 from ampguard.errors import ReplayError
 from ampguard.numerics import NEG_INF
 from ampguard.replay.outcome import Outcome

@@ -11,8 +11,8 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.locate import lineage
+from ampguard.diagnose.locate.chain import Link
 from ampguard.diagnose.locate.contributions import BY_SAMPLE, ROWS_AND_COLUMNS, contributing
-from ampguard.diagnose.locate.slicing import Link
 from ampguard.numerics import NEG_INF
 
 MAXIMA = frozenset({"amax", "max", "_softmax"})
