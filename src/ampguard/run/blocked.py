@@ -40,6 +40,7 @@ class BlockedWatcher:
         self._leaving = False
         self._read = self._wakeup = -1
         self._rests = threading.Event()
+        self._native_id = 0
 
     def install(self) -> None:
         """Begin to watch, unless somebody else is woken up by signals. To be called in the main thread."""
@@ -66,7 +67,8 @@ class BlockedWatcher:
         """The process is about to fork: Python tells of threads that are there then (3.12)."""
         if self._wakeup != -1:
             os.write(self._wakeup, NO_SIGNAL)
-            self._rests.wait(RESTS_WITHIN_S)
+            if self._rests.wait(RESTS_WITHIN_S):
+                _until_gone(self._native_id)
 
     def _go_on(self) -> None:
         """The process has forked, and this is the parent."""
@@ -89,6 +91,7 @@ class BlockedWatcher:
             time.sleep(0.05)
 
     def _watch(self, read: int) -> None:
+        self._native_id = threading.get_native_id()
         with contextlib.suppress(OSError):
             while numbers := os.read(read, 64):
                 if signal.SIGTERM in numbers and self._stands():
@@ -111,6 +114,14 @@ class BlockedWatcher:
         _thread.start_new_thread(leave, ())
         written.wait(WRITES_WITHIN_S)
         _die_by_sigterm()
+
+
+def _until_gone(thread: int) -> None:
+    """Wait until the system has no such thread any more, which is some microseconds after its last line of Python."""
+    for _ in range(50):
+        if not os.path.exists(f"/proc/self/task/{thread}"):
+            break
+        time.sleep(0.001)
 
 
 def _die_by_sigterm() -> None:
