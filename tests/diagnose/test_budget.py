@@ -14,7 +14,7 @@ from watching import Watched
 from ampguard import compat
 from ampguard.diagnose import budget
 from ampguard.diagnose.budget import Budget
-from ampguard.diagnose.cases.case import examiner
+from ampguard.diagnose.cases import examiner
 
 Guard = Callable[..., Watched]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from watching import Watched, seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.diagnose.cases.case import examiner, further
+from ampguard.diagnose.cases import examiner, further
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.locate import finding_place
 

@@ -14,7 +14,7 @@ from watching import Watched, seed_everything
 
 from ampguard.diagnose import budget
 from ampguard.diagnose.budget import Budget
-from ampguard.diagnose.cases.case import examiner
+from ampguard.diagnose.cases import examiner
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, find_cause
 from ampguard.diagnose.fixes.trying import tried, verified_fixes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from watching import Watched, seed_everything
 
 from ampguard.capture.record import BadResult
-from ampguard.diagnose.cases.case import examiner, further
+from ampguard.diagnose.cases import examiner, further
 from ampguard.diagnose.locate import finding_place
 
 Guard = Callable[..., Watched]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampguard.diagnose.cases.case import recurrence
+from ampguard.diagnose.cases import recurrence
 
 CALLS = 300
 

@@ -38,7 +38,7 @@ from ampguard.capture.root_calls.resting import RestingCalls
 from ampguard.capture.scaling import LossScaling
 from ampguard.capture.turns import Turns
 from ampguard.diagnose import causes, evidence, finding, investigate
-from ampguard.diagnose.cases.case import casebook, examiner
+from ampguard.diagnose.cases import casebook, examiner
 from ampguard.diagnose.finding import RULES
 from ampguard.diagnose.fixes import minimal, trying
 from ampguard.diagnose.locate import finding_place, locating
