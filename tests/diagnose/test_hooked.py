@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -58,7 +59,8 @@ def test_the_hook_is_named(hook: Callable[[Tensor], None], name: str, guard: Cal
     (incident,) = run.report.incidents
     assert (incident.step, incident.phase, incident.cause) == (BAD, "backward", "unexplained")
     assert incident.location is not None
-    assert incident.location.full_name == incident.evidence["hook"] == name
+    known = name if sys.version_info >= (3, 11) else name.rsplit(".", 1)[-1]
+    assert incident.location.full_name == incident.evidence["hook"] == known
     assert incident.evidence["parameters"] == {"nonfinite": ["aux.weight", "aux.bias"]}
     assert not run.faults
 
