@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ampguard.diagnose.code.source import Expression, LineOfCode, Source, called, plain_number
+from ampguard.diagnose.code.source import Expression, LineOfCode, Source, called, plain_number, shown
 from ampguard.diagnose.code.text import Edit, joined_lines, spliced
 
 PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
@@ -24,11 +24,8 @@ def with_changes(line: LineOfCode, changes: list[tuple[Expression, ast.expr]], c
     """The statement with the operands changed; the changed expressions alone where it spans several lines."""
     regions: dict[tuple[int, int], list[Edit]] = {}
     for expression, operand in changes:
-        statement = expression.statement
-        is_short = statement is not None and statement.lineno == statement.end_lineno
-        shown = statement if statement is not None and is_short else expression.node
         edits = change(line.source, operand, expression)
-        regions.setdefault(line.source.span(shown), []).extend(edits)
+        regions.setdefault(line.source.span(shown(expression.node, expression.statement)), []).extend(edits)
     return "; ".join(joined_lines(spliced(line.source.text, *span, edits)) for span, edits in regions.items())
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ampguard.capture.record import Line
-from ampguard.diagnose.code.text import joined_lines
+from ampguard.diagnose.code.text import Edit, joined_lines, spliced
 
 TORCH = frozenset({"torch", "F", "functional"})
 FOREIGN = frozenset({"np", "numpy", "math", "jnp", "scipy", "self", "cls"})
@@ -131,6 +131,19 @@ class LineOfCode:
         text = self.source.text.split(b"\n")[self.number - 1].lstrip()
         return text.startswith((b"def ", b"async def "))
 
+    def calls(self, is_such: Callable[[ast.Call], bool]) -> list[tuple[ast.Call, ast.stmt | None]]:
+        """Such calls as this line writes, each with the statement that it is a part of."""
+        return [
+            (node, statement)
+            for part, statement in self.parts
+            for node in ast.walk(part)
+            if isinstance(node, ast.Call) and is_such(node)
+        ]
+
+    def edited(self, node: ast.expr, statement: ast.stmt | None, edits: list[Edit]) -> str:
+        """The statement with these edits; the expression alone where its statement spans several lines."""
+        return joined_lines(spliced(self.source.text, *self.source.span(shown(node, statement)), edits))
+
     def expressions(
         self, operator: str, in_place: bool, symbols: dict[type[ast.operator], str] = SYMBOLS
     ) -> list[Expression]:
@@ -142,6 +155,12 @@ class LineOfCode:
             for e in _expressions(self.source, part, statement, True, symbols)
             if e.name in family and e.in_place == in_place and _line_that_runs(e.node) == self.number
         ]
+
+
+def shown(node: ast.expr | ast.stmt, statement: ast.stmt | None) -> ast.expr | ast.stmt:
+    """What a fix quotes for a changed expression: its statement, or the expression alone where that spans several lines."""
+    is_short = statement is not None and statement.lineno == statement.end_lineno
+    return statement if statement is not None and is_short else node
 
 
 def called(node: ast.AST) -> set[str]:

@@ -12,7 +12,6 @@ from ampguard.capture.record import Line
 from ampguard.diagnose.code.assigned import assigned_to
 from ampguard.diagnose.code.rewrite import PRIMARY
 from ampguard.diagnose.code.source import LineOfCode, Source, called_name, line_of_code, plain_number
-from ampguard.diagnose.code.text import joined_lines, spliced
 
 GUARDS = frozenset({"clamp", "clamp_min", "clip"})
 
@@ -20,19 +19,13 @@ GUARDS = frozenset({"clamp", "clamp_min", "clip"})
 def with_stable_form(line: Line | None, form: str) -> str | None:
     """The statement with a stable form (`torch.logsumexp(x, dim)`) in the place of its one logarithm."""
     code = line_of_code(line) if line is not None else None
-    parts = code.parts if code is not None else ()
-    logs = [(n, s) for p, s in parts for n in ast.walk(p) if _is_call(n, "log") and _touches(n, line)]
+    logs = code.calls(lambda n: _is_call(n, "log") and _touches(n, line)) if code is not None else []
     if code is None or len(logs) != 1:
         return None
-    (log, statement), source = logs[0], code.source
-    assert isinstance(log, ast.Call)
+    log, statement = logs[0]
     operand = _operand(code, log)
     written = _written(code, _meant(code, _without_guard(operand), log), form) if operand is not None else None
-    if written is None:
-        return None
-    is_short = statement is not None and statement.lineno == statement.end_lineno
-    shown = statement if statement is not None and is_short else log
-    return joined_lines(spliced(source.text, *source.span(shown), [(*source.span(log), written)]))
+    return code.edited(log, statement, [(*code.source.span(log), written)]) if written is not None else None
 
 
 def _meant(code: LineOfCode, inner: ast.expr, place: ast.expr) -> ast.expr:

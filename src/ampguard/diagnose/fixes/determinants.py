@@ -14,7 +14,6 @@ import torch
 from ampguard.diagnose import words
 from ampguard.diagnose.code import accused, rewrite
 from ampguard.diagnose.code.source import called_name, line_of_code
-from ampguard.diagnose.code.text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal
 from ampguard.diagnose.fixes.proposals import OperandFix
@@ -64,13 +63,10 @@ def negative_determinant(evidence: Evidence) -> Finding | None:
 def _with_slogdet(evidence: Evidence) -> str | None:
     """The statement with `slogdet` in place of its one `logdet`."""
     line = line_of_code(evidence.op.line) if evidence.op.line is not None else None
-    calls = [
-        (node, statement)
-        for part, statement in (line.parts if line is not None else ())
-        for node in ast.walk(part)
-        if isinstance(node, ast.Call) and called_name(node) == "logdet" and isinstance(node.func, ast.Attribute)
-    ]
-    if line is None or len(calls) != 1:
+    if line is None:
+        return None
+    calls = line.calls(lambda n: called_name(n) == "logdet" and isinstance(n.func, ast.Attribute))
+    if len(calls) != 1:
         return None
     (call, statement), source = calls[0], line.source
     assert isinstance(call.func, ast.Attribute)
@@ -78,10 +74,7 @@ def _with_slogdet(evidence: Evidence) -> str | None:
     given = call.args[0] if is_function and len(call.args) == 1 else call.func.value
     if len(call.args) != is_function or call.keywords:
         return None
-    is_short = statement is not None and statement.lineno == statement.end_lineno
-    shown = statement if statement is not None and is_short else call
-    edit = (*source.span(call), f"torch.linalg.slogdet({source.written(given)})[1]")
-    return joined_lines(spliced(source.text, *source.span(shown), [edit]))
+    return line.edited(call, statement, [(*source.span(call), f"torch.linalg.slogdet({source.written(given)})[1]")])
 
 
 def singular_matrix(evidence: Evidence) -> Finding | None:

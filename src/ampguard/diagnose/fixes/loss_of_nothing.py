@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ampguard.capture.record import RootCall
 from ampguard.diagnose.code import source as source_code
-from ampguard.diagnose.code.text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 
 CALLS = frozenset({"cross_entropy", "nll_loss"})
@@ -64,9 +63,7 @@ def _asked_first(evidence: Evidence) -> str | None:
         (start, start, "("),
         (end, end, f" if ({target} != {criterion}.ignore_index).any() else {scores}.sum() * 0)"),
     ]
-    is_short = statement is not None and statement.lineno == statement.end_lineno
-    shown: ast.expr | ast.stmt = statement if statement is not None and is_short else node
-    return joined_lines(spliced(source.text, *source.span(shown), edits))
+    return line.edited(node, statement, edits)
 
 
 def _is_a_criterion(evidence: Evidence) -> bool:
@@ -84,12 +81,7 @@ def averaged_by_hand(evidence: Evidence) -> str | None:
     line = source_code.line_of_code(evidence.op.line) if evidence.op.line is not None else None
     if line is None:
         return None
-    calls = [
-        (call, statement)
-        for part, statement in line.parts
-        for call in ast.walk(part)
-        if isinstance(call, ast.Call) and source_code.called_name(call) in CALLS
-    ]
+    calls = line.calls(lambda call: source_code.called_name(call) in CALLS)
     if len(calls) != 1:
         return None
     call, statement = calls[0]
@@ -105,6 +97,4 @@ def averaged_by_hand(evidence: Evidence) -> str | None:
         (end - 1, end - 1, ', reduction="sum"'),
         (end, end, f" / ({target} != {ignored}).sum().clamp(min=1))"),
     ]
-    is_short = statement is not None and statement.lineno == statement.end_lineno
-    shown: ast.expr | ast.stmt = statement if statement is not None and is_short else call
-    return joined_lines(spliced(source.text, *source.span(shown), edits))
+    return line.edited(call, statement, edits)

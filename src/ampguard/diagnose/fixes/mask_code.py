@@ -14,7 +14,7 @@ from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import Line
 from ampguard.diagnose import words
 from ampguard.diagnose.code.rewrite import PRIMARY, unused_name, with_constant
-from ampguard.diagnose.code.source import LineOfCode, called, called_name, line_of_code
+from ampguard.diagnose.code.source import LineOfCode, called, called_name, line_of_code, shown
 from ampguard.diagnose.code.text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Proposal
@@ -94,19 +94,12 @@ def clamped_cast(evidence: Evidence, bound: str) -> str | None:
     """`scores + mask.to(scores.dtype).clamp(min=...)`, where the accused operator is the one cast that its line writes."""
     op = evidence.op
     line = line_of_code(op.line) if op.short_name == "_to_copy" and op.line is not None else None
-    found = [
-        (node, statement)
-        for part, statement in (line.parts if line is not None else ())
-        for node in ast.walk(part)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS
-    ]
+    found = line.calls(lambda n: isinstance(n.func, ast.Attribute) and n.func.attr in CASTS) if line is not None else []
     if line is None or len(found) != 1:
         return None
     node, statement = found[0]
     end = line.source.span(node)[1]
-    is_short = statement is not None and statement.lineno == statement.end_lineno
-    shown: ast.stmt | ast.expr = statement if statement is not None and is_short else node
-    return joined_lines(spliced(line.source.text, *line.source.span(shown), [(end, end, f".clamp({bound})")]))
+    return line.edited(node, statement, [(end, end, f".clamp({bound})")])
 
 
 def masking_operator(evidence: Evidence) -> TracedOp | None:
@@ -162,14 +155,16 @@ def _condition(line: LineOfCode, operator: str) -> tuple[ast.stmt | ast.expr, as
     if found is None:
         return None
     call, statement = found
-    is_short = statement is not None and statement.lineno == statement.end_lineno
-    shown = statement if statement is not None and is_short else call
     function = call.func
     is_function = not isinstance(function, ast.Attribute) or _is_of_torch(line, function.value)
     at = 1 if operator == "masked_fill" and is_function else 0
     named = {k.arg: k.value for k in call.keywords}
     condition = call.args[at] if at < len(call.args) else named.get("mask", named.get("condition"))
-    return (shown, condition) if condition is not None and not isinstance(condition, ast.Starred) else None
+    return (
+        (shown(call, statement), condition)
+        if condition is not None and not isinstance(condition, ast.Starred)
+        else None
+    )
 
 
 def _index(line: LineOfCode) -> tuple[ast.Assign, ast.expr] | None:
