@@ -74,9 +74,8 @@ def _put_around(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
 def _only_child(module: nn.Module) -> nn.Module | None:
     """The one module in a library's module that has no weights of its own."""
     children = [child for child in compat.children_of(module).values() if child is not None]
-    code = getattr(
-        inspect.getattr_static(type(module), "forward", None), "__code__", None
-    )  # a ScriptModule's cannot be asked
+    forward = inspect.getattr_static(type(module), "forward", None)  # (a ScriptModule's cannot be asked)
+    code = getattr(forward, "__code__", None)
     if len(children) != 1 or isinstance(module, (CompiledFunction, *HOLDERS)) or code is None or is_script_code(code):
         return None
     return None if compat.parameters_of(module) or compat.buffers_of(module) else children[0]

@@ -179,10 +179,8 @@ class Habits:
         moves, lost, at_steps, taken = known
         now_taken = watch.taken
         stepping = self._moves.stepping
-        if (
-            stepping is not None and stepping[1] is watch
-        ):  # from a hook of its optimizer, which a skipped step does not run
-            return
+        if stepping is not None and stepping[1] is watch:
+            return  # it moves in a hook of its optimizer, which a skipped step does not run
         is_lost = watch.was_skipped and at_steps >= 0 and now_taken == taken and watch.steps > at_steps
         is_lost = is_lost or (at_steps < 0 and watch.was_skipped and now_taken == 0)
         self._schedulers[id(scheduler)] = known = [moves + 1, lost + is_lost, watch.steps, now_taken]

@@ -40,8 +40,8 @@ class Norms:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
 
-    def measured(self, gradients: Any, clips: bool, frame: FrameType | None) -> None:
-        """The norm of some gradients was computed, or they were clipped."""
+    def measured(self, gradients: Any, clips: bool, frame: FrameType | None, norm_is_given: bool = False) -> None:
+        """The norm of some gradients was computed, or they were clipped, perhaps by one that was computed before."""
         moves = self._moves
         divided = moves.stepping[1] if moves.stepping is not None and moves.unscaled_inside else None
         for watch in self.whose(gradients):
@@ -50,6 +50,8 @@ class Norms:
             if watch.divides_by_hand or moves.close.is_divided(watch):
                 continue  # the scale is out of them, though it may not have been seen this time
             breaches, step = moves.machine.feed(Read(watch, script_line(frame), clips)), moves.recorder.steps.count
+            for breach in breaches:
+                breach.facts["norm_is_given"] = norm_is_given
             if clips and breaches and moves.stepping is None:
                 moves.clipped.hold(watch, breaches, step)  # no harm comes of it before they are used
             else:

@@ -9,6 +9,7 @@ import linecache
 import os
 import re
 import site
+from collections.abc import Collection
 from types import CodeType, FrameType
 
 from ampguard.capture.frames import is_user_code
@@ -62,7 +63,7 @@ def framework_in(frame: FrameType | None) -> str | None:
     if frame is None or is_script_code(frame.f_code):
         return None
     found = FRAMEWORKS.get(_package(frame))
-    if found == "accelerate" and _is_below_trainer(frame):
+    if found == "accelerate" and module_around(frame, ("transformers.trainer",)) is not None:
         return "trainer"
     return "fabric" if found == "lightning" and ".fabric." in f"{frame.f_globals.get('__name__')}." else found
 
@@ -72,12 +73,15 @@ def _package(frame: FrameType | None) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] if frame is not None else ""
 
 
-def _is_below_trainer(frame: FrameType | None) -> bool:
+def module_around(frame: FrameType | None, modules: Collection[str]) -> str | None:
+    """The first of these modules and packages whose code is running, from `frame` on outwards."""
     while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.trainer":
-            return True
+        name = f"{frame.f_globals.get('__name__', '')}."
+        found = next((module for module in modules if name.startswith(f"{module}.")), None)
+        if found is not None:
+            return found
         frame = frame.f_back
-    return False
+    return None
 
 
 def script_line(frame: FrameType | None) -> Line | None:

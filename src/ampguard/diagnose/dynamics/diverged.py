@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 import msgspec
 
+from ampguard.capture.protocol.script_lines import module_around
 from ampguard.diagnose.dynamics.climb import Rise, thin
 from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.proportion import usual_ratio
@@ -119,14 +119,8 @@ def borne_rate(trajectory: Trajectory, began: int, now: float) -> tuple[int, flo
 
 def _clip_by_loop(limit: float) -> str | None:
     """How the framework clips whose loop is running; None in a loop of the script's own."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        how = next((how for loop, how in LOOPS_THAT_CLIP.items() if name.startswith(loop)), None)
-        if how is not None:
-            return how.format(limit=f"{limit:g}")
-        frame = frame.f_back
-    return None
+    loop = module_around(sys._getframe(), LOOPS_THAT_CLIP)
+    return LOOPS_THAT_CLIP[loop].format(limit=f"{limit:g}") if loop is not None else None
 
 
 def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[Fix, ...]:

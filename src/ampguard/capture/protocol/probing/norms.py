@@ -58,7 +58,7 @@ class NormProbe:
             if witness.window.is_open and not torch.compiler.is_compiling():
                 parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
                 if witness.window.is_scaled(total_norm):
-                    witness.guarded(self._clipped, parameters, float(max_norm), sys._getframe(1))
+                    witness.guarded(self._clipped, parameters, float(max_norm), sys._getframe(1), True)
             return original(parameters, max_norm, total_norm, *args, **kwargs)
 
         return clip
@@ -120,10 +120,10 @@ class NormProbe:
 
         return watch
 
-    def _clipped(self, tensors: Any, at_most: float, frame: Frame) -> None:
+    def _clipped(self, tensors: Any, at_most: float, frame: Frame, norm_is_given: bool = False) -> None:
         moves, window = self._witness.moves, self._witness.window
         if not moves.scale_was_read and not window.limit_knows_scale(at_most):
-            moves.norms.measured(tensors, True, frame)
+            moves.norms.measured(tensors, True, frame, norm_is_given)
         if window.is_open:
             window.close(tell=False)
 
