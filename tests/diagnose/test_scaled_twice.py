@@ -57,15 +57,16 @@ def cached_representations(engine: Engine) -> None:
         engine.backward((engine.encode(part) * gradient).sum())
 
 
+def train(iteration: Callable[[Engine], None]) -> None:
+    engine = Engine()
+    for _ in range(5):
+        iteration(engine)
+        engine.step()
+
+
 @pytest.mark.parametrize("iteration", [helper_and_caller, weighted_in_between, cached_representations])
 def test_scaled_twice(iteration: Callable[[Engine], None], guard: Guard) -> None:
-    def body() -> None:
-        engine = Engine()
-        for _ in range(5):
-            iteration(engine)
-            engine.step()
-
-    run = guard(body)
+    run = guard(lambda: train(iteration))
 
     assert run.faults == 0, run.stderr
     (incident,) = [i for i in run.report.incidents if i.severity != "info"]
@@ -95,11 +96,5 @@ def taken_back(engine: Engine) -> None:
 
 @pytest.mark.parametrize("iteration", [two_losses, weights_of_samples, taken_back])
 def test_scaled_once_is_silent(iteration: Callable[[Engine], None], guard: Guard) -> None:
-    def body() -> None:
-        engine = Engine()
-        for _ in range(5):
-            iteration(engine)
-            engine.step()
-
-    run = guard(body)
+    run = guard(lambda: train(iteration))
     assert (run.faults, [i.cause for i in run.report.incidents if i.severity != "info"]) == (0, []), run.stderr
