@@ -131,7 +131,7 @@ class First(nn.Module):
 def runs(model: nn.Module, x: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether this processor can do it at all."""
     try:
-        with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             model(x)
     except RuntimeError:
         return False

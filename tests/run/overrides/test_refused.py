@@ -24,6 +24,7 @@ class Tagger(nn.Module):
 
 
 def raises(kind: type[nn.RNNBase], dtype: torch.dtype) -> bool:
+    """Whether this processor cannot train such a layer under autocast."""
     try:
         with torch.autocast("cpu", dtype=dtype):
             kind(2, 2)(torch.zeros(1, 1, 2))

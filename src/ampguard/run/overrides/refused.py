@@ -17,11 +17,15 @@ RECURRENT: tuple[Recurrent, ...] = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 def refuses(kind: Recurrent, device: str, dtype: torch.dtype, regions: Regions) -> bool:
-    """Whether a small module of this kind raises under autocast in `dtype`. Leaves random streams as they were."""
+    """Whether a small module of this kind raises under autocast in `dtype`. Leaves random streams as they were.
+
+    It is tried with gradients and without: a processor may have an LSTM in float16 for one of them only.
+    """
     state = torch.get_rng_state()
     try:
-        with compat.unseen(), torch.no_grad(), regions.around(regions.make(device, dtype)):
-            kind(2, 2).to(device).forward(torch.zeros(1, 1, 2, device=device))
+        for has_grad in (True, False):
+            with compat.unseen(), torch.set_grad_enabled(has_grad), regions.around(regions.make(device, dtype)):
+                kind(2, 2).to(device).forward(torch.zeros(1, 1, 2, device=device))
     except RuntimeError:
         return True
     finally:
