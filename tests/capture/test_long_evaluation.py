@@ -28,9 +28,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     forget = EventLog.forget_finished
 
-    def forgetting(self: EventLog, keep_all: bool) -> bool:
+    def forgetting(self: EventLog, keep_all: bool, is_grad_enabled: bool) -> bool:
         found.append(self.size)
-        return forget(self, keep_all)
+        return forget(self, keep_all, is_grad_enabled)
 
     monkeypatch.setattr(EventLog, "forget_finished", forgetting)
     return found

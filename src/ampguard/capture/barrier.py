@@ -19,7 +19,7 @@ T = TypeVar("T")
 class OwnMode(Protocol):
     """A mode of the guard's own that steps aside for what the guard computes itself."""
 
-    def step_aside(self) -> bool: ...
+    def step_aside(self, depth: int) -> bool: ...
     def come_back(self) -> None: ...
 
 
@@ -43,24 +43,37 @@ class FaultBarrier:
         if self.tripped:
             return None
         try:
-            if (not function_modes_on() and dispatch_modes_on() <= self.own_modes) or self.is_hiding:
+            depth = function_modes_on()
+            if (not depth and dispatch_modes_on() <= self.own_modes) or self.is_hiding:
                 return function(*args)
+            calls = self.calls
+            if calls is not None and calls.step_aside(depth):
+                try:
+                    if depth == 1 and dispatch_modes_on() <= self.own_modes:
+                        return function(*args)
+                    return self.call(function, *args)
+                finally:
+                    calls.come_back()
             if self.before_hiding is not None:
                 self.before_hiding()
                 if not self.is_observed():
                     return function(*args)
-            calls = self.calls
-            if calls is not None and calls.step_aside():
-                try:
-                    return self.call(function, *args)
-                finally:
-                    calls.come_back()
             self.is_hiding = True
             try:
                 with compat.unseen():
                     return function(*args)
             finally:
                 self.is_hiding = False
+        except Exception as fault:
+            self.trip(fault)
+            return None
+
+    def note(self, function: Callable[..., T], *args: Any) -> T | None:
+        """The same for what asks no tensor for anything, and so needs no hiding: at half the cost."""
+        if self.tripped:
+            return None
+        try:
+            return function(*args)
         except Exception as fault:
             self.trip(fault)
             return None

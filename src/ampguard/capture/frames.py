@@ -39,8 +39,11 @@ _WRAPPERS = tuple(
 """Where a framework passes the call of a model along that it has wrapped: the line that it is about stands further out."""
 
 MAX_LINES = 1 << 14
+MAX_FILES = 1 << 12
 _has_lines: dict[int, tuple[bool, CodeType]] = {}
 """Whether a code's lines are shown, by identity, as in the next one."""
+_hidden_files: set[str] = set()
+"""Files none of whose code is the user's: a name is found at once, where a code's identity has to be asked for."""
 _is_user: dict[int, tuple[bool, CodeType]] = {}
 """By identity: to hash a code object is to hash all of its code. The object is kept, so that its identity stays its own."""
 
@@ -64,7 +67,10 @@ def is_user_code(code: CodeType) -> bool:
     """Whether a frame of this code may be shown as the user's line (their script or a library such as transformers)."""
     known = _is_user.get(id(code))
     if known is None:
-        is_user = code.co_name not in _HANDLERS and is_user_file(code.co_filename)
+        is_users_file = is_user_file(code.co_filename)
+        if not is_users_file and len(_hidden_files) < MAX_FILES:
+            _hidden_files.add(code.co_filename)
+        is_user = is_users_file and code.co_name not in _HANDLERS
         known = _is_user[id(code)] = (is_user, code)
     return known[0]
 
@@ -79,7 +85,7 @@ def _shows_lines(code: CodeType) -> bool:
 def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> Line | None:
     """The user's line above `frame` (default: the caller); None where there is none, or none below a frame of `stop`."""
     current = frame if frame is not None else sys._getframe(1)
-    if stop is None and current is not None:
+    if stop is None and current is not None and current.f_code.co_filename not in _hidden_files:
         line = _lines.get((id(current.f_code), current.f_lasti))
         if line is not None:
             return line
@@ -88,6 +94,9 @@ def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> L
         code = current.f_code
         if code is stop:
             return None
+        if code.co_filename in _hidden_files:
+            current = current.f_back  # type: ignore[assignment]
+            continue
         known = known_codes.get(id(code))
         if known[0] if known is not None else _shows_lines(code):
             key = (id(code), current.f_lasti)
@@ -104,7 +113,7 @@ def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> L
 def user_frame(frame: FrameType) -> FrameType:
     """The innermost frame of user code from `frame` on outwards; `frame` itself where there is none."""
     current: FrameType | None = frame
-    while current is not None and not is_user_code(current.f_code):
+    while current is not None and (current.f_code.co_filename in _hidden_files or not is_user_code(current.f_code)):
         current = current.f_back
     return current if current is not None else frame
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.record import Ref
 
@@ -79,7 +80,8 @@ def watching(recorder: Any, hooks: TensorHooks) -> Callable[[Callable[..., Any]]
         @functools.wraps(original)
         def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
             calls = recorder.tape.calls
-            is_aside = recorder.tape.is_on_stack and calls.step_aside()  # PyTorch would hand it this very function
+            # (PyTorch would hand it this very function.)
+            is_aside = recorder.tape.is_on_stack and calls.step_aside(compat.function_modes_on())
             try:
                 handle = original(self, hook)
             finally:

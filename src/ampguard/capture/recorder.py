@@ -151,9 +151,10 @@ class FlightRecorder:
             self.before_training.keep_from(self.log)
         self._has_root = self.turns.has_begun = True
         log = self.log
-        if self.between_steps and (len(log.written) or not self.steps.count & FEW_STEPS):
+        if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
             self._look_at_written()
-        if not torch.is_grad_enabled():
+        modes = current_modes()
+        if not modes.grad:
             self.pace.count(self.steps.backwards)
             self.pace.enter(log.kept)
         if log.has_open_events or self.judge.has_open_questions:
@@ -162,7 +163,8 @@ class FlightRecorder:
             self.listener.on_forward()
         if log.ahead.is_learning and log.finds_prepared_ahead((args, kwargs)):
             self.schedule.prefix_was(used=True)
-        self._forget_finished()
+        if log.forget_finished(bool(self.judge.suspects), modes.grad):
+            self.judge.forget_judged()
         frame = sys._getframe(2)
         index = log.next_index
         log.next_index = index + 1
@@ -171,7 +173,6 @@ class FlightRecorder:
         else:
             args = with_objects(map_tensors(args, log.named_argument), log.named_argument)
         kwargs = with_objects(map_tensors(kwargs, log.named_argument), log.named_argument) if kwargs else {}
-        modes = current_modes()
         if modes.grad:
             self.is_amid_training = True
             if self.pace.is_open:
@@ -243,16 +244,12 @@ class FlightRecorder:
     def _look_at_written(self) -> None:
         """A step begins, and the script has written to weights since the last one, or may have made averages of them."""
         self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
-        if not len(self.log.written):
+        if not self.log.written.writes:
             return
         self.schedule.kept_for_weights(self.log.size_of_iteration)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
             self.judge.gradients.written_weights_are_bad(bad)
-
-    def _forget_finished(self) -> None:
-        if self.log.forget_finished(keep_all=bool(self.judge.suspects)):
-            self.judge.forget_judged()
 
     def root_raised(self, root: RootCall, error: BaseException) -> None:
         """A module raised."""
@@ -334,10 +331,11 @@ class FlightRecorder:
             elif self.gradients.remade.are_used or self.steps.count < FIRST_STEPS:
                 self.resume_tape()
             return
-        if self.steps.counts_backwards and not self.counting:
-            self.gradients.used_by_hand()
-        if self.steps.differentiated():
-            self._end_iteration()
+        if self.steps.counts_backwards:
+            if not self.counting:
+                self.gradients.used_by_hand()
+            self.steps.differentiated()
+            self._end_iteration(hangs_together=True)
             self.log.iteration_start = before  # perhaps two backward passes make one step
             self.log.forget_before(before)  # each update starts from the last one's weights
             self.resume_tape()
@@ -397,14 +395,15 @@ class FlightRecorder:
             self.judge.read_flags(wait=True)
         self._in_update = None
         if self.steps.attempted(optimizer, skipped):
-            self._end_iteration()
+            self._end_iteration(hangs_together=False)
 
     @property
     def is_in_closure(self) -> bool:
         """Whether an optimizer is in the middle of a step, and has called its closure."""
         return self._in_update is not None
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, hangs_together: bool) -> None:
+        """`hangs_together`: there is no optimizer, and a backward pass stands for its step."""
         now = time.perf_counter()
         seconds = now - self._step_started
         self._step_started = now
@@ -412,7 +411,6 @@ class FlightRecorder:
         self.between_steps = True
         self.is_amid_training = False
         self.preprocessing.backwards_before = self.steps.backwards
-        hangs_together = self.steps.counts_backwards
         if hangs_together:
             self.schedule.prefix_was(used=False)  # the tape is on all the time
         elif self.schedule.wonders(self.steps.count):
@@ -428,8 +426,12 @@ class FlightRecorder:
             self.live.begin_step()
         self.listener.on_step(self.steps.count)
         self.log.iteration_ended(is_all=not hangs_together)
-        if self.schedule.is_functional and not hangs_together:
-            self._forget_finished()
+        if (
+            self.schedule.is_functional
+            and not hangs_together
+            and self.log.forget_finished(bool(self.judge.suspects), torch.is_grad_enabled())
+        ):
+            self.judge.forget_judged()
 
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""

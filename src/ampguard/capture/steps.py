@@ -67,6 +67,8 @@ class StepCounter:
     @property
     def counts_backwards(self) -> bool:
         """Whether a backward pass stands for a step: no optimizer is known."""
+        if self._only is not None and self._only() is not None:
+            return False
         return not (self._ever or self._created)
 
     @property

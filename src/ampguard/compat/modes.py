@@ -111,7 +111,9 @@ def is_compiling() -> bool:
 
     PyTorch 2.11 does not call the second compiling; its tensors have no values then.
     """
-    return torch.compiler.is_compiling() or (_mode_of_kind is not None and any(map(_mode_of_kind, _TRACING)))
+    return torch.compiler.is_compiling() or (
+        _mode_of_kind is not None and dispatch_modes_on() > 0 and any(map(_mode_of_kind, _TRACING))
+    )
 
 
 def is_tracing() -> bool:
@@ -237,16 +239,43 @@ class FunctionMode(TorchFunctionMode):
 
     is_available = _push_function is not None and _pop_function is not None and _top_function is not None
 
-    @property
-    def is_innermost(self) -> bool:
-        """Whether this is the mode that would see a call."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._aside = False
+
+    def step_aside(self, depth: int) -> bool:
+        """Let what the guard itself computes pass unseen; whether this was the innermost of the thread's modes, which are
+        `depth`, and is to come back."""
+        if not depth or function_mode_at(depth - 1) is not self:
+            return False
+        pop_function_mode()
+        self._aside = True
+        return True
+
+    def come_back(self) -> None:
+        """Be on the stack again, if nobody has taken it off in the meantime."""
+        if self._aside:
+            self._aside = False
+            push_function_mode(self)
+
+    def take_off(self) -> bool:
+        """Leave the stack; False where something is on top (or a call is running, after which PyTorch puts it back)."""
+        if self._aside:
+            self._aside = False
+            return True
         depth = function_modes_on()
-        return depth > 0 and _top_function is not None and _top_function(depth - 1) is self
+        if not depth or function_mode_at(depth - 1) is not self:
+            return False
+        pop_function_mode()
+        return True
 
 
 def _nothing(*_: Any) -> None:
     return None
 
+
+function_mode_at: Callable[[int], Any] = _top_function or _nothing
+"""The function mode at a place of the thread's stack, 0 being the outermost."""
 
 push_function_mode: Callable[[FunctionMode], Any] = _push_function or _nothing
 """Make a mode the innermost of the thread."""

@@ -39,7 +39,8 @@ class ForgettingLog(KeptEvents):
         ahead.iteration_ended(self.iteration_start, self.record.events if ahead.is_usual or ahead.is_learning else ())
         self.iteration_start = self.next_index
         self.evaluation.clear()
-        self.written.clear()
+        if self.written.writes:
+            self.written.writes.clear()
         self._holders.clear()
         if not is_all:
             return
@@ -68,7 +69,7 @@ class ForgettingLog(KeptEvents):
         self.producers = Producers()
         self._holders.clear()
 
-    def forget_finished(self, keep_all: bool) -> bool:
+    def forget_finished(self, keep_all: bool, is_grad_enabled: bool) -> bool:
         """Drop the events before the last backward, and dead ones of a loop that never differentiates.
 
         Kept are events whose results are still in use (a GAN's fake image, an output of which a second loss is made),
@@ -78,7 +79,6 @@ class ForgettingLog(KeptEvents):
         events = self._record.events
         if self.arguments.waiting:
             self.arguments.look()
-        is_grad_enabled = torch.is_grad_enabled()
         first = events[0] if events else self._pending.entries[0][0] if self._pending.entries else None
         has_closed = first is not None and first.index < self.closed_until
         is_looked_through = has_closed and self._forgot[0] == self.closed_until
@@ -175,6 +175,11 @@ class ForgettingLog(KeptEvents):
     def _keep_roots(self, events: list[Event]) -> bool:
         """Of a finished iteration keep the calls of modules whose results are in use. False where they need others."""
         live = [event for event in events if type(event) is RootCall and has_live_result(event)]
+        if not (live or self.ahead.kept or self._pending.entries):
+            events.clear()
+            self.producers.forget_all()
+            self._holders.clear()
+            return True
         if self.ahead.kept or len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False
         pending = self._pending.entries

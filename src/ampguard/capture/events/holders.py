@@ -47,9 +47,10 @@ class Holders:
 
     def clear(self) -> None:
         """Events were dropped, or put in each other's place."""
-        self._by_tensor.clear()
-        self._by_memory.clear()
-        self._seen = self._seen_memory = 0
+        if self._seen or self._seen_memory:
+            self._by_tensor.clear()
+            self._by_memory.clear()
+            self._seen = self._seen_memory = 0
 
 
 def _are_laid_out_alike(one: Tensor, other: Tensor) -> bool:

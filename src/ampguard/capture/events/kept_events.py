@@ -108,12 +108,10 @@ class KeptEvents:
     @property
     def size_of_iteration(self) -> int:
         """Of those, the running iteration's."""
-        events = self._record.events
-        return (
-            len(events)
-            - bisect_left(events, self.iteration_start, key=attrgetter("index"))
-            + len(self._pending.entries)
-        )
+        events, pending = self._record.events, len(self._pending.entries)
+        if not events:
+            return pending
+        return len(events) - bisect_left(events, self.iteration_start, key=attrgetter("index")) + pending
 
     def append(self, event: Event) -> None:
         self.record.events.append(event)
@@ -129,16 +127,13 @@ class KeptEvents:
             self._record.events.append(event)
 
     @property
-    def latest(self) -> int:
-        """The index of the last event; -1 where there is none."""
-        events = self._record.events
-        pending = self._pending.entries
-        return pending[-1][0].index if pending else events[-1].index if events else -1
-
-    @property
     def has_open_events(self) -> bool:
         """Whether anything was recorded since the last backward pass."""
-        return self.latest >= self.closed_until
+        pending = self._pending.entries
+        if pending:
+            return pending[-1][0].index >= self.closed_until
+        events = self._record.events
+        return bool(events) and events[-1].index >= self.closed_until
 
     def kept_since(self, index: int) -> list[Event]:
         """The events from `index` on, of which nothing is settled: only their results, and whose calls they are, are known."""

@@ -35,14 +35,16 @@ class Producers:
 
     def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
         """An event made this tensor, to which a weak reference is returned."""
-        weak = weakref.ref(tensor)
-        self.put(tensor, weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
+        weak, identity = weakref.ref(tensor), id(tensor)
+        self.known[identity] = (weak, ref, -1 if tensor.is_inference() else plain_version(tensor))
+        self.added.append(identity)
         return weak
 
     def put(self, tensor: Tensor, weak: weakref.ref[Tensor], ref: Ref, version: int) -> None:
         """The same, where a weak reference and the version are at hand."""
-        self.known[id(tensor)] = (weak, ref, version)
-        self.added.append(id(tensor))
+        identity = id(tensor)
+        self.known[identity] = (weak, ref, version)
+        self.added.append(identity)
 
     def of(self, tensor: Tensor, version: int) -> Ref | None:
         """The event that gave this very tensor object the value that it has (or had) at a version."""
@@ -119,6 +121,16 @@ class Producers:
                 if tensor is None:
                     self.known.pop(identity, None)
         return found
+
+    def forget_all(self) -> None:
+        """Nothing is known any more."""
+        if self.known:
+            self.known.clear()
+        if self.writers:
+            self.writers.clear()
+        if self._by_memory:
+            self._by_memory.clear()
+        self.added = []
 
     def keep_only(self, roots: Iterable[RootCall], later: int | None) -> None:
         """Forget all but the results of these calls that are still in use, and of the events from `later` on."""

@@ -30,34 +30,28 @@ class WrittenWeights:
     """What was written since the last step, by the parameter's identity: the parameter, and the first operator that did it."""
 
     def __init__(self) -> None:
-        self._writes: Writes = {}
+        self.writes: Writes = {}
         self._bad: dict[int, weakref.ref[Tensor]] = {}
         """Those that are known to be bad: by identity."""
 
     def note(self, op: GlueOp, record: Callable[[], StepRecord]) -> None:
         """An operator is about to write to its first operand."""
         parameter = parameter_behind(op, record)
-        if parameter is not None and id(parameter) not in self._writes:
-            self._writes[id(parameter)] = weakref.ref(parameter), op.index
+        if parameter is not None and id(parameter) not in self.writes:
+            self.writes[id(parameter)] = weakref.ref(parameter), op.index
 
     def note_call(self, written: Tensor, index: int) -> None:
         """A call has written to a tensor, or to its `.data`."""
-        if isinstance(written, nn.Parameter) and id(written) not in self._writes:
-            self._writes[id(written)] = weakref.ref(written), index
+        if isinstance(written, nn.Parameter) and id(written) not in self.writes:
+            self.writes[id(written)] = weakref.ref(written), index
 
     def weights(self) -> list[Tensor]:
         """Those that were written and are still there."""
-        return [parameter for ref, _ in self._writes.values() if (parameter := ref()) is not None]
-
-    def __len__(self) -> int:
-        return len(self._writes)
-
-    def clear(self) -> None:
-        self._writes.clear()
+        return [parameter for ref, _ in self.writes.values() if (parameter := ref()) is not None]
 
     def take_bad(self, record: Callable[[], StepRecord]) -> Tensor | None:
         """A parameter that was finite before and is not any more; None where all that are looked at are finite."""
-        writes, self._writes = list(self._writes.values()), {}
+        writes, self.writes = list(self.writes.values()), {}
         chosen = sorted({round(i * (len(writes) - 1) / (MOST - 1)) for i in range(MOST)}, reverse=True)
         step: StepRecord | None = None
         for ref, index in (writes[i] for i in chosen):

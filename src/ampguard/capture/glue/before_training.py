@@ -92,7 +92,6 @@ class BeforeTraining(FunctionMode):
         self._barrier = barrier
         self._met = MetFunctions()
         self._watches = False
-        self._aside = False
         self._thread = 0
         self._left = MAX_CALLS
         self._seconds = 0.0
@@ -121,11 +120,7 @@ class BeforeTraining(FunctionMode):
         self._watches = False
         if not self.is_on or threading.get_ident() != self._thread:
             return
-        if self._aside:
-            self._aside = False
-        elif self.is_innermost:
-            compat.pop_function_mode()
-        else:
+        if not self.take_off():
             return
         self.is_on = False
         if self._barrier.calls is self:
@@ -134,20 +129,6 @@ class BeforeTraining(FunctionMode):
     def abandon(self) -> None:
         """In a forked child: pass calls through."""
         self._watches = False
-
-    def step_aside(self) -> bool:
-        """Let what the guard itself computes pass unseen; whether this was the innermost mode, and is to come back."""
-        if not self.is_innermost:
-            return False
-        compat.pop_function_mode()
-        self._aside = True
-        return True
-
-    def come_back(self) -> None:
-        """Be on the stack again."""
-        if self._aside:
-            self._aside = False
-            compat.push_function_mode(self)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

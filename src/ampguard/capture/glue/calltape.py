@@ -87,33 +87,6 @@ class CallTape(compat.FunctionMode):
         """Functions that ran no operator when they were called: they were asked for a shape, or had nothing to convert."""
         self._lessons: dict[Any, int] = {}
         """How often each other function was seen to do nothing but compute; below 0: never to be kept so."""
-        self._aside = False
-
-    # --- out of the way -----------------------------------------------------------------------------------------------
-
-    def step_aside(self) -> bool:
-        """Let what the guard itself computes pass unseen; whether this was the innermost mode, and is to come back."""
-        if not self.is_innermost:
-            return False
-        pop_function_mode()
-        self._aside = True
-        return True
-
-    def come_back(self) -> None:
-        """Be on the stack again, if nobody has called the tape off in the meantime."""
-        if self._aside:
-            self._aside = False
-            push_function_mode(self)
-
-    def take_off(self) -> bool:
-        """Leave the stack; False where something is on top (or a call is running, after which PyTorch puts it back)."""
-        if self._aside:
-            self._aside = False
-            return True
-        if self.is_innermost:
-            pop_function_mode()
-            return True
-        return False
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -159,19 +132,22 @@ class CallTape(compat.FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any, frame: Any) -> Any:
         """A call of a function that only computes, while this mode is not on the stack."""
-        if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+        if kwargs and (("out" in kwargs and kwargs["out"] is not None) or ("inplace" in kwargs and kwargs["inplace"])):
             return self._tape(func, (), args, kwargs)
         versions: list[int] = []
         is_nested = False
         try:
             for value in args:
-                if isinstance(value, Tensor):
-                    if type(value) not in PLAIN_KINDS or value.numel() > MAX_KEPT:
+                kind = type(value)
+                if kind in PLAIN_KINDS:
+                    if value.numel() > MAX_KEPT:
                         return self._tape(func, (), args, kwargs or {})
                     versions.append(plain_version(value))
+                elif isinstance(value, Tensor):
+                    return self._tape(func, (), args, kwargs or {})
                 else:
                     versions.append(-1)
-                    is_nested = is_nested or type(value) in NESTED
+                    is_nested = is_nested or kind in NESTED
             output = func(*args, **kwargs) if kwargs else func(*args)
         except Exception:
             return self._tape(func, (), args, kwargs or {})  # raises again, and tells at which operator

@@ -120,7 +120,7 @@ class GlueTape(compat.DispatchMode):
             limit > 0
             and self._taped.active  # a wrapper may come back from what it called after the guard has ended
             and not self.is_barred
-            and not self._is_kept_off(sys._getframe(1))
+            and not (self._taped.has_compiled_before and self._is_kept_off(sys._getframe(1)))
             and not self._taped.counting
             and not self._taped.barrier.is_hiding
             and compat.dispatch_modes_on() == 0
@@ -179,19 +179,17 @@ class GlueTape(compat.DispatchMode):
 
     def pass_over(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what asks every parameter for its gradient, without being asked each time."""
-        if not self.calls.step_aside():
+        if not self.calls.step_aside(compat.function_modes_on()):
             return original(*args, **kwargs)
         try:
             return original(*args, **kwargs)
         finally:
             self.calls.come_back()
 
-    def scale(self, original: Callable[..., Any], scaler: Any, loss: Any, note: Callable[[Any], None]) -> Any:
+    def scale(self, original: Callable[..., Any], scaler: Any, loss: Any) -> Any:
         """`GradScaler.scale`, which is one multiplication by the scale, without a look at every call that it makes."""
         if not self.is_of_calls or compat.function_modes_on() != 1 or self.is_passing or type(loss) is not Tensor:
-            scaled = original(scaler, loss)
-            note(scaled)
-            return scaled
+            return original(scaler, loss)
         compat.pop_function_mode()
         try:
             scaled = original(scaler, loss)
@@ -199,7 +197,6 @@ class GlueTape(compat.DispatchMode):
                 scale = compat.loss_scale(scaler)
                 versions = [compat.plain_version(loss), compat.plain_version(scale) if scale is not None else -1]
                 self.calls.keep(torch.mul, (loss, scale), {}, scaled, versions, sys._getframe(2))
-            note(scaled)
         finally:
             compat.push_function_mode(self.calls)
         return scaled

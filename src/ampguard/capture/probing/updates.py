@@ -47,13 +47,11 @@ class UpdateProbe(Probe):
                 if not recorder.active or (turns.are_several and turns.passes_over()):
                     return original(self, outputs)
 
-                def note(scaled: Any) -> None:
-                    guarded(recorder.scaling.note, outputs, scaled, self)
-
                 if is_torchs and recorder.tape.is_on_stack:
-                    return recorder.tape.scale(original, self, outputs, note)
-                scaled = original(self, outputs)
-                note(scaled)
+                    scaled = recorder.tape.scale(original, self, outputs)
+                else:
+                    scaled = original(self, outputs)
+                recorder.barrier.note(recorder.scaling.note, outputs, scaled, self)
                 return scaled
 
             return scale
@@ -121,7 +119,7 @@ class UpdateProbe(Probe):
                 guarded(recorder.after_update, optimizer)
                 if recorder.judge.gradients.spoilt:  # a scaler let this step through: they were cleared by hand
                     guarded(recorder.judge.gradients.spoilt.forget_the_cleared)
-                if not scaling:
+                if not scaling and (not recorder.between_steps or recorder.schedule.comes_next(False)):
                     guarded(recorder.preprocessing.bookkeeping_done, False)
 
         def skipped(optimizer: Optimizer) -> None:
@@ -196,9 +194,11 @@ class UpdateProbe(Probe):
                     return original(self, *args, **kwargs)
                 if recorder.schedule.has_no_prefix and not recorder.tape.is_on_stack:
                     return original(self, *args, **kwargs)
-                guarded(recorder.tape.leave)
+                if recorder.tape.is_on_stack:
+                    guarded(recorder.tape.leave)
                 result = original(self, *args, **kwargs)
-                guarded(recorder.preprocessing.bookkeeping_done, is_last)
+                if is_last or recorder.schedule.comes_next(False):
+                    guarded(recorder.preprocessing.bookkeeping_done, is_last)
                 return result
 
             return call

@@ -119,11 +119,12 @@ def current_modes() -> Modes:
     )
     if compat.HAS_CUDA and compat.cuda_is_in_use():
         key = (*key, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-    known = _known_modes.get(key)
-    if known is None:
+    try:
+        return _known_modes[key]
+    except KeyError:
         autocast = tuple((device, *key[i : i + 2]) for device, i in (("cpu", 2), ("cuda", 4)) if i < len(key))
         known = _known_modes[key] = Modes(key[0], key[1], autocast)
-    return known
+        return known
 
 
 _known_without_autocast: dict[tuple[bool, bool, bool], Modes] = {}
@@ -135,10 +136,11 @@ def modes_of_function() -> Modes:
     if compat.is_any_autocast_on():
         return current_modes()
     key = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), compat.HAS_CUDA and compat.cuda_is_in_use())
-    known = _known_without_autocast.get(key)
-    if known is None:
+    try:
+        return _known_without_autocast[key]
+    except KeyError:
         known = _known_without_autocast[key] = current_modes()
-    return known
+        return known
 
 
 def _set_autocast(states: Iterable[tuple[str, bool, torch.dtype]]) -> None:

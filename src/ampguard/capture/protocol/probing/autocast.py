@@ -34,7 +34,7 @@ class AutocastProbe:
         @functools.wraps(original)
         def __enter__(region: Any) -> Any:  # noqa: N807
             if habits.region is None and recorder.active and training.ident in (0, get_ident()):
-                habits.region = guarded(script_line, sys._getframe(1))
+                habits.region = recorder.barrier.note(script_line, sys._getframe(1))
             if (habits.watches_regions or window.is_open) and recorder.active:
                 guarded(self._entered, region, sys._getframe(1))
             return original(region)
