@@ -33,7 +33,8 @@ class BackwardCalls:
         if inputs is not None:
             wanted = (inputs,) if _is_one(inputs) else inputs
             inputs = [Held(t, version_of(t)) if isinstance(t, nn.Parameter) else log.named(t) for t in wanted]
-        index, made = log.claim_index(), self._steps.attempts
+        index, made = log.next_index, self._steps.attempts
+        log.next_index = index + 1
         call = BackwardCall(index, (named, gradients, inputs), line, create_graph, made, current_modes(), [], [])
         if is_plain:
             log.keep_backward(call)

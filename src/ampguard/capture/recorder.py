@@ -201,7 +201,7 @@ class FlightRecorder:
         if self.steps.count < FIRST_STEPS:
             log.note_prepared(root)
         before = log.size_of_iteration if self.between_steps else 0
-        log.append_root(root)
+        log.append_named(root)
         if self.between_steps:
             self.schedule.begins(before)
             self._first_root = index

@@ -157,6 +157,7 @@ from ampguard.compat.tensors import (
     whole_of,
 )
 from ampguard.compat.updates import (
+    FOUND_INF,
     GRAD_SCALER,
     BorrowedScaler,
     can_borrow_scaler,
@@ -184,6 +185,7 @@ from ampguard.compat.updates import (
 )
 
 __all__ = [
+    "FOUND_INF",
     "GRAD_SCALER",
     "HAS_CUDA",
     "MODULE_BACKWARD_HOOK",

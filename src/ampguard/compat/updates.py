@@ -49,9 +49,13 @@ def held_scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     return scale if isinstance(scale, torch.Tensor) else None
 
 
+FOUND_INF = "found_inf"
+"""The attribute in which a scaler leaves that flag."""
+
+
 def held_found_inf(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """The flag by which a fused optimizer skips its own step, during the scaler's step."""
-    flag = getattr(optimizer, "found_inf", None)
+    flag = getattr(optimizer, FOUND_INF, None)
     return flag if isinstance(flag, torch.Tensor) else None
 
 

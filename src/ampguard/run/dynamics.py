@@ -112,7 +112,7 @@ class LearningDynamics:
 
     def iteration_ended(self, step: int) -> None:
         """Iteration number `step` is over."""
-        self._barrier.call(self._iteration_ended, step)
+        self._barrier.note(self._iteration_ended, step)  # (the recorder has hidden us)
 
     def root_entering(self) -> None:
         """A root module is about to be called: in a sampled step it is watched. What runs outside modules never is."""

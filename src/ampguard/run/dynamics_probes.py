@@ -62,20 +62,22 @@ class DynamicsProbes:
         return recorder.active and not self._barrier.tripped and not is_others
 
     def _watch_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        scaling = self._recorder.scaling
+
         @functools.wraps(original)
         def unscale_(scaler: Any, optimizer: Optimizer) -> Any:
             result = original(scaler, optimizer)
-            self._vitals.unscaled()
+            scaling.is_unscaled = True
             return result
 
         return unscale_
 
     def _watch_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        scaling = self._scaling
+        scaling, recorder, barrier, turns = self._scaling, self._recorder, self._barrier, self._recorder.turns
 
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:
+            if not recorder.active or barrier.tripped or (turns.are_several and turns.passes_over()):
                 return original(scaler, optimizer, *args, **kwargs)
             scaling.append(True)
             try:
@@ -102,7 +104,8 @@ class DynamicsProbes:
         return get_total_norm
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_on:
+        recorder = self._recorder
+        if not recorder.active or (recorder.turns.are_several and recorder.turns.passes_over()):
             return
         is_known = self._last is not None and self._last() is optimizer
         if self._vitals.looks or not is_known:
@@ -116,12 +119,13 @@ class DynamicsProbes:
         self._vitals.before_update(optimizer, bool(self._scaling))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_on:
+        recorder = self._recorder
+        if not recorder.active or (recorder.turns.are_several and recorder.turns.passes_over()):
             return
         flag: Tensor | None = None
         if self._scaling:
             self._scaling[-1] = False
-            flag = compat.held_found_inf(optimizer)
+            flag = compat.held_found_inf(optimizer) if compat.FOUND_INF in optimizer.__dict__ else None
         if flag is None and not self._vitals.weights.is_open:
             self._vitals.stepped()
         else:

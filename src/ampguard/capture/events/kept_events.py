@@ -116,11 +116,8 @@ class KeptEvents:
     def append(self, event: Event) -> None:
         self.record.events.append(event)
 
-    def append_root(self, root: RootCall) -> None:
-        """Keep a call whose arguments are named; what came before it is not settled for that."""
-        self._append_named(root)
-
-    def _append_named(self, event: Event) -> None:
+    def append_named(self, event: Event) -> None:
+        """Keep an event whose operands are named; what came before it is not settled for that."""
         if self._pending.entries:
             self._pending.entries.append((event, (), ()))
         else:

@@ -206,7 +206,7 @@ class EventLog(ForgettingLog):
             compat.next_node_number(),
         )
         self.next_index = index + 1
-        self._append_named(op)
+        self.append_named(op)
         return op
 
     def finds_prepared_ahead(self, given: Any) -> bool:
@@ -310,7 +310,8 @@ def versions_in(values: Iterable[Any]) -> Sequence[int]:
     """The version of each tensor among the operands, -1 for what is none."""
     try:
         return [
-            -1 if type(value) in NUMBERS else plain_version(value) if isinstance(value, Tensor) else -1 for value in values
+            -1 if type(value) in NUMBERS else plain_version(value) if isinstance(value, Tensor) else -1
+            for value in values
         ]
     except RuntimeError:  # inference tensors have none
         return [version_of(value) if isinstance(value, Tensor) else -1 for value in values]

@@ -132,7 +132,7 @@ class CallTape(compat.FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any, frame: Any) -> Any:
         """A call of a function that only computes, while this mode is not on the stack."""
-        if kwargs and (("out" in kwargs and kwargs["out"] is not None) or ("inplace" in kwargs and kwargs["inplace"])):
+        if kwargs and (("out" in kwargs and kwargs["out"] is not None) or (kwargs.get("inplace"))):
             return self._tape(func, (), args, kwargs)
         versions: list[int] = []
         is_nested = False

@@ -110,14 +110,16 @@ class UpdateProbe(Probe):
                 guarded(recorder.before_update, optimizer, False, closure is not None, follows)
                 if follows:
                     return _with_closure(args, kwargs, self._followed(closure, optimizer))
-            elif compat.is_told_to_skip(optimizer):  # a fused one skips by itself
+            elif compat.FOUND_INF in optimizer.__dict__ and compat.is_told_to_skip(
+                optimizer
+            ):  # a fused one skips by itself
                 guarded(self._held_off, scaler, optimizer)
             return None
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recorder.active and not (turns.are_several and turns.passes_over()):
                 guarded(recorder.after_update, optimizer)
-                if recorder.judge.gradients.spoilt:  # a scaler let this step through: they were cleared by hand
+                if recorder.judge.gradients.spoilt.known:  # a scaler let this step through: they were cleared by hand
                     guarded(recorder.judge.gradients.spoilt.forget_the_cleared)
                 if not scaling and (not recorder.between_steps or recorder.schedule.comes_next(False)):
                     guarded(recorder.preprocessing.bookkeeping_done, False)
@@ -170,7 +172,7 @@ class UpdateProbe(Probe):
             result = clear(self, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return result
-            if recorder.judge.gradients.spoilt and recorder.active and not recorder.paused:
+            if recorder.judge.gradients.spoilt.known and recorder.active and not recorder.paused:
                 recorder.barrier.call(recorder.judge.gradients.spoilt.forget_the_cleared)
             return result
 

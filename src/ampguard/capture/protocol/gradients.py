@@ -190,10 +190,6 @@ class OptimizerWatch:
         grads = [p.grad for p in self.sample]
         self.at_rest = [(id(g), version_of(g) if g is not None else -1) for g in grads]
 
-    def rest_as(self, glance: Seen) -> None:
-        """The same, of the first one alone."""
-        self.at_rest = [(id(glance[0]), glance[1])]
-
     def is_untouched(self) -> bool:
         """Whether nobody has written to the sampled gradients since they were last at rest."""
         if self.at_rest is None:

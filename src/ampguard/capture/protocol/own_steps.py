@@ -61,7 +61,8 @@ class OwnSteps:
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
-        self._is_own: dict[type, bool] = {}
+        self.are_own: dict[type, bool] = {}
+        """Classes of optimizers that have stepped: whether their `step` is not PyTorch's."""
         self._steps = 0
         self._began = math.inf
         self._spent = 0.0
@@ -74,10 +75,10 @@ class OwnSteps:
     def is_own(self, optimizer: Optimizer) -> bool:
         """Whether its class has a `step` that is not PyTorch's."""
         kind = type(optimizer)
-        known = self._is_own.get(kind)
+        known = self.are_own.get(kind)
         if known is None:
             code = getattr(inspect.unwrap(kind.step), "__code__", None)
-            known = self._is_own[kind] = code is not None and is_user_code(code)
+            known = self.are_own[kind] = code is not None and is_user_code(code)
         return known
 
     def before(self, optimizer: Optimizer) -> None:

@@ -56,11 +56,14 @@ class UsualBackward:
         assert event is not None
         watches: tuple[OptimizerWatch, ...] = event.reached  # type: ignore[assignment]
         glances, self._glances = self._glances, []
-        empty = tuple([grad is None for grad, _ in glances])
-        now = [watch.glance() for watch in watches]
-        for watch, glance in zip(watches, now, strict=True):
-            watch.rest_as(glance)
-        reached = [w for w, a, b in zip(watches, glances, now, strict=True) if a[0] is not b[0] or a[1] != b[1]]
+        empty: tuple[bool, ...] = ()
+        reached: list[OptimizerWatch] = []
+        for watch, (grad, version) in zip(watches, glances, strict=True):
+            now = watch.glance()
+            watch.at_rest = [(id(now[0]), now[1])]
+            empty += (grad is None,)
+            if now[0] is not grad or now[1] != version:
+                reached += (watch,)
         key = ("backward", event.scale is not None, frame.f_code, frame.f_lasti, empty)
         moves.scale_was_read = False
         of = carried.fresh_from

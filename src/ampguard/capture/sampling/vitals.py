@@ -68,10 +68,6 @@ class Vitals:
 
         return hand_on
 
-    def unscaled(self) -> None:
-        """The scaler has divided the gradients by the scale."""
-        self._recorder.scaling.is_unscaled = True
-
     def norm_seen(self, norm: Tensor | float) -> None:
         """The script measured its gradients (`clip_grad_norm_`); it is divided by the scale where they are scaled."""
         if isinstance(norm, Tensor) and (norm.numel() != 1 or not compat.has_values(norm) or is_capturing()):

@@ -18,7 +18,7 @@ class Arming:
         self.saw_bad_weights = False
         """Whether the watching ended because weights were bad."""
         self._recorder = recorder
-        self._until: int | None = None
+        self.until: int | None = None
 
     @property
     def live(self) -> LiveTracing | None:
@@ -33,7 +33,7 @@ class Arming:
 
     def arm(self, bad: BadResult, reason: str) -> None:
         """Trace the steps to come."""
-        self._until = bad.step + ARMED_STEPS
+        self.until = bad.step + ARMED_STEPS
         modules = [e.module for e in bad.record.events if isinstance(e, RootCall)]
         self._recorder.live = LiveTracing(reason, modules, self._recorder.barrier)
 
@@ -55,9 +55,9 @@ class Arming:
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
-        if self._until is not None and step > self._until:
+        if self.until is not None and step > self.until:
             self.disarm()
 
     def disarm(self) -> None:
-        self._until = None
+        self.until = None
         self._recorder.live = None

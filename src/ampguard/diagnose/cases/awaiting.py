@@ -24,30 +24,30 @@ class Awaiting:
         """`settle`: handed those whose wait is over."""
         self._recorder = recorder
         self._settle = settle
-        self._waiting: list[Awaited] = []
+        self.waiting: list[Awaited] = []
 
     def add(self, bad: BadResult, reason: str) -> None:
         """Wait with a bad result. `reason`: why it could not be run again at once."""
         before_update = lambda: self._recorder.barrier.call(self.settle, False)  # noqa: E731
-        self._waiting.append(Awaited(bad, reason, self._recorder.steps.attempts, before_update))
-        if self._waiting[-1].weights.problem is not None:
+        self.waiting.append(Awaited(bad, reason, self._recorder.steps.attempts, before_update))
+        if self.waiting[-1].weights.problem is not None:
             self.settle()
 
     def settle_what_is_due(self) -> None:
         """Another failure is looked at: those whose weights are whole, or have changed, come first."""
-        if any(a.weights.is_complete or a.updates != self._recorder.steps.attempts for a in self._waiting):
+        if any(a.weights.is_complete or a.updates != self._recorder.steps.attempts for a in self.waiting):
             self.settle()
 
     def settle_before(self, step: int) -> None:
         """An iteration ended: weights that did not come within the next one are not waited for."""
-        if any(awaited.is_over(step) for awaited in self._waiting):
-            self.settle(is_last=any(step > awaited.bad.step + 1 for awaited in self._waiting))
+        if any(awaited.is_over(step) for awaited in self.waiting):
+            self.settle(is_last=any(step > awaited.bad.step + 1 for awaited in self.waiting))
 
     def settle(self, is_last: bool = True) -> None:
         """Weights have been gathered, or are about to change. `is_last`: what is missing now is not waited for."""
-        if not self._waiting or (not is_last and any(awaited.may_go_on for awaited in self._waiting)):
+        if not self.waiting or (not is_last and any(awaited.may_go_on for awaited in self.waiting)):
             return
-        settled, self._waiting = self._waiting, []
+        settled, self.waiting = self.waiting, []
         for awaited in reversed(settled):
             awaited.end()
         self._settle(settled)

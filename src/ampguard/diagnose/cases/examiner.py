@@ -324,9 +324,12 @@ class Examiner:
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
-        self._casebook.past_scaler.tick(step)
-        self._awaiting.settle_before(step)
-        self._arming.tick(step)
+        if self._casebook.past_scaler.untold is not None:
+            self._casebook.past_scaler.tick(step)
+        if self._awaiting.waiting:
+            self._awaiting.settle_before(step)
+        if self._arming.until is not None:
+            self._arming.tick(step)
 
     def _examine_trace(self, bad: BadResult, live: LiveTracing) -> None:
         evidence = locate_in_trace(bad, live.trace)

@@ -22,20 +22,20 @@ class PastScaler:
         self.may_wait = True
         """Whether a failure may be told after the update that is made with it: not where telling it ends the run."""
         self._tell = tell
-        self._untold: Case | None = None
+        self.untold: Case | None = None
 
     def is_kept_back(self, case: Case, bad: BadResult) -> bool:
         """Whether what comes next tells if this new case is the failure. It is told later, or not at all."""
         if not (self.may_wait and is_only_the_scale(case.incident.cause, bad)):
             return False
-        self._untold = case
+        self.untold = case
         return True
 
     def was_noticed(self, breach: Case) -> Case | None:
         """A broken protocol was: the overflow that is a part of it from now on, and no incident of its own."""
-        if breach.incident.cause != PAST_SCALER or self._untold is None:
+        if breach.incident.cause != PAST_SCALER or self.untold is None:
             return None
-        overflow, self._untold = self._untold, None
+        overflow, self.untold = self.untold, None
         overflow.follows_from(breach, overflow.incident.cause)
         return overflow
 
@@ -46,12 +46,12 @@ class PastScaler:
 
     def tick(self, step: int) -> None:
         """An iteration ended."""
-        if self._untold is not None and step > self._untold.incident.step + 1:
+        if self.untold is not None and step > self.untold.incident.step + 1:
             self.close()
 
     def close(self) -> None:
         """Nothing came that the overflow is a part of."""
-        untold, self._untold = self._untold, None
+        untold, self.untold = self.untold, None
         if untold is not None:
             self._tell(untold.incident)
 

@@ -25,6 +25,12 @@ class OptimizerProbe:
 
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
+        self._may_be_own = witness.own_steps.are_own.get
+
+    @property
+    def _is_followed(self) -> bool:
+        recorder = self._witness.recorder
+        return recorder.active and not recorder.paused
 
     def install(self) -> None:
         witness = self._witness
@@ -54,7 +60,7 @@ class OptimizerProbe:
         witness, moves = self._witness, self._witness.moves
         if get_ident() != witness.training.ident and not witness.guarded(witness.training.hears, optimizer):
             return
-        if witness.own_steps.is_own(optimizer) and witness.recorder.active and not witness.recorder.paused:
+        if self._may_be_own(type(optimizer), True) and witness.own_steps.is_own(optimizer) and self._is_followed:
             witness.guarded(witness.own_steps.before, optimizer)
         if moves.stepping is not None:
             moves.stepping[1].stepped = True
@@ -76,7 +82,7 @@ class OptimizerProbe:
         witness.dropped.stepped()
         if witness.moves.stepping is None and witness.recorder.active and not witness.recorder.paused:
             self._directly_stepped(optimizer, sys._getframe(1))
-        if witness.own_steps.is_own(optimizer) and witness.recorder.active and not witness.recorder.paused:
+        if self._may_be_own(type(optimizer), True) and witness.own_steps.is_own(optimizer) and self._is_followed:
             has_arguments = len(args) > 1 or bool(kwargs)
             witness.guarded(witness.own_steps.after, optimizer, has_arguments, sys._getframe(1))
 

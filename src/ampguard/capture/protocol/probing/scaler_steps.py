@@ -78,8 +78,9 @@ class ScalerStepProbe:
             if recorder.paused or moves.stepping is not None:
                 guarded(training.missed)
                 return original(self_, optimizer, *args, **kwargs)
-            if routine.is_on and id(self_) in by_id and id(optimizer) in by_id:
-                of, watch, frame = by_id[id(self_)], by_id[id(optimizer)], sys._getframe(1)
+            of, watch = (by_id.get(id(self_)), by_id.get(id(optimizer))) if routine.is_on else (None, None)
+            if of is not None and watch is not None:
+                frame = sys._getframe(1)
                 divides = routine.divides_next
                 if routine.matches(("step", of, watch, frame.f_code, frame.f_lasti)):
                     moves.attempt = recorder.steps.count
