@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 
 from ampguard.capture.events.operands import held_by, held_in, refs_of
-from ampguard.capture.record import Event, GlueOp, RootCall, since
+from ampguard.capture.record import Event, GlueOp, Held, RootCall, since
 
 KEPT_ROOTS = 8
 """Calls of root modules kept from before the last backward, or of an evaluation."""
@@ -53,6 +53,9 @@ def still_used(
 
 def has_live_result(event: Event) -> bool:
     """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
+    given = event.args[0] if len(event.args) == 1 and not event.kwargs else None
+    if type(given) is Held:
+        return any([(tensor := ref()) is not None and tensor is not given.tensor for ref in event.outputs])
     own: set[int] | None = None
     for ref in event.outputs:  # (the rows of a whole data set may be thousands)
         tensor = ref()

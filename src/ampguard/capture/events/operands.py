@@ -38,6 +38,8 @@ def refs_in(tree: Any) -> list[Ref]:
 def refs_of(event: Event) -> list[Ref]:
     """Every reference to an earlier event in what an event was given, swapped parameters included."""
     state = event.swapped_state if type(event) is RootCall else None
+    if len(event.args) == 1 and type(event.args[0]) is Held and not (event.kwargs or state):
+        return []
     operands = _flat_operands(event) if not state else None
     if operands is not None:
         return [operand for operand in operands if type(operand) is Ref]

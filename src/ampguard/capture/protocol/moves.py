@@ -95,7 +95,8 @@ class Moves:
     @property
     def scales(self) -> bool:
         """Whether a scaler has scaled a loss so far."""
-        return any(watch.uses and watch.is_enabled for watch in self.watches.scalers)
+        scalers = self.watches.scalers
+        return bool(scalers) and any(watch.uses and watch.is_enabled for watch in scalers)
 
     # --- threads ------------------------------------------------------------------------------------------------------
 

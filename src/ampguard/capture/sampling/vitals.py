@@ -70,8 +70,10 @@ class Vitals:
 
     def norm_seen(self, norm: Tensor | float) -> None:
         """The script measured its gradients (`clip_grad_norm_`); it is divided by the scale where they are scaled."""
-        if isinstance(norm, Tensor) and (norm.numel() != 1 or not compat.has_values(norm) or is_capturing()):
-            return
+        if isinstance(norm, Tensor):
+            is_number = norm.numel() == 1 and compat.has_values(norm)
+            if not is_number or (not norm.is_cpu and is_capturing()):
+                return
         scale = None if self._recorder.scaling.is_unscaled else self._scale_now()
         value = norm.detach() if isinstance(norm, Tensor) else norm
         value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
