@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 import ampguard
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import refs_in
 from ampguard.capture.glue import schedule
 from ampguard.capture.glue.calltape import CallTape
@@ -545,6 +546,46 @@ def test_an_ordinary_loop_is_asked_little(is_one_batch: bool, tmp_path: Path, mo
         assert not session._recorder.log.goes_on_after_backward
     assert len(asked) <= 8
     assert functional.cross_entropy in session._recorder.tape.calls._plain  # the loss is kept all the same
+
+
+def test_what_converts_now_and_then_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`long` and `float` alternately have nothing to convert; a number is read and a yes or no asked for; a part is taken.
+
+    None of it is taped operator by operator once it is known, and no call that is kept is named for it.
+    """
+    taped: list[Any] = []
+    settled: list[int] = []
+    in_loss = [False]
+    tape, settle = CallTape._tape, EventLog.settle
+
+    def taping(self: CallTape, func: Any, *rest: Any) -> Any:
+        taped.append(func)
+        return tape(self, func, *rest)
+
+    def settling(self: EventLog) -> None:
+        if in_loss[0]:
+            settled.append(len(self._pending.entries))
+        settle(self)
+
+    def objective(out: Tensor, y: Tensor) -> Tensor:
+        in_loss[0] = True
+        actions = y.float().float().long().long()
+        if not (actions >= 0).all() or math.isnan(float(out.detach().mean())):
+            raise ValueError
+        loss = functional.cross_entropy(out[..., :], actions)
+        in_loss[0] = False
+        return loss
+
+    monkeypatch.setattr(CallTape, "_tape", taping)
+    monkeypatch.setattr(EventLog, "settle", settling)
+    with ampguard.watch(out=tmp_path / "run") as session:
+        loop = Loop(session, scaler=False)
+        loop.run(objective)
+        taped.clear()
+        settled.clear()
+        loop.step(objective, *loop.batch())
+    assert taped == []
+    assert settled == []
 
 
 def test_a_second_loss_of_the_same_graph_is_followed(tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ class EventLog(ForgettingLog):
             tensor = stack.pop()
             maker = self._pending.maker_of(tensor, version_of(tensor)) if self._pending.entries else None
             if maker is None:
-                return False
+                if tensor is truth or tensor.dtype is torch.bool or self.producers.maker_of(tensor) is not None:
+                    return False
+                continue  # whole numbers that the script was given
             seen += 1
             for operand in (*maker.args, *maker.kwargs.values()):
                 if not isinstance(operand, Tensor):

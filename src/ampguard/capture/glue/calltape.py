@@ -32,6 +32,14 @@ MAX_KEPT = 1 << 18
 
 PLAIN_KINDS = frozenset({Tensor, nn.Parameter})
 NESTED = frozenset({tuple, list})
+PARTS_OF_INDICES = frozenset({int, bool, float, str, slice, type(None), type(Ellipsis)})
+"""What nested operands may hold that is no tensor: `x[..., 1:]`, a shape."""
+
+READS = (Tensor.item, Tensor.__float__)  # type: ignore[attr-defined]
+"""By which a script gets a number out of a tensor."""
+
+ASKS: Any = Tensor.__bool__  # type: ignore[attr-defined]
+"""By which it gets a yes or no."""
 
 GIVES_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `p.data = values` calls."""
@@ -66,6 +74,7 @@ class Operators(Protocol):
     @property
     def log(self) -> EventLog: ...
     def keep_copy(self, target: Tensor, values: Tensor, frame: Any) -> GlueOp | None: ...
+    def has_read(self, tensor: Tensor, value: Any) -> None: ...
     def tape_one(self) -> bool: ...
     def untape_one(self) -> None: ...
     def exhausted(self) -> None: ...
@@ -85,6 +94,8 @@ class CallTape(compat.FunctionMode):
         """The same of those that write to their first operand, and do nothing else."""
         self._silent: set[Any] = set()
         """Functions that ran no operator when they were called: they were asked for a shape, or had nothing to convert."""
+        self._mixed: set[Any] = set()
+        """Those of them that had something to convert in another call."""
         self._lessons: dict[Any, int] = {}
         """How often each other function was seen to do nothing but compute; below 0: never to be kept so."""
 
@@ -100,11 +111,14 @@ class CallTape(compat.FunctionMode):
             func = self.met.meet(func, sys._getframe(1))
         if operators.is_passing:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if func in READS or func is ASKS:
+            return self._read(func, types, args, kwargs)
         if func in self._silent:
             output = func(*args, **kwargs) if kwargs else func(*args)
             if type(func) is MethodWrapperType or _is_nothing_new(output, args):
                 return output
             self._silent.discard(func)  # `contiguous` of what is not
+            self._mixed.add(func)
             self._lessons[func] = 0
         if func == GIVES_DATA:
             return self._give_data(func, args[0], args[1], sys._getframe(1))
@@ -147,7 +161,7 @@ class CallTape(compat.FunctionMode):
                     return self._tape(func, (), args, kwargs or {})
                 else:
                     versions.append(-1)
-                    is_nested = is_nested or kind in NESTED
+                    is_nested = is_nested or (kind in NESTED and not PARTS_OF_INDICES.issuperset(map(type, value)))
             output = func(*args, **kwargs) if kwargs else func(*args)
         except Exception:
             return self._tape(func, (), args, kwargs or {})  # raises again, and tells at which operator
@@ -164,6 +178,17 @@ class CallTape(compat.FunctionMode):
         if is_nested or kind is not Tensor:
             self._barrier.call(self._log.settle)
         return output
+
+    def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """A number is read, or a yes or no: that is no operator to be run again, and only what is bad is looked into."""
+        tensor = args[0]
+        if type(tensor) not in PLAIN_KINDS or in_functorch() or (func is ASKS and tensor.dtype is not torch.bool):
+            return self._tape(func, types, args, kwargs or {})
+        self._operators.reads += 1
+        value = func(tensor)
+        if not (type(value) is float and value - value == 0.0):
+            self._barrier.call(self._operators.has_read, tensor, value)
+        return value
 
     def write(self, func: Any, args: Any, kwargs: Any, frame: Any) -> Any:
         """A call of a function that only writes to its first operand, while this mode is not on the stack."""
@@ -242,7 +267,8 @@ class CallTape(compat.FunctionMode):
             return  # what it did was not recorded
         has_run_nothing = log.next_index == began and not has_read
         if has_run_nothing and (type(func) is MethodWrapperType or _is_nothing_new(output, args)):
-            self._silent.add(func)  # also `grad`, whose tensor was there before
+            if func not in self._mixed:
+                self._silent.add(func)  # also `grad`, whose tensor was there before
             return
         if isinstance(output, Tensor):
             log.producers.correct(output, began)

@@ -232,6 +232,10 @@ class GlueTape(compat.DispatchMode):
     def is_between_steps(self) -> bool:
         return self._taped.between_steps
 
+    def has_read(self, tensor: Tensor, value: Any) -> None:
+        """The script has read something from a tensor that is no finite number."""
+        self._taped.judge.read(tensor, value)
+
     def tape_one(self) -> bool:
         """Tape the operators of what is called next, though calls are being kept; False where that cannot be."""
         if compat.dispatch_modes_on():
