@@ -55,7 +55,11 @@ def has_live_result(event: Event) -> bool:
     """Whether the script still holds something that the event returned (what the event itself holds does not count)."""
     given = event.args[0] if len(event.args) == 1 and not event.kwargs else None
     if type(given) is Held:
-        return any([(tensor := ref()) is not None and tensor is not given.tensor for ref in event.outputs])
+        for ref in event.outputs:
+            tensor = ref()
+            if tensor is not None and tensor is not given.tensor:
+                return True
+        return False
     own: set[int] | None = None
     for ref in event.outputs:  # (the rows of a whole data set may be thousands)
         tensor = ref()

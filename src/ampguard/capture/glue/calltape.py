@@ -35,10 +35,10 @@ NESTED = frozenset({tuple, list})
 PARTS_OF_INDICES = frozenset({int, bool, float, str, slice, type(None), type(Ellipsis)})
 """What nested operands may hold that is no tensor: `x[..., 1:]`, a shape."""
 
-READS = (Tensor.item, Tensor.__float__)  # type: ignore[attr-defined]
+READS = (Tensor.item, Tensor.__float__)
 """By which a script gets a number out of a tensor."""
 
-ASKS: Any = Tensor.__bool__  # type: ignore[attr-defined]
+ASKS: Any = Tensor.__bool__
 """By which it gets a yes or no."""
 
 GIVES_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
