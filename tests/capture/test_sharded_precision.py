@@ -55,3 +55,27 @@ def test_a_scaler_for_what_fsdp_computes_in_float16(
             scaler.update()
 
     assert guard(body).causes == ([] if dtype is not None else ["needless-scaler"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_fix_for_what_fsdp_computes_in_float16_is_its_policy(alone: None, guard: Guard) -> None:
+    """`model.to(torch.bfloat16)` would be undone: the policy casts what is computed with."""
+    torch.manual_seed(0)
+    model = sharded("FSDP2", torch.float16)
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(8):
+            loss = model(torch.randn(6, 4) * (1e6 if step == 5 else 1.0)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    incident = guard(body).report.incidents[0]
+    assert (incident.cause, incident.step) == ("fp16-overflow", 5)
+    told = {fix.action: (fix.how, fix.verified) for fix in incident.fixes}
+    assert told["use-bf16"] == (
+        "use bfloat16, which has float32's range: MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        True,
+    )
+    assert told["disable-amp"] == ("compute in float32: MixedPrecisionPolicy(param_dtype=torch.float32)", True)

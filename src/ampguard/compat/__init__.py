@@ -120,6 +120,7 @@ from ampguard.compat.ranks import (
     replicated_by,
     several_ranks,
     sharded_compute_dtypes,
+    sharding_policy,
 )
 from ampguard.compat.scalers import (
     follow_scalers,
@@ -325,6 +326,7 @@ __all__ = [
     "schema_of",
     "several_ranks",
     "sharded_compute_dtypes",
+    "sharding_policy",
     "step_without_hooks",
     "steps_as",
     "stop_compiled_code_at",

@@ -20,15 +20,24 @@ def needs_other_ranks(module: torch.nn.Module) -> bool:
 
 def sharded_compute_dtypes(module: torch.nn.Module) -> set[torch.dtype]:
     """The types that FSDP casts parameters to before it computes, which the parameters themselves do not show."""
+    return {dtype for _, dtype in _sharding_policies(module)}
+
+
+def sharding_policy(module: torch.nn.Module) -> str | None:
+    """What FSDP calls the policy by which it casts parameters before it computes; None where it casts none."""
+    return next((name for name, _ in _sharding_policies(module)), None)
+
+
+def _sharding_policies(module: torch.nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """The class of each FSDP module's policy, and the type that parameters are cast to by it; also while `fully_shard` is
+    undone for a replay."""
     kinds = _sharding_modules()
-    found = set()
-    for inner in module.modules() if kinds else ():
-        if isinstance(inner, kinds):
-            state_of: Any = getattr(inner, "_get_fsdp_state", None)
-            state = state_of() if state_of is not None else None
-            policy = getattr(state, "_mp_policy", None) or getattr(inner, "mixed_precision", None)
-            found.add(getattr(policy, "param_dtype", None))
-    return {dtype for dtype in found if isinstance(dtype, torch.dtype)}
+    policies = [fsdp_precision(state) for state in fsdp_states(module)]
+    policies += [getattr(inner, "mixed_precision", None) for inner in module.modules() if isinstance(inner, kinds)]
+    for policy in policies:
+        dtype = getattr(policy, "param_dtype", None)
+        if isinstance(dtype, torch.dtype):
+            yield type(policy).__name__, dtype
 
 
 def _sharding_modules() -> tuple[type, ...]:

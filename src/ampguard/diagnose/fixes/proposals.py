@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.events.operands import leaves
 from ampguard.capture.record import Held, Ref, RootCall
 from ampguard.diagnose import words
@@ -87,9 +87,16 @@ def precision_fixes(evidence: Evidence) -> tuple[Proposal, ...]:
 
 
 def _weights_in(evidence: Evidence) -> tuple[str, str]:
-    """How the model's weights become bfloat16, and float32; inputs that are whole numbers stay as they are."""
+    """How the model's weights become bfloat16, and float32; inputs that are whole numbers stay as they are.
+
+    Where FSDP casts them before it computes, its policy says to what.
+    """
     roots = [e for e in evidence.events() if isinstance(e, RootCall) and any(True for _ in e.module.parameters())]
     modules = list({id(root.module): root.module for root in roots}.values())
+    policies = {policy for module in modules if (policy := compat.sharding_policy(module)) is not None}
+    if policies:
+        policy = min(policies)
+        return f"{policy}(param_dtype=torch.bfloat16)", f"{policy}(param_dtype=torch.float32)"
     name = (expression_of(modules[0]) if len(modules) == 1 else None) or "model"
     floats = (t for root in roots for t in leaves((root.args, root.kwargs)) if _is_float(evidence, t))
     inputs = ", its inputs too" if any(True for _ in floats) else ""
