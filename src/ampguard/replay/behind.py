@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from types import CodeType
 
 import torch
@@ -51,10 +51,13 @@ def plain_weights(record: StepRecord) -> list[Tensor]:
     return [tensor for tensor in (*held, *made) if tensor.is_leaf and tensor.requires_grad]
 
 
-def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:
+def events_behind(
+    bad: BadResult, given: Container[Ref] = (), differentiated: Mapping[int, int | None] | None = None
+) -> list[Event]:
     """The events that the bad result was made from, in order, with every event that wrote in place to one of them.
 
-    Those are left out that made nothing but what is `given`.
+    Those are left out that made nothing but what is `given`. Of an event that computes a tangent, the one that is
+    `differentiated` by it belongs to them.
     """
     record: StepRecord = bad.record
     wanted: set[int] = set()
@@ -76,6 +79,8 @@ def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:
             pending += [e.index for e in calls if all(ref.event in by_index for ref in refs_of(e))]
             wanted |= set(pending)
         more = {ref.event for ref in refs_of(event) if ref not in given} | set(record.writers.get(event.index, ()))
+        of = differentiated.get(event.index) if differentiated else None
+        more |= {of} if of is not None else set()
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]
