@@ -8,7 +8,7 @@ from types import CodeType
 import torch
 from torch import Tensor, nn
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, SavedBuffer, StepRecord
 from ampguard.numerics import is_finite
@@ -22,10 +22,13 @@ def updated_leaves(record: StepRecord, only_finite: bool = False) -> dict[Ref, T
     one that is bad, and what backward calls returned is given.
     """
     last: dict[int, tuple[Ref, Tensor]] = {}
+    hang_in_modules = any(isinstance(event, RootCall) for event in record.events)
     for event in (event for event in record.events if isinstance(event, GlueOp)):
         for position, ref in enumerate(event.outputs):
             tensor = ref()
-            if tensor is None or not tensor.is_leaf or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            if tensor is None or not compat.is_wanting_leaf(tensor):
+                continue
+            if hang_in_modules and isinstance(tensor, nn.Parameter):
                 continue
             if (not event.grad and not only_finite) or is_finite(tensor.detach()):
                 last[id(tensor)] = (Ref(event.index, position), tensor)
@@ -48,7 +51,7 @@ def plain_weights(record: StepRecord) -> list[Tensor]:
     """Weights that the script keeps as plain tensors: what the events were given, or made and the script still holds."""
     held = [held.tensor for event in record.events for held in held_by(event)]
     made = [tensor for event in record.events for ref in event.outputs if (tensor := ref()) is not None]
-    return [tensor for tensor in (*held, *made) if tensor.is_leaf and tensor.requires_grad]
+    return [tensor for tensor in (*held, *made) if compat.is_wanting_leaf(tensor)]
 
 
 def events_behind(
