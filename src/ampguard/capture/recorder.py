@@ -467,6 +467,15 @@ class FlightRecorder:
         """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
         self.judge.settle_last(error)
+        if error is not None and not self.turns.has_begun:
+            self._ended_before_training(error)
+
+    def _ended_before_training(self, error: BaseException) -> None:
+        """The script has refused numbers before its first step: were they made bad by what it computed until then?"""
+        found = self.before_training.refused_by(error)
+        if found is not None:
+            record, ref = found
+            self._report(BadResult("loss", "train", 0, record, (ref,), is_of_preparation=True, has_ended_run=True))
 
     def _report(self, bad: BadResult) -> None:
         paused, self.paused = self.paused, True
