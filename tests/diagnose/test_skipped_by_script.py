@@ -141,3 +141,42 @@ def test_a_statistic_that_the_batch_has_poisoned_broke_the_run(guard: Guard) -> 
     assert (first.cause, first.severity, first.mode, first.step) == ("fp16-overflow", "error", "train", 7)
     assert "was lost" not in first.explanation
     assert (second.cause, second.severity, second.mode) == ("nonfinite-parameter", "error", "eval")
+
+
+def training_at_a_pole(bad: set[int], stops_at: str) -> Callable[[], None]:
+    """`acos` at 1 in some batches: the loss is finite, and its gradients are not."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in range(30):
+            cosine = F.cosine_similarity(model(torch.randn(16, 4)), torch.randn(16, 2)) * 0.9
+            loss = torch.acos(cosine * (0 if batch in bad else 1) + (batch in bad)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            if stops_at == "the norm" and not norm.isfinite():
+                continue
+            if stops_at == "a gradient" and any(g.isnan().any() for g in gradients):
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+
+    return body
+
+
+@pytest.mark.parametrize("stops_at", ["the norm", "a gradient"])
+def test_gradients_that_are_thrown_away_are_a_warning_as_well(stops_at: str, guard: Guard) -> None:
+    run = guard(training_at_a_pole({11, 20}, stops_at))
+    first = run.first
+    assert (first.cause, first.severity, first.occurrences) == ("singular-gradient", "warning", 2)
+    assert "made no update with these gradients (2 batches were lost)" in first.explanation
+    assert first.fixes[0].verified
+
+
+@pytest.mark.parametrize(("bad", "stops_at"), [({11}, "nothing"), ({28}, "the norm"), (set(range(5, 20)), "the norm")])
+def test_gradients_that_are_an_error_all_the_same(bad: set[int], stops_at: str, guard: Guard) -> None:
+    run = guard(training_at_a_pole(bad, stops_at))
+    assert (run.first.cause, run.first.severity) == ("singular-gradient", "error")

@@ -20,6 +20,10 @@ class BackwardCalls:
     def __init__(self, log: EventLog, steps: StepCounter) -> None:
         self._log = log
         self._steps = steps
+        self.place: Line | None = None
+        """From where the last pass was made; None of a derivative that a transform of `torch.func` takes."""
+        self.is_again = False
+        """Whether such a derivative is computed once more, by a pass that is seen."""
 
     def keep(
         self, tensors: tuple[Tensor, ...], gradients: Any, inputs: Any, create_graph: bool, line: Line | None

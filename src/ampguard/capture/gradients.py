@@ -166,7 +166,7 @@ class GradientWatch:
             is_scaled = scaler is not None and scaler.is_enabled()
             if not is_scaled and any(version_of(p) != version for p, version in self._versions):
                 self._judges_at_once = True
-            elif isinstance(events[-1], BackwardCall):
+            elif any(isinstance(event, BackwardCall) for event in events):  # the next loss may be there already
                 parameters = [p for p in self._judge.parameters_of_modules() if p.grad is not None]
                 if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
                     scale = float(scaler.get_scale()) if is_scaled else None

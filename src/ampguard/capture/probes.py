@@ -16,6 +16,7 @@ from ampguard.capture.probing.collectives import CollectiveProbe
 from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.capture.probing.derivatives import DerivativeProbe
 from ampguard.capture.probing.edges import EdgeProbe
+from ampguard.capture.probing.forward_mode import ForwardModeProbe
 from ampguard.capture.probing.functions import FunctionProbe
 from ampguard.capture.probing.loading import LoadingProbe
 from ampguard.capture.probing.modules import ModuleProbe
@@ -27,6 +28,7 @@ PROBES = (
     ModuleProbe,
     DerivativeProbe,
     FunctionProbe,
+    ForwardModeProbe,
     CompilerProbe,
     ClippingProbe,
     EdgeProbe,

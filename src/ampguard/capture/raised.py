@@ -9,10 +9,11 @@ from __future__ import annotations
 import linecache
 import os
 import re
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.flags import is_capturing
@@ -54,6 +55,14 @@ def is_about_numbers(error: BaseException | None) -> bool:
             line = linecache.getline(entry.tb_frame.f_code.co_filename, entry.tb_lineno)
         entry = entry.tb_next
     return _OF_NUMBERS.search(f"{error} {line}") is not None
+
+
+def refused_tensors(error: Exception) -> Iterator[Tensor]:
+    """Those with a NaN or +Inf that the functions had at hand through which an error came, from the innermost on."""
+    for frame in reversed(_frames(error.__traceback__)):
+        for value in locals_of(frame).values():
+            if type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and is_refused(value):
+                yield value
 
 
 def is_same_error(error: BaseException, before: BaseException | None) -> bool:

@@ -327,6 +327,8 @@ class BadResult:
     """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
     is_of_weights: bool = False
     """What the script wrote to weights between two steps, in place of a loss."""
+    is_of_preparation: bool = False
+    """What the script computed before its first step, in place of a loss."""
     has_ended_run: bool = False
     """The script has raised an error over them."""
     may_be_meant: Literal["", "array", "count"] = ""

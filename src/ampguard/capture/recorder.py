@@ -75,6 +75,9 @@ class FlightRecorder:
         """True once every investigation has been made: failures are counted, and nothing is recorded any more."""
         self.log = EventLog()
         self.steps = StepCounter()
+        self._steps_told = 0
+        self._passes_since: int | None = None
+        """Where no optimizer is known: the first event before the first backward pass of the running iteration."""
         self.judge = Judge(self.log, self.steps, self._report)
         self.judge.gradients.thread = lambda: self.turns.thread
         self.gradients = GradientWatch(self.log, self.judge)
@@ -301,13 +304,15 @@ class FlightRecorder:
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         losses = [self.scaling.unscaled(t) for t in tensors] if self.scaling.losses else tensors
         self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaling.scaler
+        line = user_line(sys._getframe(2))
+        self.backward_calls.place = None if self.backward_calls.is_again else line
         if self.counting:
             if not create_graph:
                 self.judge.count_losses(losses)
             return None
         if not create_graph and not self.judge.is_healthy(losses):
             self.judge.judge_losses(losses)
-        return self.backward_calls.keep(tensors, gradients, inputs, create_graph, user_line(sys._getframe(2)))
+        return self.backward_calls.keep(tensors, gradients, inputs, create_graph, line)
 
     def gradients_cleared(self, of: int | None) -> None:
         """`zero_grad` is called: of an optimizer (by identity), or of a module (None)."""
@@ -331,15 +336,24 @@ class FlightRecorder:
             elif self.gradients.remade.are_used or self.steps.count < FIRST_STEPS:
                 self.resume_tape()
             return
+        has_ended: bool | None = None
         if self.steps.counts_backwards:
             if not self.counting:
                 self.gradients.used_by_hand()
-            self.steps.differentiated()
+            begun = self._passes_since = before if self._passes_since is None else self._passes_since
+            has_ended = self.steps.differentiated(self.backward_calls.place)
+        if has_ended:
+            self._passes_since = None
             self._end_iteration(hangs_together=True)
-            self.log.iteration_start = before  # perhaps two backward passes make one step
-            self.log.forget_before(before)  # each update starts from the last one's weights
+            self.log.iteration_start = begun  # perhaps more backward passes make one step
+            self.log.forget_before(begun)  # each update starts from the last one's weights
             self.resume_tape()
-        elif self.log.goes_on_after_backward or self.gradients.remade.are_used or self.steps.count < FIRST_STEPS:
+        elif (
+            has_ended is False
+            or self.log.goes_on_after_backward
+            or self.gradients.remade.are_used
+            or self.steps.count < FIRST_STEPS
+        ):
             self.resume_tape()
 
     # --- optimizer and steps ----------------------------------------------------------------------------------------
@@ -424,7 +438,9 @@ class FlightRecorder:
             self.log.closed_until = self.log.next_index  # gradients that were used are not to be held on to
         if self.live is not None:
             self.live.begin_step()
-        self.listener.on_step(self.steps.count)
+        if self.steps.count != self._steps_told:
+            self._steps_told = self.steps.count
+            self.listener.on_step(self.steps.count)
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional
@@ -454,6 +470,15 @@ class FlightRecorder:
         """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
         self.judge.settle_last(error)
+        if error is not None and not self.turns.has_begun:
+            self._ended_before_training(error)
+
+    def _ended_before_training(self, error: BaseException) -> None:
+        """The script has refused numbers before its first step: were they made bad by what it computed until then?"""
+        found = self.before_training.refused_by(error)
+        if found is not None:
+            record, ref = found
+            self._report(BadResult("loss", "train", 0, record, (ref,), is_of_preparation=True, has_ended_run=True))
 
     def _report(self, bad: BadResult) -> None:
         paused, self.paused = self.paused, True

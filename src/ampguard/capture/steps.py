@@ -17,6 +17,8 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
+from ampguard.capture.passes import Passes
+
 LONGEST_TURN = 8
 """Steps of one optimizer to one of another, in one iteration (a critic's); one that joins later than that joins late."""
 
@@ -53,6 +55,8 @@ class StepCounter:
         self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._by_backward = 0
+        """Iterations that were counted by their backward passes."""
+        self._passes = Passes()
         self.backwards = 0
         """Backward passes, all of them."""
         self._answered = 0
@@ -76,13 +80,18 @@ class StepCounter:
         """Optimizers that were made and have not stepped."""
         return [optimizer for optimizer in self._created if optimizer not in self._ever]
 
-    def differentiated(self) -> bool:
-        """A backward pass ended. True where it stands for the step: no optimizer is known."""
+    def differentiated(self, place: object = None) -> bool | None:
+        """A backward pass ended. Whether that ends an iteration; None where that is for an optimizer to do.
+
+        Passes from several places in turn (two losses; the inner steps of a meta-learner, and the outer one) make one
+        iteration, as the steps of several optimizers do.
+        """
         if not self.counts_backwards:
-            return False
-        self.count += 1
-        self._by_backward += 1
-        return True
+            return None
+        has_ended = self._passes.ended(place)
+        self.count += self._passes.count - self._by_backward
+        self._by_backward = self._passes.count
+        return has_ended
 
     def skipped_by_script(self) -> None:
         """The script has thrown an iteration's gradients away without asking an optimizer."""
@@ -144,6 +153,7 @@ class StepCounter:
 
     def _uncount_backwards(self) -> None:
         """An optimizer is known now: backward passes (a fit by SciPy, a check of gradients) were no steps."""
+        self._passes = Passes()
         self.count -= self._by_backward
         self._by_backward = 0
 

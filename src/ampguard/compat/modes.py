@@ -225,6 +225,10 @@ class DispatchMode(TorchDispatchMode):
     def renamed(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """`after` is what `before` is, under another class of tensors (`as_subclass`): no operator was run for it."""
 
+    def met_tangent(self, tangent: torch.Tensor, is_made: bool) -> None:
+        """`tangent` was made that of a dual number, or taken out of one: what is computed from it is a derivative from
+        here on, or no longer."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

@@ -215,3 +215,14 @@ def observing(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], 
     """A hook behind a leaf, marked as one of ours that changes nothing."""
     setattr(hook, _LOOKS_ON, True)
     return hook
+
+
+def is_wanting_leaf(tensor: torch.Tensor) -> bool:
+    """Whether this is a leaf of the graph that wants a gradient.
+
+    PyTorch refuses to say where a view that was made without gradients has been written to with them: it is none.
+    """
+    try:
+        return tensor.is_leaf and tensor.requires_grad
+    except RuntimeError:
+        return False

@@ -219,6 +219,8 @@ def phase_of(evidence: Evidence) -> Phase:
         return "backward"
     if evidence.bad.is_of_weights:
         return "parameters"
+    if evidence.bad.is_of_preparation:
+        return "data"
     roots = [e for e in evidence.events() if isinstance(e, RootCall)]
     event = next((e for e in evidence.events() if e.index == evidence.op.event), None)
     with_weights = [r for r in roots if any(True for _ in r.module.parameters())]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from types import CodeType
 
 import torch
 from torch import Tensor, nn
 
-from ampguard import numerics
+from ampguard import compat, numerics
 from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Ref, RootCall, SavedBuffer, StepRecord
 from ampguard.numerics import is_finite
@@ -22,10 +22,13 @@ def updated_leaves(record: StepRecord, only_finite: bool = False) -> dict[Ref, T
     one that is bad, and what backward calls returned is given.
     """
     last: dict[int, tuple[Ref, Tensor]] = {}
+    hang_in_modules = any(isinstance(event, RootCall) for event in record.events)
     for event in (event for event in record.events if isinstance(event, GlueOp)):
         for position, ref in enumerate(event.outputs):
             tensor = ref()
-            if tensor is None or not tensor.is_leaf or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            if tensor is None or not compat.is_wanting_leaf(tensor):
+                continue
+            if hang_in_modules and isinstance(tensor, nn.Parameter):
                 continue
             if (not event.grad and not only_finite) or is_finite(tensor.detach()):
                 last[id(tensor)] = (Ref(event.index, position), tensor)
@@ -48,13 +51,16 @@ def plain_weights(record: StepRecord) -> list[Tensor]:
     """Weights that the script keeps as plain tensors: what the events were given, or made and the script still holds."""
     held = [held.tensor for event in record.events for held in held_by(event)]
     made = [tensor for event in record.events for ref in event.outputs if (tensor := ref()) is not None]
-    return [tensor for tensor in (*held, *made) if tensor.is_leaf and tensor.requires_grad]
+    return [tensor for tensor in (*held, *made) if compat.is_wanting_leaf(tensor)]
 
 
-def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:
+def events_behind(
+    bad: BadResult, given: Container[Ref] = (), differentiated: Mapping[int, int | None] | None = None
+) -> list[Event]:
     """The events that the bad result was made from, in order, with every event that wrote in place to one of them.
 
-    Those are left out that made nothing but what is `given`.
+    Those are left out that made nothing but what is `given`. Of an event that computes a tangent, the one that is
+    `differentiated` by it belongs to them.
     """
     record: StepRecord = bad.record
     wanted: set[int] = set()
@@ -76,6 +82,8 @@ def events_behind(bad: BadResult, given: Container[Ref] = ()) -> list[Event]:
             pending += [e.index for e in calls if all(ref.event in by_index for ref in refs_of(e))]
             wanted |= set(pending)
         more = {ref.event for ref in refs_of(event) if ref not in given} | set(record.writers.get(event.index, ()))
+        of = differentiated.get(event.index) if differentiated else None
+        more |= {of} if of is not None else set()
         pending += sorted(more - wanted)
         wanted |= more
     return [event for event in record.events if event.index in wanted]

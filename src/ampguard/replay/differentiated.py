@@ -10,6 +10,7 @@ import dataclasses
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import BackwardCall, Modes, Ref, RootCall
 from ampguard.numerics import is_finite
@@ -79,5 +80,5 @@ def _parameters(replayer: Replayer) -> tuple[Tensor, ...]:
     for event in replayer.events:
         own = event.module.parameters() if isinstance(event, RootCall) else ()
         held = (held.tensor for held in held_by(event))
-        found |= {id(t): t for t in (*own, *held) if t.is_leaf and t.requires_grad}
+        found |= {id(t): t for t in (*own, *held) if compat.is_wanting_leaf(t)}
     return tuple(found.values())

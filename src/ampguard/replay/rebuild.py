@@ -29,6 +29,7 @@ from ampguard.replay.batch import name_in
 from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
 from ampguard.replay.forgiving import forgiving_hooks
+from ampguard.replay.forward_mode import ChangedOperands, differentiated_in, tangents_in
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import names_of_called, parameter_names
 from ampguard.replay.other_ranks import answered, check_what_was_sent
@@ -38,7 +39,7 @@ from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_st
 from ampguard.replay.sharded import after_sharded_calls
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode, Unwatching, in_groups
-from ampguard.replay.variants import AS_IT_RAN, CodePlace, Variant
+from ampguard.replay.variants import AS_IT_RAN, CodePlace, RunKey, Variant
 
 
 class Replayer:
@@ -59,10 +60,11 @@ class Replayer:
         `remakes_weights`: those that the script's own update has made bad are made again, from gradients that are given.
         """
         self.bad = bad
+        self._tangents = tangents_in(bad.record, recorder.log.tangents)
         self._forgives_hooks = forgives_hooks
         self.is_exact = not as_it_is_now
         leaves = updated_leaves(bad.record, only_finite=remakes_weights) | dict(given or {})
-        self.events, self._given = after_sharded_calls(events_behind(bad, leaves), recorder.log)
+        self.events, self._given = after_sharded_calls(events_behind(bad, leaves, self._tangents), recorder.log)
         self._given = leaves | self._given
         self.is_autocast_used = recorder.uses_autocast or is_autocast_on()
         """Whether the script has been within a region of autocast: calls outside modules do not say whether they were."""
@@ -82,6 +84,8 @@ class Replayer:
         self.modules: dict[str, nn.Module] = {}
         self._recorder = recorder
         self._hidden: dict[tuple[CodePlace, int], int] = {}
+        self._differentiated: dict[RunKey, RunKey] = {}
+        """For operators that compute tangents: the one that each of them differentiates, as far as it was traced."""
         self._sought = [
             held.tensor
             for event in self.events
@@ -189,6 +193,8 @@ class Replayer:
         mode.retains_graph = compiled is None or compiled.retains_graph
         mode.boundary = run_root.__code__
         mode.hidden = dict(self._hidden)
+        mode.transformed.tangents = self._tangents
+        mode.changed_operands = ChangedOperands(self._differentiated)
         if traced and variant is AS_IT_RAN:
             mode.sought = in_groups(self._sought)
         values = Values(mode, {**variant.tensors}, self.keeps_graph)
@@ -231,6 +237,9 @@ class Replayer:
                     values.made[ref] = tensor
                 self._put_on_hooks(event, outputs)
                 ran.append((event, outputs))
+        mode.tangents.tell(trace)
+        if traced and variant is AS_IT_RAN:
+            self._differentiated = differentiated_in(trace)
         if (
             traced and variant is AS_IT_RAN
         ) or compiled is not None:  # only now: a result may have been written to later, as in the step itself

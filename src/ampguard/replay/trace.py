@@ -99,6 +99,8 @@ class TracedOp:
     """Of `torch.where`: for each bad element of its result, whether it was taken from the first of the two."""
     device: str = "cpu"
     in_backward: bool = False
+    is_tangent: bool = False
+    """Of what is `in_backward`: whether the derivative is taken in forward mode."""
     forward: int | None = None
     """In backward: the operator of the forward pass that is being differentiated."""
 

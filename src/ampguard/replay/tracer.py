@@ -23,11 +23,12 @@ from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
 from ampguard.capture.root_calls.surroundings import devices_in_use, is_autocast_on
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.replay.changed_nodes import ChangedNodes
+from ampguard.replay.forward_mode import ChangedOperands, TracedTangents
 from ampguard.replay.module_calls import note_call
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
 from ampguard.replay.trace import Trace, TracedOp, identical, layout_of
 from ampguard.replay.transformed import TransformedNodes
-from ampguard.replay.variants import Captured, CodePlace, Intervention, Variant, converted, widened
+from ampguard.replay.variants import Captured, CodePlace, Intervention, RunKey, Variant, converted, widened
 from ampguard.replay.writer import TraceWriter
 
 
@@ -88,7 +89,9 @@ class ReplayMode(compat.DispatchMode):
         self.own_casts: dict[tuple[int, int], Line] = {}
         """Lines that cast to low precision outside autocast, within modules that are computed in float32."""
         self.changed_nodes = ChangedNodes()
-        self._transformed = TransformedNodes()
+        self.transformed = TransformedNodes()
+        self.tangents = TracedTangents()
+        self.changed_operands = ChangedOperands()
 
     @contextlib.contextmanager
     def differentiating(self, boundary: CodeType) -> Iterator[None]:
@@ -109,6 +112,11 @@ class ReplayMode(compat.DispatchMode):
     def renamed(self, before: Tensor, after: Tensor) -> None:
         """A result of an operator goes on under another class of tensors."""
         self.stands_for(after, before)
+
+    def met_tangent(self, tangent: Tensor, is_made: bool) -> None:
+        """A module makes a dual number of this tangent, or takes it out of one."""
+        if self.writer is not None:
+            self.tangents.note(self.count, self.writer.named(tangent), is_made)
 
     # --- modules ----------------------------------------------------------------------------------------------------
 
@@ -179,16 +187,22 @@ class ReplayMode(compat.DispatchMode):
             if self._forced and numerics.is_low_precision(kwargs.get("dtype")):
                 self._note_own_cast(sys._getframe(1))
             args, kwargs = converted(func, args, kwargs, precision)
+        key: RunKey | None = None
+        if self._intervenes and self.changed_operands.differentiated:
+            key = self.changed_operands.key(self.event.index if self.event is not None else -1, func)
+            args, kwargs = self.changed_operands.given(key, args, kwargs)
         noted = self.note_before(func, args, kwargs)
         intervention = None
         if self._intervenes:
             intervention = self._intervention(func)
-            self._transformed.refuse_unchanged(self.event, args, kwargs)
+            self.transformed.refuse_unchanged(self.event, args, kwargs)
         try:
             if intervention is None:
                 output = compat.run_counted(func, args, kwargs)
             else:
-                output = self._intervened(intervention, func, args, kwargs)
+                output = self._intervened(
+                    intervention, self.changed_operands.noting(key, func, args, kwargs), args, kwargs
+                )
         except RuntimeError:
             if noted.traced is not None:
                 noted.op.refused = True
@@ -199,7 +213,7 @@ class ReplayMode(compat.DispatchMode):
 
     def _intervened(self, intervention: Intervention, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the intervention; its derivative takes the place of the operator's."""
-        self._transformed.note_changed(self.event, args, kwargs)
+        self.transformed.note_changed(self.event, args, kwargs)
         if not self.changed_nodes.is_needed(args, kwargs):
             return intervention(func, args, kwargs)
         changed = self.changed_nodes.before(intervention, func, args, kwargs)
@@ -212,7 +226,7 @@ class ReplayMode(compat.DispatchMode):
         facts = facts_of(func)
         index = self.count
         self.count += 1
-        self._transformed.note(self.event, index)
+        self.transformed.note(self.event, index)
         op = None
         if self.writer is not None:
             op = self._traced(self.writer, index, func, facts, sys._getframe(2))
@@ -319,7 +333,7 @@ class ReplayMode(compat.DispatchMode):
         module, owner = self._here if in_root else (None, None)
         root = number if in_root else None
         op = TracedOp(index, number, func, facts.name, module, root, self._line(frame), owner)
-        return self._transformed.told(event, op, writer.trace)
+        return self.transformed.told(event, op, writer.trace)
 
     def _derivative(
         self,

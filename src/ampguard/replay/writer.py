@@ -126,6 +126,10 @@ class TraceWriter:
             self._kept_bytes += size
             op.args, op.kwargs = args, kwargs
 
+    def named(self, tensor: Tensor) -> tuple[Any, int]:
+        """Which operator has made a tensor, and as which of its results; the memory of one that was given."""
+        return self._maker(tensor) or ("given", compat.storage_key(tensor))
+
     def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
         known = self._made_by.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None

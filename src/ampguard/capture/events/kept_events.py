@@ -25,6 +25,7 @@ from ampguard.capture.events.long_evaluation import LongEvaluation
 from ampguard.capture.events.operands import refs_of
 from ampguard.capture.events.pending import PendingEvents
 from ampguard.capture.events.producers import Producers
+from ampguard.capture.events.tangents import Tangents
 from ampguard.capture.events.written_weights import WrittenWeights
 from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, HeldGenerator, Ref, RootCall, StepRecord, since
@@ -72,6 +73,7 @@ class KeptEvents:
         self._window = OpenWindow()
         self.evaluation = LongEvaluation()
         self.written = WrittenWeights()
+        self.tangents = Tangents()
 
     def claim_index(self) -> int:
         index = self.next_index

@@ -26,6 +26,7 @@ from ampguard.capture.frames import is_user_code, user_line
 from ampguard.capture.glue.originals import MetFunctions
 from ampguard.capture.glue.preprocessing import MOVES
 from ampguard.capture.glue.vanished import Vanished
+from ampguard.capture.raised import is_about_numbers, is_refused, refused_tensors
 from ampguard.capture.record import GlueOp, Line, Ref, StepRecord
 from ampguard.compat import FunctionMode, in_functorch, storage_key, version_of
 from ampguard.numerics import UNINITIALISED, is_finite
@@ -300,6 +301,26 @@ class BeforeTraining(FunctionMode):
                 if one is not None and (one is tensor or storage_key(one) == memory != 0):
                     return record, ref
         return None
+
+    def refused_by(self, error: BaseException) -> tuple[StepRecord, Ref] | None:
+        """As `maker_of`, of what an error that speaks of numbers was raised over: what the script had at hand, else the
+        last that was made (`svd(w / w.norm())`)."""
+        if not isinstance(error, Exception) or not is_about_numbers(error):
+            return None
+        record = self.log.slice() if self._bad else StepRecord()
+        made = [
+            (one, ref) for weak, held, ref in self._bad if (one := held if held is not None else weak()) is not None
+        ]
+        made = [(one, ref) for one, ref in made if record.event(ref.event) is not None and is_refused(one)]
+        for tensor in refused_tensors(error):
+            memory = storage_key(tensor)
+            for one, ref in made:
+                if one is tensor or storage_key(one) == memory != 0:
+                    return record, ref
+            found = self.maker_of(tensor) if not self._bad else None
+            if found is not None:
+                return found
+        return (record, made[-1][1]) if made else None
 
     def vanished_behind(self, tensor: Tensor) -> tuple[StepRecord, Ref, Ref] | None:
         """The calls that have made a finite tensor from a value that was not, what they call it, and that value."""

@@ -103,6 +103,8 @@ class GlueTape(compat.DispatchMode):
         """Whether the script puts dispatch modes of its own on: only one of ours below them sees all that they let through."""
         self._has_replaced = False
         """Whether functions of PyTorch were replaced by others, which a function mode would be handed in their stead."""
+        self._has_duals = False
+        """Whether the script differentiates in forward mode."""
         self._replacements = Replacements()
         self._entries = 0
         self._inference = False
@@ -147,7 +149,7 @@ class GlueTape(compat.DispatchMode):
         self._entries += 1
         if self._entries & (LOOK_AGAIN - 1) == 1:
             self._has_replaced = self._replacements.are_there() or compat.may_compile()
-        is_clear = not (self._has_met_modes or self._has_replaced or self.calls.met.is_misled)
+        is_clear = not (self._has_met_modes or self._has_replaced or self._has_duals or self.calls.met.is_misled)
         return is_clear and self._taped.live is None and compat.FunctionMode.is_available
 
     def leave(self) -> None:
@@ -207,6 +209,19 @@ class GlueTape(compat.DispatchMode):
             ref = self.log.lookup(before)
             if ref is not None:
                 self.log.producers.rename(after, ref)
+
+    def met_tangent(self, tangent: Tensor, is_made: bool) -> None:
+        """A tensor is the tangent of a dual number from now on, or no longer."""
+        if not self.is_passing:
+            self.log.tangents.note(self.log.next_index, self.log.lookup(tangent), tangent, is_made)
+
+    def begins_dual_level(self) -> None:
+        """Dual numbers are in use from now on: a call that is kept as one would not show what it does with their tangents."""
+        self._has_duals = True
+        if self.is_of_calls and self.is_on_stack and not compat.in_functorch():
+            left = self.left
+            self.leave()
+            self.enter(left)
 
     # --- one call at a time -------------------------------------------------------------------------------------------
 

@@ -134,7 +134,8 @@ class GradientJudge:
             self.spoilt.note([p for p in self.parameters_of_modules() if p.is_leaf and p.grad is not None])
 
     def parameters_of_modules(self) -> list[Tensor]:
-        """Of the modules that were called in this step; weights that hang in none, where there is no optimizer either.
+        """Of the modules that were called in this step; what hangs in none (the pixels that are styled by a frozen network),
+        where nothing of them is trained and there is no optimizer either.
 
         None in a thread whose step the log does not hold.
 
@@ -144,6 +145,7 @@ class GradientJudge:
         if self.thread() != threading.get_ident():  # asked after the events: new ones are begun for another thread
             return []
         modules = {id(e.module): e.module for e in [e for e in events if type(e) is RootCall]}
-        if not modules and self._steps.counts_backwards:
+        found: list[Tensor] = [p for module in modules.values() for p in compat.all_parameters(module)]
+        if self._steps.counts_backwards and not any(p.requires_grad for p in found):
             return self._plain_leaves.with_gradients(self._log.record.events)
-        return [p for module in modules.values() for p in compat.all_parameters(module)]
+        return found

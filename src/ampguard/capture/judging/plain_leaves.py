@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import Event
-from ampguard.compat import version_of
+from ampguard.compat import is_wanting_leaf, version_of
 
 _Seen = tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]
 """A tensor, its gradient, and the gradient's version."""
@@ -23,6 +23,8 @@ class PlainLeaves:
     def __init__(self) -> None:
         self._known: list[_Seen] = []
         self._looks = 0
+        self._are_left_out = False
+        """Whether the last look has found leaves, none of which had got a gradient as yet."""
         self._last: int | None = None
         """The last event when they were asked for."""
 
@@ -34,8 +36,10 @@ class PlainLeaves:
         old = {id(leaf): seen for seen in self._known if (leaf := seen[0]()) is not None}
         fresh = [leaf for ref, *_ in self._known if (leaf := ref()) is not None and _is_new(leaf, old)]
         self._looks += 1
-        if len(fresh) < len(self._known) or not self._looks & (self._looks - 1):
-            fresh = [leaf for leaf in leaves_in(events) if _is_new(leaf, old)]
+        if self._are_left_out or len(fresh) < len(self._known) or not self._looks & (self._looks - 1):
+            leaves = leaves_in(events)
+            fresh = [leaf for leaf in leaves if _is_new(leaf, old)]
+            self._are_left_out = bool(leaves) and not fresh
         self._known = [(weakref.ref(p), weakref.ref(p.grad), version_of(p.grad)) for p in fresh if p.grad is not None]
         return fresh
 
@@ -70,4 +74,4 @@ def leaves_in(events: list[Event]) -> list[Tensor]:
     """The tensors that want a gradient among the operands and results of the events."""
     held = [held.tensor for event in events for held in held_by(event)]
     held += [tensor for event in events for ref in event.outputs if (tensor := ref()) is not None]
-    return list({id(tensor): tensor for tensor in held if tensor.is_leaf and tensor.requires_grad}.values())
+    return list({id(tensor): tensor for tensor in held if is_wanting_leaf(tensor)}.values())

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
+from ampguard.capture.events.operands import refs_of
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
 from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
@@ -48,11 +50,32 @@ def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
                 ref = log.lookup(value)
                 if ref is not None and not is_finite(value) and not _is_unfilled(log.record.event(ref.event)):
                     found.append(ref)
+            elif isinstance(value, Tensor) and _was_no_number(value) and (ref := _before_cast(value, log)) is not None:
+                found.append(ref)
         entry = entry.tb_next
     for event in log.record.events if not found else ():
         live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
         found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
     return found
+
+
+def _was_no_number(tensor: Tensor) -> bool:
+    """Whether an integer tensor holds what a cast makes of NaN: the lowest number that there is."""
+    if tensor.dtype not in (torch.int64, torch.int32) or not is_immediate(tensor) or not tensor.numel():
+        return False
+    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def _before_cast(tensor: Tensor, log: EventLog) -> Ref | None:
+    """The floating result that an integer tensor was cast from, directly or by operators of one operand."""
+    ref = log.lookup(tensor)
+    while ref is not None:
+        event = log.record.event(ref.event)
+        if not isinstance(event, GlueOp) or ref.output >= len(event.floating) or event.floating[ref.output]:
+            return ref if isinstance(event, (GlueOp, RootCall)) else None
+        behind = refs_of(event)
+        ref = behind[0] if len(behind) == 1 else None
+    return None
 
 
 def mode_of(record: StepRecord, first: Ref) -> Literal["train", "eval"]:
@@ -64,6 +87,8 @@ def mode_of(record: StepRecord, first: Ref) -> Literal["train", "eval"]:
     behind = [event for event in record.events if event.index >= first.event]
     if any(event.index in wanting for event in behind):
         return "train"
+    if any(isinstance(e, RootCall) and e.error is not None and e.modes.grad and e.training for e in behind):
+        return "train"  # (it has returned nothing that could want a gradient)
     has_no_call = not any(isinstance(event, RootCall) for event in behind)
     return "train" if has_no_call and any(isinstance(e, GlueOp) and e.grad for e in behind[:1]) else "eval"
 

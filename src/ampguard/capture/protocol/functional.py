@@ -111,6 +111,7 @@ class FunctionalTraining:
                     return
                 self._tell_without_operator(bad.loss)
         if recorder.steps.counts_backwards:
+            recorder.backward_calls.place = None
             recorder.after_backward()
 
     def _tell_without_operator(self, loss: Tensor) -> None:
@@ -150,6 +151,7 @@ class FunctionalTraining:
         leaves = [t for i in wanted for t in compat.tree_leaves(given[i]) if isinstance(t, Tensor) and t.requires_grad]
         after, self._depth = torch.get_rng_state(), 1
         torch.set_rng_state(random)
+        recorder.backward_calls.is_again = True
         try:
             recorder.resume_tape()
             with torch.enable_grad():
@@ -158,6 +160,7 @@ class FunctionalTraining:
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         finally:
             self._depth = 0
+            recorder.backward_calls.is_again = False
             torch.set_rng_state(after)
         with compat.unseen():
             return any(not is_finite(t.detach()) for t in (loss, *gradients) if t is not None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ampguard.capture.record import BadResult
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.incident import Incident
@@ -37,6 +38,8 @@ class Case:
     """The calls of the model that its last bad result was made from: another result of theirs is no new occurrence."""
     kind: str = ""
     """What was bad: a "loss", a "buffer", ... as `BadResult.kind` has it."""
+    is_thrown_away: bool = False
+    """Of gradients: whether the script itself cleared them each time, and made no update with them."""
     part_of: Case | None = None
     """The case of the longer story that this failure belongs to: it is told there."""
     optimizer: weakref.ref[Any] | None = None
@@ -84,6 +87,11 @@ class Case:
         return msgspec.structs.replace(
             self.incident, occurrences=self.occurrences, evidence=evidence, explanation=explanation
         )
+
+
+def is_thrown_away(bad: BadResult) -> bool:
+    """Whether these are gradients that the script itself has cleared instead of making an update with them."""
+    return bad.kind == "gradient" and bad.is_held_off and bad.loss_scale is None and bad.error is None
 
 
 def place_of(evidence: Evidence) -> Place:

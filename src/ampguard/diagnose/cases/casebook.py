@@ -12,7 +12,7 @@ import torch
 from ampguard.capture.record import BadResult, Ref
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases.bad_since import BadSince
-from ampguard.diagnose.cases.case import Case, Place
+from ampguard.diagnose.cases.case import Case, Place, is_thrown_away
 from ampguard.diagnose.cases.further import FurtherFailures
 from ampguard.diagnose.cases.kept_state import KeptState
 from ampguard.diagnose.cases.past_scaler import PastScaler
@@ -169,6 +169,7 @@ class Casebook:
         self._note_targets(case, bad)
         self.skipped.note(bad, case)
         case.came_back(bad.step, 0 if is_same else 1)
+        case.is_thrown_away &= is_thrown_away(bad)
         self.poison.note(bad, case.told_as)
         if case.part_of is None and self._told_later is None:
             self.came_back(msgspec.structs.replace(case.incident, step=bad.step))
@@ -180,7 +181,7 @@ class Casebook:
             return
         opinion = self.as_told(opinion)
         case = Case(opinion, place, self._recorder.steps.attempts, last_step=bad.step, calls=calls_behind(bad))
-        case.kind = bad.kind
+        case.kind, case.is_thrown_away = bad.kind, is_thrown_away(bad)
         self._note_targets(case, bad)
         case.is_investigated = opinion.severity != "info"  # normal operation takes none of the investigations
         self.cases.append(case)

@@ -1,4 +1,4 @@
-"""Bad losses that the script itself steers round: it skips the batch, and the training goes on.
+"""Bad losses and gradients that the script itself steers round: it skips the batch, and the training goes on.
 
 The cause is the same, and so is the fix. But it is nothing that stopped the run: a batch was lost. Not so where it has
 poisoned a running statistic, and a later failure is due to that: then it is what broke the run.
@@ -22,6 +22,7 @@ RARE = 0.1
 STEPS_AFTER = 3
 """Steps with a finite loss after the last bad one, at least."""
 MOST_SPOILED = 4096
+PHASES = ("data", "forward", "loss", "backward")
 
 
 class SkippedByScript:
@@ -64,14 +65,14 @@ class SkippedByScript:
     def _is_steered_round(self, case: Case) -> bool:
         incident, since = case.incident, self._finite_since
         if (
-            case.kind != "loss"
+            not (case.kind == "loss" or case.is_thrown_away)
             or incident.mode != "train"
             or incident.severity != "error"
             or case.consequences
             or case.part_of is not None
         ):
             return False
-        if incident.phase not in ("data", "forward", "loss") or incident.cause == "divergence" or since is None:
+        if incident.phase not in PHASES or incident.cause == "divergence" or since is None:
             return False
         bad = _steps_of(case)
         goes_on = self._last - max(*bad, since - 1) >= STEPS_AFTER
@@ -80,8 +81,9 @@ class SkippedByScript:
 
     def _told(self, case: Case) -> Incident:
         lost = "a batch was" if case.occurrences == 1 else f"{case.occurrences} batches were"
+        it = "these gradients" if case.is_thrown_away else "it"
         text = (
-            f" The script made no update with it ({lost} lost) and went on: in the {self._last - max(_steps_of(case))} steps "
+            f" The script made no update with {it} ({lost} lost) and went on: in the {self._last - max(_steps_of(case))} steps "
             f"since, all losses are finite, and so are the weights."
         )
         evidence = {**case.incident.evidence, "skipped_by_script": True}

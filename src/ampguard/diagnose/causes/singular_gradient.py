@@ -94,9 +94,10 @@ def _at_a_singular_point(evidence: GradientEvidence) -> Finding:
         f"The step computes with a derivative that is not finite: {of}" if is_used else f"The loss is finite and {of}"
     )
     then = "; " if is_used else ": "
+    where = "in forward mode" if evidence.op.is_tangent else "in the backward pass"
     return Finding(
         "singular-gradient",
-        f"{what} {words.place(evidence)} is {spelled(evidence.kind)} in any precision{scale}{then}{name} in the backward pass "
+        f"{what} {words.place(evidence)} is {spelled(evidence.kind)} in any precision{scale}{then}{name} {where} "
         f"makes it from {_operands(evidence)}.",
         weight=50,
         evidence={"operand_value": value},

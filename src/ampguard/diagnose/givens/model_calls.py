@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ampguard import compat
 from ampguard.capture.events.operands import held_by
 from ampguard.capture.record import Event, RootCall
 
@@ -19,4 +20,4 @@ def has_parameters(event: Event) -> bool:
 
 
 def _reads_weight(event: Event) -> bool:
-    return any(held.tensor.requires_grad and held.tensor.is_leaf for held in held_by(event))
+    return any(compat.is_wanting_leaf(held.tensor) for held in held_by(event))
