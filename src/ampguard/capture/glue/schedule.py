@@ -21,6 +21,9 @@ FREE_SECONDS = 2.0
 TAPED_CALL_SECONDS = 1.2e-5
 """What an operator or a call takes that is taped, named and forgotten."""
 
+TAPE_ON_SECONDS = 2.5e-5
+"""What it takes to put the tape on and to take it off again."""
+
 TAPED_WRITE_SECONDS = 7e-5
 """The same where most of them write to weights, whose values are copied before."""
 
@@ -187,7 +190,7 @@ class TapeSchedule:
 
     def _is_prefix_cheap(self, steps: int, usual_seconds: float) -> bool:
         """Whether taping it costs next to nothing, in this loop or because the run has just begun."""
-        seconds = (self._prefix_events + 1) * TAPED_CALL_SECONDS
+        seconds = TAPE_ON_SECONDS + self._prefix_events * TAPED_CALL_SECONDS
         is_new = steps < FIRST_PREFIXES and self._prefix_events <= SHORT_PREFIX
         return is_new or seconds <= PREFIX_TIME_SHARE * usual_seconds
 
