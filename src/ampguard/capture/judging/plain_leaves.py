@@ -70,4 +70,11 @@ def leaves_in(events: list[Event]) -> list[Tensor]:
     """The tensors that want a gradient among the operands and results of the events."""
     held = [held.tensor for event in events for held in held_by(event)]
     held += [tensor for event in events for ref in event.outputs if (tensor := ref()) is not None]
-    return list({id(tensor): tensor for tensor in held if tensor.is_leaf and tensor.requires_grad}.values())
+    return list({id(tensor): tensor for tensor in held if _is_wanted(tensor)}.values())
+
+
+def _is_wanted(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf and tensor.requires_grad
+    except RuntimeError:  # a view made under no_grad, of what was written to since: PyTorch refuses to say
+        return False
