@@ -28,6 +28,8 @@ class Quantity:
     where: Line | None
     is_used: bool = False
     """Something was computed from it, or compared with it."""
+    is_limited: bool = False
+    """It came out of a limit that carries no scale: `(max_norm / norm).clamp(max=1.0)`."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,14 @@ BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "ma
 FOREACH = frozenset(
     {"_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_mul", "_foreach_div", "_foreach_add_"}
 )
+LIMITS = {
+    **dict.fromkeys(("clamp_max", "minimum", "min"), -1),
+    **dict.fromkeys(("clamp_min", "maximum", "max"), 1),
+    "clamp": 0,
+}
+"""Which power they change: those that bound from above (-1) a factor over a norm, from below (1) a norm."""
+SMALLEST_LIMIT = 1e-3
+"""A smaller one only keeps a divisor from being 0."""
 DRAWS = frozenset({"randn_like", "rand_like", "randn", "rand", "normal"})
 """Random numbers of a size of their own, whatever they are shaped like."""
 DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__"})
@@ -194,8 +204,31 @@ class Powers:
             return left - right, watch
         return (right - left, watch) if name in UNDER else None
 
-    def note(self, result: Any, power: float, watch: OptimizerWatch, where: Line | None) -> None:
+    def note(
+        self, result: Any, power: float, watch: OptimizerWatch, where: Line | None, is_limited: bool = False
+    ) -> None:
         """A tensor (or each of a list) carries S^power."""
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, Tensor):
-                self.known[id(tensor)] = Quantity(weakref.ref(tensor), power, watch, where)
+                known = Quantity(weakref.ref(tensor), power, watch, where, is_limited=is_limited)
+                self.known[id(tensor)] = known
+
+    def is_limited(self, name: str, args: tuple[Any, ...], options: dict[str, Any], power: float) -> bool:
+        """Whether the result of `name(*args)`, which carries S^power, comes out of a limit that carries none."""
+        if any((known := self.quantity(arg)) is not None and known.is_limited for arg in args[:2]):
+            return True
+        side = LIMITS.get(name)
+        if side is None or not power or (side and side * power < 0):
+            return False
+        if side:
+            limits = [arg for arg in args[:2] if self.of(arg) is None] + list(options.values())
+        else:
+            by_place = dict(zip(("min", "max"), args[1:3], strict=False))
+            limits = [{**by_place, **options}.get("min" if power > 0 else "max")]
+        return any(self._is_limit(limit) for limit in limits)
+
+    def _is_limit(self, value: Any) -> bool:
+        if isinstance(value, Tensor) and (value.numel() != 1 or not value.is_cpu or value.requires_grad):
+            return False
+        is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+        return is_number and not self.of_number(value) and abs(float(value)) >= SMALLEST_LIMIT
