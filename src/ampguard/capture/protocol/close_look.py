@@ -327,8 +327,8 @@ class CloseLook:
         self.assigned.forget(watch)
         undivided = self.own_scale.undivided(watch)
         if undivided is not None:
-            scale, backward = undivided
-            facts: dict[str, Any] = {"scale": scale, "own_scale": True}
+            scale, backward, is_beside = undivided
+            facts: dict[str, Any] = {"scale": scale, "own_scale": True, "divided_elsewhere": is_beside}
             where = script_line(sys._getframe(1))
             self._moves.second_looks.tell(
                 [Breach("bypassed-scaler", watch, None, backward, where, scale, facts)], watch

@@ -110,9 +110,14 @@ def _own_scale(scene: Scene) -> Telling:
     scale = number(float(scene.facts["scale"]))
     text = (
         f"`{scene.optimizer}` steps with gradients that still carry the script's own loss scale {scale}, from "
-        f"{at(scene.first)}: they are {scene.factor} at {at(scene.again)}. In the steps before it they were divided first."
+        f"{at(scene.first)}: they are {scene.factor} at {at(scene.again)}. "
     )
-    how = f"divide the gradients by the loss scale {scale} before this step, as in the steps before"
+    if scene.facts.get("divided_elsewhere"):
+        text += "Those of the same loss that another optimizer holds were divided first."
+        how = f"divide these gradients by the loss scale {scale} too before this step, as those of the other optimizer"
+    else:
+        text += "In the steps before it they were divided first."
+        how = f"divide the gradients by the loss scale {scale} before this step, as in the steps before"
     return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "own_scale": True})
 
 
