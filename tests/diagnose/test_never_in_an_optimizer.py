@@ -129,6 +129,22 @@ def test_they_are_trained_otherwise(then: Any, guard: Guard) -> None:
     assert not run.report.incidents
 
 
+def test_they_are_trained_by_a_later_optimizer(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net, temperature = nn.Linear(6, 8), nn.Parameter(torch.ones(()))
+        opt = torch.optim.SGD(net.parameters(), lr=0.01)
+        for it in range(30):
+            if it == 20:
+                opt = torch.optim.SGD([temperature], lr=0.01)
+            loss = nn.functional.cross_entropy(net(torch.randn(16, 6)) / temperature, torch.zeros(16, dtype=torch.long))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    assert not guard(body).report.incidents
+
+
 def test_a_backbone_and_a_measuring_network_that_are_left_out_on_purpose(guard: Guard) -> None:
     torch.manual_seed(0)
     backbone, head, measure = nn.Linear(6, 16), nn.Linear(16, 2), Listed(lambda heads: heads[:1])

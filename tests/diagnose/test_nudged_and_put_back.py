@@ -128,7 +128,7 @@ class Lars:
 def test_an_own_optimizer_whose_biases_have_no_trust_ratio(trusts: bool, guard: Guard) -> None:
     def body() -> None:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
+        net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
         opt = Lars(net.parameters(), 0.2, trusts)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         for _ in range(5):

@@ -22,8 +22,8 @@ from ampguard.capture.protocol.moves import Moves
 from ampguard.compat import version_of
 from ampguard.protocol.events import Breach
 
-FIRST_LOOK, SECOND_LOOK = 4, 5
-"""Steps after which plain tensors are looked for: those that are the same in both last."""
+FIRST_LOOK, SECOND_LOOK = 2, 4
+"""Steps after which plain tensors are looked for: those that are the same in both. Later, less is kept of what a step does."""
 JUDGED = 10
 """Steps after which it is said of what has not changed since, at the end of a run; `LIVE_STEPS`: while it goes on."""
 LIVE_STEPS = 256
@@ -78,7 +78,7 @@ class NeverHeld:
                 self._leaves.see(self._models.plain_leaves())
                 if steps == SECOND_LOOK:
                     self._left = self._look()
-        elif self._left and steps >= JUDGED and self._is_the_one(watch):
+        elif self._left:
             with compat.unseen():
                 self._judge(watch)
 
@@ -120,7 +120,8 @@ class NeverHeld:
             self._left = []
             self._moves.listener.on_suspicion(key, None, 0)
             return
-        if before == len(self._left) and (self._is_told or JUDGED < watch.steps < LIVE_STEPS):
+        is_one = self._is_the_one(watch) and watch.steps >= JUDGED
+        if not is_one or (before == len(self._left) and (self._is_told or JUDGED < watch.steps < LIVE_STEPS)):
             return
         breach = self._breach(watch)
         self._moves.listener.on_suspicion(key, breach, first)

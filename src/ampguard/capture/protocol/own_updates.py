@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.protocol.gradients import SMALL
+from ampguard.capture.protocol.gradients import FEWEST, SMALL
 from ampguard.capture.protocol.models import Models, unowned
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
@@ -183,8 +183,8 @@ class OwnUpdates:
 
 
 def _follow(parameter: Tensor, gradient: Tensor | None) -> _Followed | None:
-    """None for what is not plain, or large."""
-    if type(gradient) is not Tensor or parameter.numel() > SMALL or gradient.is_sparse:
+    """None for what is not plain, or large, or so small that whatever it is moved by lies along its gradient."""
+    if type(gradient) is not Tensor or not FEWEST <= parameter.numel() <= SMALL or gradient.is_sparse:
         return None
     with torch.no_grad(), compat.unseen():
         copies = parameter.detach().clone(), gradient.detach().clone()
