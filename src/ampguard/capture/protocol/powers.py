@@ -7,7 +7,7 @@ what an operator does that has no rule here is not followed any further.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,8 @@ class Powers:
     weights: dict[int, Held] = field(default_factory=dict)
     """The parameters themselves, which carry no scale."""
     known: dict[int, Quantity] = field(default_factory=dict)
+    is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
+    """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 
     def hold(self, watches: Iterable[OptimizerWatch]) -> None:
         """Their gradients are scaled."""
@@ -152,17 +154,25 @@ class Powers:
         if known is not None:
             return known.power, known.watch
         held = self.gradient(value) or self._weight(value)
+        if held is None and self._is_plain_loss(value):
+            held = next(iter(self.gradients.values()), None)
+            return (0.0, held.watch) if held is not None else None
         return (held.power, held.watch) if held is not None else None
 
+    def _is_plain_loss(self, value: Any) -> bool:
+        """A loss as it was before it was scaled."""
+        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
+        return is_loss and not self.is_scaled_loss(value)
+
     def of_number(self, value: Any) -> float:
-        """1 for S itself, -1 for 1/S, 0 for any other number."""
+        """1 for S itself, -1 for 1/S, 2 and -2 for their squares, 0 for any other number."""
         if isinstance(value, Tensor):
             if value.numel() != 1 or not value.is_cpu or value.requires_grad:
                 return 0.0
             value = float(value)
         if not isinstance(value, float) or value == 1.0 or not value:
             return 0.0
-        return next((p for p, s in ((1.0, self.scale), (-1.0, 1.0 / self.scale)) if abs(value / s - 1) < 1e-6), 0.0)
+        return next((p for p in (1.0, -1.0, 2.0, -2.0) if abs(value / self.scale**p - 1) < 1e-6), 0.0)
 
     def _is_unknown(self, value: Any) -> bool:
         """A tensor that was computed from who knows what, perhaps from scaled gradients as well."""

@@ -122,7 +122,8 @@ class ReadWindow:
         scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
         if not scale > 1.0:
             return
-        self._powers = Powers(scale)
+        carried = self._moves.carried
+        self._powers = Powers(scale, is_scaled_loss=lambda loss: carried.is_scaled(loss))
         machine = self._moves.machine
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
         self._seen = _Seen()
