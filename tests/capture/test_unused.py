@@ -329,3 +329,35 @@ def test_a_head_that_is_added_and_belongs_to_no_optimizer(guard: Guard) -> None:
 @pytest.mark.parametrize(("then", "each"), [(joins, nothing), (is_frozen, nothing), (nothing, moves_it)])
 def test_a_head_that_is_added_and_cared_for(then: Any, each: Any, guard: Guard) -> None:
     assert guard(grows(then, each)).causes == []
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.inner = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 20, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inner(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_weights_that_are_tied_after_the_optimizer_was_built(ties: bool, guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = Language()
+        forgotten = nn.Parameter(torch.zeros(20, 8))
+        held = model.parameters() if ties else [*model.parameters(), forgotten]
+        optimizer = torch.optim.AdamW(held, lr=1e-3)
+        model.out.weight = model.embed.weight
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            tokens = torch.randint(0, 20, (6, 5))
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+
+    (incident,) = guard(body).report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", "info" if ties else "warning")
+    if ties:
+        assert "weights were tied after the optimizer was built" in incident.explanation

@@ -153,6 +153,16 @@ def test_settling_scaler_has_not_collapsed(skips: list[bool]) -> None:
     assert scaled(skips)[1] is None
 
 
+@pytest.mark.parametrize("begins", [2.0**26, 16384.0], ids=["a new scaler", "the same"])
+def test_a_scaler_that_begins_anew_far_above_the_old_level(begins: float) -> None:
+    trajectory, answer = Trajectory(), None
+    for step in range(50):
+        scale = 8192.0 if step < 30 else begins / 2.0 ** (step - 30)
+        trajectory.add(StepVitals(step, loss=1.0, scale=scale, skipped=step >= 30 and scale > 8.0))
+        answer = answer or scale_collapse(Situation(trajectory, step))
+    assert (answer is None) == (begins > 16384.0)
+
+
 def test_collapse_from_the_start_is_told_when_the_scale_is_below_one() -> None:
     _, answer = scaled([True] * 20)
     assert answer is not None

@@ -71,3 +71,40 @@ def test_loops_that_divide_what_they_scale(guard: Guard, scale_at: Any, divisor_
     run = guard(script(scale_at, divisor_at, has_masters))
     assert run.faults == 0, run.stderr
     assert run.causes == []
+
+
+def two_optimizers(divided: tuple[int, ...], scale: float, weight: float = 1.0) -> Callable[[], None]:
+    """One loss for both; `divided`: those whose gradients the script divides by the scale. Both step, the second first."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        trunk, head = nn.Linear(8, 16), nn.Linear(16, 3)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-5) for m in (trunk, head)]
+        for _ in range(6):
+            x = torch.randn(16, 8)
+            loss = weight * F.cross_entropy(head(torch.relu(trunk(x))), x[:, :3].argmax(1))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (loss * scale).backward()
+            for number in divided:
+                for p in optimizers[number].param_groups[0]["params"]:
+                    p.grad.div_(scale)
+            optimizers[1].step()
+            optimizers[0].step()
+
+    return body
+
+
+@pytest.mark.parametrize("divided", [0, 1])
+def test_division_that_is_made_for_one_of_two_optimizers(guard: Guard, divided: int) -> None:
+    run = guard(two_optimizers((divided,), 1024.0))
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"]), run.stderr
+    assert (run.first.step, run.first.evidence["factor"]) == (0, 1024.0)
+    assert run.first.location.code == f"optimizers[{1 - divided}].step()"
+    assert "another optimizer holds were divided first" in run.first.explanation
+
+
+@pytest.mark.parametrize(("divided", "scale"), [((0, 1), 1024.0), ((), 16.0), ((1,), 10.0)])
+def test_two_optimizers_that_are_treated_alike_or_a_weight(guard: Guard, divided: Any, scale: float) -> None:
+    run = guard(two_optimizers(divided, scale))
+    assert (run.faults, run.causes) == (0, []), run.stderr

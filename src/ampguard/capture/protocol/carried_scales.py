@@ -36,6 +36,10 @@ class CarriedScales:
         else:
             self.losses.note(result, of.current_scale())
 
+    def is_scaled(self, loss: Any) -> bool:
+        """Whether it is a loss that a scaler has scaled."""
+        return loss is self.fresh or self.losses.scale_of_one(loss) is not None
+
     def is_scaled_twice(self, loss: Any) -> bool:
         """Whether a loss that carries a scale was made of what carried it already: it was scaled by two parts of the script,
         or what goes on from the gradients of an earlier scaled loss was scaled again."""

@@ -52,6 +52,8 @@ class CloseLook:
         """Those whose gradients nobody has written to when clipping began."""
         self._mixed_since: weakref.WeakKeyDictionary[OptimizerWatch, int] = weakref.WeakKeyDictionary()
         """The iteration in which it was first given gradients made of scaled and of unscaled ones."""
+        self._by_hand: weakref.WeakKeyDictionary[OptimizerWatch, float] = weakref.WeakKeyDictionary()
+        """By which scale the script has divided the gradients of an optimizer itself."""
         self.added = AddedGradients()
         self.assigned = AssignedGradients()
         self.own_scale = HandScale()
@@ -173,10 +175,30 @@ class CloseLook:
 
     def _was_divided(self, watch: OptimizerWatch, of: ScalerWatch, scale: DeviceScale) -> None:
         """The script has divided the gradients of an optimizer itself."""
+        self._by_hand[watch] = float(scale)
         self._moves.machine.feed(Divided(watch, of, scale, watch.divided_at))
         watch.divides_by_hand = True
         watch.rest()
         watch.copy = None
+
+    def divides_by_another(self, of: ScalerWatch) -> bool:
+        """Whether the script has divided by a scale that is not the scaler's any more. Asked only where nothing waits."""
+        now = of.current_scale() if self._by_hand else None
+        return now is not None and now.is_at_hand and any(float(now) != scale for scale in self._by_hand.values())
+
+    def _tell_old_scale(self, watch: OptimizerWatch) -> None:
+        """Before an own step: are its gradients divided by the scale that was in force before, which has changed since?"""
+        moves, old = self._moves, self._by_hand.get(watch)
+        if old is None or watch.copy is None or not moves.machine.stage(watch).is_scaled:
+            return
+        last = moves.machine.ledger(watch).parts[-1]
+        scale = float(last.scale) if last.scale is not None else old
+        if _is_scale(watch.divided_by(), old) and abs(scale / old - 1.0) > 1e-2:
+            facts: dict[str, Any] = {"scale": scale, "old_scale": old}
+            where = script_line(sys._getframe(1))
+            moves.second_looks.tell(
+                [Breach("bypassed-scaler", watch, None, last.where, where, scale / old, facts)], watch
+            )
 
     def divided(self, watch: OptimizerWatch, where: Line | None) -> None:
         """The scaler has divided the gradients of an optimizer."""
@@ -300,12 +322,13 @@ class CloseLook:
     def before_direct_step(self, watch: OptimizerWatch) -> None:
         """An optimizer's own step: were its gradients divided by hand, and only after they were clipped?"""
         self.note_division(watch)
+        self._tell_old_scale(watch)
         self.settle(watch)
         self.assigned.forget(watch)
         undivided = self.own_scale.undivided(watch)
         if undivided is not None:
-            scale, backward = undivided
-            facts: dict[str, Any] = {"scale": scale, "own_scale": True}
+            scale, backward, is_beside = undivided
+            facts: dict[str, Any] = {"scale": scale, "own_scale": True, "divided_elsewhere": is_beside}
             where = script_line(sys._getframe(1))
             self._moves.second_looks.tell(
                 [Breach("bypassed-scaler", watch, None, backward, where, scale, facts)], watch

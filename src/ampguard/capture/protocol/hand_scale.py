@@ -87,6 +87,8 @@ class HandScale:
         """Of those that no optimizer holds: what was clipped before it is copied to masters."""
         self._divides: weakref.WeakKeyDictionary[OptimizerWatch, list[float]] = weakref.WeakKeyDictionary()
         """By which scales the gradients of an optimizer were seen to be divided, in one step after the other."""
+        self._divided_now: list[float] = []
+        """The same of all optimizers that have stepped since the last backward pass."""
         self.roots: Callable[[], Iterable[Iterable[Tensor]]] = tuple
         """The parameters of each module that was called."""
 
@@ -103,7 +105,7 @@ class HandScale:
     def after_backward(self, reached: tuple[OptimizerWatch, ...], where: Line | None) -> None:
         """Keep one gradient of each optimizer that was reached; where none was, those that will be copied to masters."""
         factor, self._factor = self._factor, None
-        self._loose, self._sources = None, []
+        self._loose, self._sources, self._divided_now = None, [], []
         if factor is None:
             return
         for watch in reached:
@@ -150,8 +152,11 @@ class HandScale:
         for scaled in self._sources:
             scaled.clipped(limit, where)
 
-    def undivided(self, watch: OptimizerWatch) -> tuple[float, Line | None] | None:
-        """The scale of gradients with which an optimizer is about to step undivided, though they were divided before."""
+    def undivided(self, watch: OptimizerWatch) -> tuple[float, Line | None, bool] | None:
+        """The scale of gradients with which an optimizer is about to step undivided, though they were divided before.
+
+        Or (True) though those of the same loss that another optimizer holds are.
+        """
         scaled, loose = self._scaled.get(watch), self._loose
         if scaled is not None:
             ratio, scale, where = scaled.ratio() if not scaled.clips else None, scaled.scale, scaled.where
@@ -161,11 +166,24 @@ class HandScale:
         else:
             return None
         divided = self._divides.setdefault(watch, [])
-        if _is(ratio, scale) and len(divided) < MOST_DIVISIONS:
-            divided.append(scale)
+        if _is(ratio, scale):
+            self._divided_now.append(scale)
+            if len(divided) < MOST_DIVISIONS:
+                divided.append(scale)
         # (A weight of one term is no scale: those are powers of two as a rule.)
-        is_scale = scale in divided or math.frexp(scale)[0] == 0.5
-        return (scale, where) if len(divided) >= FEWEST_DIVISIONS and is_scale and _is(ratio, 1.0) else None
+        is_power = math.frexp(scale)[0] == 0.5
+        if not _is(ratio, 1.0):
+            return None
+        if len(divided) >= FEWEST_DIVISIONS and (is_power or scale in divided):
+            return scale, where, False
+        return (scale, where, True) if is_power and self._is_divided_elsewhere(watch, scale) else None
+
+    def _is_divided_elsewhere(self, watch: OptimizerWatch, scale: float) -> bool:
+        """Whether gradients of the same loss were divided by its scale for another optimizer."""
+        if scale in self._divided_now:
+            return True
+        others = [scaled for other, scaled in self._scaled.items() if other is not watch and not scaled.clips]
+        return any(scaled.scale == scale and _is(scaled.ratio(), scale) for scaled in others)
 
     def stepping(self, watch: OptimizerWatch) -> ClippedScaled | None:
         """The optimizer is about to step: were its gradients divided only after they had been clipped?"""

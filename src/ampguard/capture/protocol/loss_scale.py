@@ -72,6 +72,11 @@ class DeviceScale:
             self._value = self._live.item() if self._live.is_cpu else self._live.detach().clone()
             self._live = None
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it can be read without waiting for a device."""
+        return isinstance(self._value, float) or (self._live is not None and self._live.is_cpu)
+
     def __float__(self) -> float:
         value = self._value if self._value is not None else self._live
         return float(value) if value is not None else math.nan

@@ -299,6 +299,8 @@ class Moves:
         self.machine.feed(event)
         self.carried.losses.forget_dead()
         self.routine.note(("update", of, frame.f_code, frame.f_lasti), event)
+        if self.close.divides_by_another(of):
+            self.second_looks.ask(*self.mine())
         self.routine.iteration_ended(not self.looks_closely)
 
     def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:

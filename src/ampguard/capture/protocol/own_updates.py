@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.protocol.gradients import SMALL
+from ampguard.capture.protocol.gradients import FEWEST, SMALL
 from ampguard.capture.protocol.models import Models, unowned
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
@@ -27,8 +27,11 @@ from ampguard.protocol.events import Breach
 if TYPE_CHECKING:
     from ampguard.capture.protocol.moves import Moves
 
-MOST = 3
+MOST = 8
 """Parameters that are copied."""
+
+FEWEST_ALIKE = 2
+"""Of those that were moved, how many by the same round number tell, where others were not (a trust ratio for each layer)."""
 
 FIRST_GRADS = 8
 """Calls of `torch.autograd.grad` after which something is copied: nothing tells when a loop without optimizers is known."""
@@ -51,7 +54,10 @@ class _Followed:
     gradient: Tensor
 
     def rate(self) -> float | None:
-        """By how many times its gradient it was moved against it; None where it was not. Waits for the device."""
+        """By how many times its gradient it was moved against it (negative: along it); None where it was not.
+
+        Waits for the device.
+        """
         if version_of(self.parameter) == self.version and torch.equal(self.parameter.detach(), self.before):
             return None
         change = (self.before.double() - self.parameter.detach().double()).flatten()
@@ -60,7 +66,7 @@ class _Followed:
         if not square or not bool(g.isfinite().all()) or not bool(change.isfinite().all()):
             return None
         rate = float(change @ g) / square
-        return rate if rate > 0 and float((change - rate * g).norm()) <= ALONG * float(change.norm()) else None
+        return rate if rate and float((change - rate * g).norm()) <= ALONG * float(change.norm()) else None
 
 
 class OwnUpdates:
@@ -97,7 +103,8 @@ class OwnUpdates:
             each for p in (p for watch in self._moves.mine() for p in watch.sample) if (each := _follow(p, p.grad))
         ]
         self._lines |= {compat.storage_key(each.parameter): None for each in self._of_optimizers}
-        self._step = self._moves.recorder.steps.count
+        steps = self._moves.recorder.steps
+        self._step = steps.count - steps.counts_backwards  # where it stands for the step it has ended it
 
     def after_grad(self, inputs: Any, results: Any, scale: float, where: Line | None, step: int) -> None:
         """The same of what `torch.autograd.grad` has returned for `inputs`, in the first such calls of a run.
@@ -112,6 +119,9 @@ class OwnUpdates:
         wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
         pairs = [(p, g) for p, g in zip(wanted, results, strict=False) if isinstance(p, Tensor) and p.is_leaf]
         self._follow([(p, g) for p, g in pairs if id(p) not in held], scale, where)
+        of_optimizers = (each for p, g in pairs if id(p) in held and (each := _follow(p, g)) is not None)
+        self._of_optimizers = list(islice(of_optimizers, MOST))
+        self._lines |= {compat.storage_key(each.parameter): None for each in self._of_optimizers}
         self._step = step
 
     def _held(self) -> list[Tensor]:
@@ -130,21 +140,21 @@ class OwnUpdates:
                 self._lines[key] = self._lines[key] or where
 
     def settle(self) -> None:
-        """The iteration is over: were they moved along gradients that still carry the scale?"""
+        """The iteration is over, or it goes on to other gradients: were they moved along those that still carry the scale?"""
+        self.before_optimizers()
         followed, self._followed = self._followed, []
-        self._of_optimizers = []
-        moved = self._moved(followed)
-        if moved:
+        moved = [each for each in self._moved(followed) if each[1] > 0]
+        if moved and not self._has_told:
             self._tell(moved, self._step)
 
     def before_optimizers(self) -> None:
-        """The gradients of optimizers are about to be divided, or stepped with: were their weights moved before?
+        """The gradients of optimizers are about to be divided, stepped with, or added to: were their weights moved before?
 
         A step along a gradient of some length (SAM's) may be by a round number once, and is by another in the next iteration.
         """
         followed, self._of_optimizers = self._of_optimizers, []
         moved = self._moved(followed)
-        if not moved:
+        if not moved or self._has_told:
             return
         mine, rate = self._moves.mine(), moved[0][1]
         if self._seen is not None and abs(rate / self._seen[0] - 1.0) < SAME:
@@ -161,7 +171,8 @@ class OwnUpdates:
             moved = [(each.parameter, rate) for each in followed if (rate := each.rate()) is not None]
         is_asked = any(of.was_asked for of in self._moves.watches.scalers)
         scaled = [each for each in moved if is_round(each[1]) and not (is_asked and is_round(each[1] * self._scale))]
-        return scaled if len(scaled) == len(moved) else []
+        alike = [each for each in scaled if abs(each[1] / scaled[0][1] - 1.0) < SAME]
+        return scaled if len(scaled) == len(moved) else alike if len(alike) >= FEWEST_ALIKE else []
 
     def _tell(self, moved: list[tuple[Tensor, float]], step: int) -> None:
         self._has_told = True
@@ -172,8 +183,8 @@ class OwnUpdates:
 
 
 def _follow(parameter: Tensor, gradient: Tensor | None) -> _Followed | None:
-    """None for what is not plain, or large."""
-    if type(gradient) is not Tensor or parameter.numel() > SMALL or gradient.is_sparse:
+    """None for what is not plain, or large, or so small that whatever it is moved by lies along its gradient."""
+    if type(gradient) is not Tensor or not FEWEST <= parameter.numel() <= SMALL or gradient.is_sparse:
         return None
     with torch.no_grad(), compat.unseen():
         copies = parameter.detach().clone(), gradient.detach().clone()

@@ -7,7 +7,7 @@ what an operator does that has no rule here is not followed any further.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class Quantity:
     where: Line | None
     is_used: bool = False
     """Something was computed from it, or compared with it."""
+    is_limited: bool = False
+    """It came out of a limit that carries no scale: `(max_norm / norm).clamp(max=1.0)`."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,14 @@ BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "ma
 FOREACH = frozenset(
     {"_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_mul", "_foreach_div", "_foreach_add_"}
 )
+LIMITS = {
+    **dict.fromkeys(("clamp_max", "minimum", "min"), -1),
+    **dict.fromkeys(("clamp_min", "maximum", "max"), 1),
+    "clamp": 0,
+}
+"""Which power they change: those that bound from above (-1) a factor over a norm, from below (1) a norm."""
+SMALLEST_LIMIT = 1e-3
+"""A smaller one only keeps a divisor from being 0."""
 DRAWS = frozenset({"randn_like", "rand_like", "randn", "rand", "normal"})
 """Random numbers of a size of their own, whatever they are shaped like."""
 DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__"})
@@ -101,6 +111,8 @@ class Powers:
     weights: dict[int, Held] = field(default_factory=dict)
     """The parameters themselves, which carry no scale."""
     known: dict[int, Quantity] = field(default_factory=dict)
+    is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
+    """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 
     def hold(self, watches: Iterable[OptimizerWatch]) -> None:
         """Their gradients are scaled."""
@@ -142,17 +154,25 @@ class Powers:
         if known is not None:
             return known.power, known.watch
         held = self.gradient(value) or self._weight(value)
+        if held is None and self._is_plain_loss(value):
+            held = next(iter(self.gradients.values()), None)
+            return (0.0, held.watch) if held is not None else None
         return (held.power, held.watch) if held is not None else None
 
+    def _is_plain_loss(self, value: Any) -> bool:
+        """A loss as it was before it was scaled."""
+        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
+        return is_loss and not self.is_scaled_loss(value)
+
     def of_number(self, value: Any) -> float:
-        """1 for S itself, -1 for 1/S, 0 for any other number."""
+        """1 for S itself, -1 for 1/S, 2 and -2 for their squares, 0 for any other number."""
         if isinstance(value, Tensor):
             if value.numel() != 1 or not value.is_cpu or value.requires_grad:
                 return 0.0
             value = float(value)
         if not isinstance(value, float) or value == 1.0 or not value:
             return 0.0
-        return next((p for p, s in ((1.0, self.scale), (-1.0, 1.0 / self.scale)) if abs(value / s - 1) < 1e-6), 0.0)
+        return next((p for p in (1.0, -1.0, 2.0, -2.0) if abs(value / self.scale**p - 1) < 1e-6), 0.0)
 
     def _is_unknown(self, value: Any) -> bool:
         """A tensor that was computed from who knows what, perhaps from scaled gradients as well."""
@@ -194,8 +214,31 @@ class Powers:
             return left - right, watch
         return (right - left, watch) if name in UNDER else None
 
-    def note(self, result: Any, power: float, watch: OptimizerWatch, where: Line | None) -> None:
+    def note(
+        self, result: Any, power: float, watch: OptimizerWatch, where: Line | None, is_limited: bool = False
+    ) -> None:
         """A tensor (or each of a list) carries S^power."""
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, Tensor):
-                self.known[id(tensor)] = Quantity(weakref.ref(tensor), power, watch, where)
+                known = Quantity(weakref.ref(tensor), power, watch, where, is_limited=is_limited)
+                self.known[id(tensor)] = known
+
+    def is_limited(self, name: str, args: tuple[Any, ...], options: dict[str, Any], power: float) -> bool:
+        """Whether the result of `name(*args)`, which carries S^power, comes out of a limit that carries none."""
+        if any((known := self.quantity(arg)) is not None and known.is_limited for arg in args[:2]):
+            return True
+        side = LIMITS.get(name)
+        if side is None or not power or (side and side * power < 0):
+            return False
+        if side:
+            limits = [arg for arg in args[:2] if self.of(arg) is None] + list(options.values())
+        else:
+            by_place = dict(zip(("min", "max"), args[1:3], strict=False))
+            limits = [{**by_place, **options}.get("min" if power > 0 else "max")]
+        return any(self._is_limit(limit) for limit in limits)
+
+    def _is_limit(self, value: Any) -> bool:
+        if isinstance(value, Tensor) and (value.numel() != 1 or not value.is_cpu or value.requires_grad):
+            return False
+        is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+        return is_number and not self.of_number(value) and abs(float(value)) >= SMALLEST_LIMIT

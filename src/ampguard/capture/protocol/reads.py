@@ -78,6 +78,8 @@ class _Clip:
     limits_values: bool = False
     by_comparison: bool = False
     """They were overwritten, perhaps by what a comparison has chosen (`torch.where(norm > limit, ...)`)."""
+    is_limited: bool = False
+    """The factor came out of a limit that carries no scale: it clips wherever the product goes (gradients of one sample)."""
 
 
 @dataclass(slots=True)
@@ -120,7 +122,8 @@ class ReadWindow:
         scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
         if not scale > 1.0:
             return
-        self._powers = Powers(scale)
+        carried = self._moves.carried
+        self._powers = Powers(scale, is_scaled_loss=lambda loss: carried.is_scaled(loss))
         machine = self._moves.machine
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
         self._seen = _Seen()
@@ -192,7 +195,7 @@ class ReadWindow:
             try:
                 self._guarded(self._before, name, args)
                 result = original(*args, **kwargs)
-                self._guarded(self._after, name, args, result)
+                self._guarded(self._after, name, args, kwargs, result)
                 self._guarded(self._added, name, args, kwargs.get("alpha", 1), result)
                 return result
             finally:
@@ -214,7 +217,7 @@ class ReadWindow:
             elif name in powers.IN_PLACE or name in ("clamp_", "copy_"):
                 self._written(name, args, found)
 
-    def _after(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+    def _after(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         found = self._powers
         if found is None or name in powers.READS or name in powers.COMPARES:
             return
@@ -230,7 +233,8 @@ class ReadWindow:
                     clip = self._clip(name, args, target.watch, found, sys._getframe(3))
                     self._seen.products.append((weakref.ref(result), clip))
                 if result is not args[0]:
-                    found.note(result, *carried, script_line(sys._getframe(3)))
+                    is_limited = found.is_limited(name, args, options, carried[0])
+                    found.note(result, *carried, script_line(sys._getframe(3)), is_limited)
 
     def _added(self, name: str, args: tuple[Any, ...], alpha: Any, result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
@@ -294,10 +298,11 @@ class ReadWindow:
     @staticmethod
     def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> _Clip:
         factor = args[1] if len(args) > 1 else 1.0
-        carried = found.of(factor)
-        return _Clip(
-            watch, factor, carried[0] if carried is not None else None, script_line(frame), name in powers.OVER
-        )
+        carried, known = found.of(factor), found.quantity(factor)
+        power = carried[0] if carried is not None else None
+        is_limited = known is not None and known.is_limited
+        is_limited = is_limited and not any(map(computes_with_scale, _spots(frame, found.scale)))
+        return _Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
 
     # --- the verdict --------------------------------------------------------------------------------------------------
 
@@ -306,7 +311,8 @@ class ReadWindow:
         told: set[OptimizerWatch] = set()
         uses = [(n, use_of_number(list(n.spots), n.power)) for n in _distinct(seen.numbers) if not n.is_shown]
         multiplies = any(use.clips for _, use in uses)
-        for clip in seen.clips + [clip for ref, clip in seen.products if self._is_gradient(ref(), clip, found)]:
+        products = [c for ref, c in seen.products if c.is_limited or self._is_gradient(ref(), c, found)]
+        for clip in seen.clips + products:
             misused = clip.power is not None and clip.power * (-1 if clip.is_division else 1) < 0
             if clip.by_comparison:
                 misused = any(watch is clip.watch for watch, _ in seen.compared)

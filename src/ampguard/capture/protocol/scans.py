@@ -31,7 +31,7 @@ from ampguard.capture.protocol.models import (
 )
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
-from ampguard.capture.protocol.unused import unused_facts
+from ampguard.capture.protocol.unused import replaced_by_tying, unused_facts
 from ampguard.compat import version_of
 from ampguard.protocol.events import Breach, Clear
 
@@ -245,7 +245,11 @@ class Scans:
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": candidates, "steps": steps, "of": len(watch.parameters())}
         if not none_at_all:
-            facts |= unused_facts([module for module, _ in self._models.roots()], candidates, watch.trained())
+            roots = [module for module, _ in self._models.roots()]
+            facts |= unused_facts(roots, candidates, watch.trained())
+            held = watch.parameters()
+            if replaced_by_tying(roots, candidates) and all(held_by_optimizers_only(p, held) for p in candidates):
+                facts |= {"left_by": "tying", "is_harmless": True}
             return Breach("unused-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
         last = self._moves.machine.last_backward
         facts |= {"why": "not-reached", "silent": True, "reached": last.reached if last is not None else ()}

@@ -41,6 +41,18 @@ def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list
     }
 
 
+def replaced_by_tying(roots: Iterable[nn.Module], unused: list[Tensor]) -> bool:
+    """Whether all of them have the shape of a parameter that hangs in two places and are in no module themselves."""
+    names: dict[int, int] = {}
+    tied: set[tuple[int, ...]] = set()
+    for root in roots:
+        for _, parameter in root.named_parameters(remove_duplicate=False):
+            names[id(parameter)] = names.get(id(parameter), 0) + 1
+            if names[id(parameter)] == 2:
+                tied.add(tuple(parameter.shape))
+    return bool(unused) and all(id(p) not in names and tuple(p.shape) in tied for p in unused)
+
+
 def is_small(unused: list[Tensor], trained: list[Tensor]) -> bool:
     """Whether the unused parameters are few and a small share of all elements."""
     total = sum(p.numel() for p in trained)

@@ -22,6 +22,8 @@ MIN_SKIPS = 8
 SKIPPED_SHARE = 0.75
 LOWEST_SANE_SCALE = 1.0
 FALLEN = 2.0**10
+GROWN = 4.0
+"""By how much a scale may have grown since the last step that succeeded."""
 SHOWN = 12
 
 
@@ -102,6 +104,11 @@ def fixes(known: Incident | None) -> tuple[Fix, ...]:
 
 def has_collapsed(trajectory: Trajectory, scale: float, before: float) -> bool:
     """Below 1; or far below where it was, after it had found its level (steps had succeeded at it)."""
-    first = next(iter(trajectory.recent), None)
-    had_level = first is not None and trajectory.falling_since is not None and trajectory.falling_since > first.step
-    return scale < LOWEST_SANE_SCALE or (had_level and scale <= before / FALLEN)
+    return scale < LOWEST_SANE_SCALE or (scale <= before / FALLEN and had_found(trajectory, before))
+
+
+def had_found(trajectory: Trajectory, scale: float) -> bool:
+    """Whether the last step before the fall that succeeded did so at about this scale: a new scaler begins far above it."""
+    since = trajectory.falling_since or 0
+    reached = [used for step, used, was_skipped in trajectory.used_scales() if step < since and not was_skipped]
+    return bool(reached) and reached[-1] >= scale / GROWN

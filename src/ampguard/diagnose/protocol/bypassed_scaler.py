@@ -40,6 +40,8 @@ def bypassed_scaler(scene: Scene) -> Telling:
         return _scaled_twice(scene)
     if scene.facts.get("own_scale"):
         return _own_scale(scene)
+    if scene.facts.get("old_scale"):
+        return _old_scale(scene)
     if scene.facts.get("was_skipped"):
         text = (
             f"`{name}` was stepped once more at {at(scene.again)}, with the very gradients, Inf or NaN among them, for which "
@@ -108,10 +110,34 @@ def _own_scale(scene: Scene) -> Telling:
     scale = number(float(scene.facts["scale"]))
     text = (
         f"`{scene.optimizer}` steps with gradients that still carry the script's own loss scale {scale}, from "
-        f"{at(scene.first)}: they are {scene.factor} at {at(scene.again)}. In the steps before it they were divided first."
+        f"{at(scene.first)}: they are {scene.factor} at {at(scene.again)}. "
     )
-    how = f"divide the gradients by the loss scale {scale} before this step, as in the steps before"
+    if scene.facts.get("divided_elsewhere"):
+        text += "Those of the same loss that another optimizer holds were divided first."
+        how = f"divide these gradients by the loss scale {scale} too before this step, as those of the other optimizer"
+    else:
+        text += "In the steps before it they were divided first."
+        how = f"divide the gradients by the loss scale {scale} before this step, as in the steps before"
     return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "own_scale": True})
+
+
+def _old_scale(scene: Scene) -> Telling:
+    """The script divides by a number that it has read before the scale changed."""
+    scaler, scale, old = (
+        scene.scaler,
+        number(float(scene.facts["scale"])),
+        number(float(scene.facts["old_scale"])),
+    )
+    text = (
+        f"`{scene.optimizer}` steps with gradients that were divided by {old}, the loss scale of an earlier iteration: those "
+        f"from {at(scene.first)} carry {scale}, and are {scene.factor} at {at(scene.again)}."
+    )
+    how = (
+        f"divide by the scale that the gradients carry, {scaler}.get_scale() read anew in each iteration; or leave it to the "
+        f"scaler: {scaler}.unscale_({scene.optimizer}) there and {scaler}.step({scene.optimizer}) here"
+    )
+    evidence = {"scale": scene.facts["scale"], "divided_by": scene.facts["old_scale"]}
+    return Telling(text, scene.again, (order(scene, how),), evidence=evidence)
 
 
 def _own_update(scene: Scene) -> Telling:

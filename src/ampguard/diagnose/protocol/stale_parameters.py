@@ -7,6 +7,8 @@ What happens   a layer was replaced, parametrized (weight_norm) or wrapped in an
 Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler and no gradient at all PyTorch says "No inf
                checks were recorded for this optimizer."; otherwise nothing is said, and those layers never learn.
                Layers that were frozen, and so left out of the optimizer, and that are unfrozen later: they never learn.
+               Nor do a learned temperature or the weights of a loss that nobody gave to an optimizer, nor layers in a plain
+               Python list, which parameters() does not see (nn.ModuleList).
 Instead        build the optimizer last, from the model that is trained; with flat buffers zero_grad(set_to_none=False).
 Not this       flat buffers whose gradients are views of one buffer as well: they are healthy.
 """
@@ -50,6 +52,8 @@ def stale_parameters(scene: Scene) -> Telling:
     what = f"{len(lost)} of its {scene.facts.get('of', len(lost))} tensors"
     if scene.facts.get("unfrozen"):
         return _unfrozen(scene)
+    if scene.facts.get("never_held"):
+        return _never_held(scene)
     if scene.facts.get("moved_out"):
         why = (
             f"{listed(scene.parameters)} no longer lie in its flat buffer, and others of the model still do. They were moved or "
@@ -122,4 +126,28 @@ def _unfrozen(scene: Scene) -> Telling:
     fix = order(scene, how, "rebuild-optimizer")
     evidence = {"flat_buffers": False, "lost_shapes": [], "lost_count": 0, "unfrozen": True}
     line = scene.again if scene.again is not None else scene.first
+    return Telling(text, line, (fix,), severity="warning", evidence=evidence, module=scene.module)
+
+
+def _never_held(scene: Scene) -> Telling:
+    """Forgotten when the optimizer was built, or hidden from `parameters()`."""
+    name, alone, hidden = scene.optimizer, len(scene.parameters) == 1, scene.facts["hidden_in"]
+    what = listed(scene.parameters)
+    if hidden:
+        what = f"{len(scene.parameters)} parameters of the layers in {listed(hidden)}"
+    text = (
+        f"{what} {'gets a gradient and belongs' if alone else 'get gradients and belong'} to no optimizer: after "
+        f"{scene.facts['steps']} steps of `{name}` {'it has' if alone else 'they have'} the values that training began with. "
+    )
+    if hidden:
+        text += "A plain list or dictionary of layers is not registered: parameters() and to() do not see them. "
+        how = f"make {listed(hidden)} an nn.ModuleList (nn.ModuleDict), before {name} is built"
+    else:
+        called = [p for p in scene.parameters if p.isidentifier() and not scene.hangs_in_module(p)]
+        params = ", ".join(called) if called == scene.parameters[:4] else "..."
+        how = f'{name}.add_param_group({{"params": [{params}]}}); or, if never to be trained: requires_grad_(False)'
+    text += "No error comes of it."
+    evidence = {"flat_buffers": False, "lost_shapes": [], "lost_count": 0, "never_held": True, "hidden_in": hidden}
+    line = scene.again if scene.again is not None else scene.first
+    fix = order(scene, how, "rebuild-optimizer")
     return Telling(text, line, (fix,), severity="warning", evidence=evidence, module=scene.module)

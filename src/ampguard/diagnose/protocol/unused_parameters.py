@@ -6,8 +6,8 @@ Why it hurts   they stay as they were initialised. DistributedDataParallel waits
 Instead        use them, or freeze them with requires_grad_(False) and leave them out of the optimizer.
 Not this       parameters that are used in some steps only: they had a gradient at least once. Nor those whose gradient the
                script drops between backward and the optimizer's step (`p.grad = None`): frozen for a time, on purpose. A
-               few small ones that a library's own model leaves unused (a pooler nobody asked for), or a bias beside a
-               weight that is trained: told as info, the rest of the model trains.
+               few small ones that a library's own model leaves unused (a pooler nobody asked for), a bias beside a
+               weight that is trained, or what tied weights have taken the place of: told as info, the rest of the model trains.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ FIND_UNUSED = {
     "torch": "DistributedDataParallel(model, find_unused_parameters=True)",
 }
 """How it is asked for, by the package that wraps the model."""
+HARMLESS = {
+    "library": " A library's model brings them along, and this loss does not use them: harmless.",
+    "sibling": " They stand beside parameters of the same module that are trained: harmless.",
+    "tying": " They belong to no module any more: weights were tied after the optimizer was built, and those that have taken "
+    "their place are trained: harmless.",
+}
+"""What is said by who has left them unused."""
 
 
 @breach("unused-parameters")
@@ -41,11 +48,7 @@ def unused_parameters(scene: Scene) -> Telling:
         return _refused(scene)
     harmless = bool(facts.get("is_harmless"))
     if harmless:
-        text += (
-            " A library's model brings them along, and this loss does not use them: harmless."
-            if facts["left_by"] == "library"
-            else " They stand beside parameters of the same module that are trained: harmless."
-        )
+        text += HARMLESS[facts["left_by"]]
     owners = scene.owners()
     where, them = listed(owners), "it" if len(owners) == 1 else "them"
     fixes = (

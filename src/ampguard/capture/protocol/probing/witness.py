@@ -18,6 +18,7 @@ from ampguard.capture.protocol.habits import Habits
 from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Moves
+from ampguard.capture.protocol.never_held import NeverHeld
 from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.own_updates import OwnUpdates
 from ampguard.capture.protocol.piled_by_hand import PiledByHand
@@ -46,6 +47,7 @@ class Witness:
         close.own_scale.roots = close.handed_over.roots = lambda: [root.parameters() for root, _ in self.models.roots()]
         self.scans = Scans(self.moves, self.models)
         self.unfrozen = Unfrozen(self.moves, self.models)
+        self.never_held = NeverHeld(self.moves, self.models)
         self.habits = Habits(self.moves, self.models)
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
@@ -70,6 +72,7 @@ class Witness:
         may_be_new = watch.lost_one
         self.scans.after_step(watch)
         self.unfrozen.after_step(watch, may_be_new)
+        self.never_held.after_step(watch)
         habits.tick()
         if self.moves.looks_closely:
             self.moves.second_looks.looked_before = self.moves.attempt
