@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ampguard.capture.protocol.script_objects import attributes_of
 from ampguard.diagnose.protocol import owners
-from ampguard.diagnose.protocol.owners import attributes_of
 
 
 class Deprecated:

@@ -143,6 +143,35 @@ def test_what_is_proposed_for_lightning_is_healthy(guard: Guard) -> None:
     assert [i.cause for i in run.report.incidents] == ["loss-scale-overflow"]
 
 
+def test_a_window_of_two_optimizers_in_lightning(guard: Guard) -> None:
+    """The first one's overflow lowers the scale inside the window of the second."""
+
+    def module(lightning: Any) -> Any:
+        class TwoNets(lightning.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+                self.a, self.b = net(), net()
+
+            def training_step(self, batch: Any, i: int) -> None:
+                for model, optimizer, factor in zip((self.a, self.b), self.optimizers(), (1e3, 1.0), strict=True):
+                    self.manual_backward(factor * nn.functional.mse_loss(model(batch[0]).float(), batch[1]))
+                    if i % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+            def configure_optimizers(self) -> Any:
+                return [torch.optim.SGD(model.parameters(), lr=1e-5) for model in (self.a, self.b)]
+
+        return TwoNets()
+
+    run = guard(lightning_fit(module, 2.0**14))
+    incident = first_of(run)
+    assert (incident.cause, incident.step) == ("accumulation-broken", 0)
+    assert incident.fixes[0].how.startswith("Lightning updates after each optimizer's step.")
+    assert all(i.cause in ("accumulation-broken", "loss-scale-overflow") for i in run.report.incidents)
+
+
 def test_a_schedule_of_lightning(guard: Guard) -> None:
     incident = first_of(guard(lightning_fit(lambda lightning: regression(lightning)(), scale=2.0**40)))
     assert incident.cause == "scheduler-on-skipped-step"

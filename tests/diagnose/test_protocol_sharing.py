@@ -85,6 +85,35 @@ def test_shared_parameters_are_unscaled_for_each_optimizer(unscales: bool, clips
     assert incident.fixes[0].action == "rebuild-optimizer"
 
 
+def updated_between(together: bool) -> None:
+    """As Accelerate and Lightning do: an update inside the step of each optimizer."""
+    torch.manual_seed(0)
+    trunk, scaler = nn.Linear(4, 8), scaler_of()
+    tasks = [Task(trunk), Task(trunk)]
+    for _ in range(6):
+        if together:
+            for task in tasks:
+                task.opt.zero_grad()
+            scaler.scale(sum(loss_of(nn.Sequential(trunk, task.head)) for task in tasks)).backward()
+        for task in tasks:
+            if not together:
+                task.opt.zero_grad()
+                scaler.scale(loss_of(nn.Sequential(trunk, task.head))).backward()
+            scaler.step(task.opt)
+            scaler.update()
+
+
+def test_shared_parameters_with_an_update_for_each_optimizer(guard: Guard) -> None:
+    (incident,) = all_of(guard(lambda: updated_between(True)))
+    assert (incident.cause, incident.step, incident.evidence["factor"]) == ("double-unscale", 0, 1 / 256)
+    assert incident.evidence["shared_with"] == "tasks[0].opt"
+    assert incident.evidence["parameter_count"] == 2
+
+
+def test_shared_parameters_with_an_update_and_a_backward_pass_for_each(guard: Guard) -> None:
+    assert all_of(guard(lambda: updated_between(False))) == []
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 def test_shared_parameters_with_a_backward_pass_for_each_optimizer(unscales: bool, guard: Guard) -> None:
     assert all_of(guard(two_tasks(False, unscales))) == []

@@ -127,6 +127,11 @@ class GradientWatch:
         since = self._cleared_since(optimizer)
         self._judge.are_bad(parameters_of(optimizer), loss_scale, is_held_off=True, since=since)
 
+    def replaced(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
+        """The script has made bad gradients finite, and the scaler is about to divide them."""
+        since = self._cleared_since(optimizer)
+        self._judge.are_bad(parameters_of(optimizer), loss_scale, is_held_off=False, since=since, is_replaced=True)
+
     def held_off_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """An engine without a loss scale skipped a step: because of these gradients, or of another optimizer's."""
         self._is_unjudged = False

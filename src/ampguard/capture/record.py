@@ -325,6 +325,8 @@ class BadResult:
     """The first event after these gradients were last cleared."""
     is_past_scaler: bool = False
     """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
+    is_replaced: bool = False
+    """The script has put finite gradients in their place, before the scaler looks at them."""
     is_of_weights: bool = False
     """What the script wrote to weights between two steps, in place of a loss."""
     is_of_preparation: bool = False

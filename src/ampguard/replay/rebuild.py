@@ -37,6 +37,7 @@ from ampguard.replay.outcome import Outcome
 from ampguard.replay.roots import run_root, swap_state, traced_modules
 from ampguard.replay.sandbox import ModuleSandbox, neutral_thread, quiet, set_streams
 from ampguard.replay.sharded import after_sharded_calls
+from ampguard.replay.thawed import thawed
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode, Unwatching, in_groups
 from ampguard.replay.variants import AS_IT_RAN, CodePlace, RunKey, Variant
@@ -171,13 +172,14 @@ class Replayer:
 
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
-        try:
+        with thawed(self.bad.parameters):
+            try:
+                return self._run(variant, traced)
+            except (RuntimeError, ReplayError):
+                if self._saves_for_backward or variant.compiled is not None:
+                    raise
+            self._differentiates_within = True  # perhaps
             return self._run(variant, traced)
-        except (RuntimeError, ReplayError):
-            if self._saves_for_backward or variant.compiled is not None:
-                raise
-        self._differentiates_within = True  # perhaps
-        return self._run(variant, traced)
 
     @property
     def _saves_for_backward(self) -> bool:

@@ -58,10 +58,12 @@ class GradientJudge:
         targets: tuple[Ref, ...] = (),
         since: int = 0,
         is_past_scaler: bool = False,
+        is_replaced: bool = False,
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = self._with_gradient(parameters)
-        if self._losses.bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
+        is_known = not is_replaced and self.spoilt.are_all_that_is_bad(parameters)
+        if self._losses.bad_loss_step == self._steps.count or is_known:
             return
         if loss_scale is None and self._losses.last_scale != 1.0:
             loss_scale = self._losses.last_scale
@@ -80,6 +82,7 @@ class GradientJudge:
                 since=since,
                 is_past_scaler=is_past_scaler,
                 has_ended_run=self.is_ended_by_numbers,
+                is_replaced=is_replaced,
             )
         )
         self.spoilt.note(parameters)

@@ -140,6 +140,7 @@ class CloseLook:
             if len(moves.watches.optimizers) > 1:
                 self._tell_shared(watch, of, frame)
             self._tell_added(watch, of, frame)
+            self._tell_replaced(watch, of)
         stage, ledger = moves.machine.stage(watch), moves.machine.ledger(watch)
         is_ours = isinstance(of.ref(), compat.BorrowedScaler)  # it tells of a division before it divides
         if watch.copy is None or is_ours or stage not in (Stage.SCALED, Stage.UNSCALED):
@@ -156,6 +157,12 @@ class CloseLook:
             facts["again_by_hand"] = stage is Stage.UNSCALED
             first = ledger.unscaled_at if stage is Stage.UNSCALED else last
             self._tell("double-unscale", watch, of, (first, frame), scale, facts)
+
+    def _tell_replaced(self, watch: OptimizerWatch, of: ScalerWatch) -> None:
+        """The script hides an overflow from the scaler (`nan_to_num`), which would have lowered the scale."""
+        moves, optimizer = self._moves, watch.ref()
+        if optimizer is not None and moves.machine.stage(watch) is Stage.SCALED and watch.was_made_finite():
+            moves.recorder.gradients.replaced(optimizer, float(of.current_scale()))
 
     def note_division(self, watch: OptimizerWatch) -> None:
         """The script may have divided the gradients by the scale itself, before more are added or before its own step."""

@@ -232,6 +232,13 @@ class OptimizerWatch:
             ratio = float(a @ b) / dot
             return ratio * self.divided if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
 
+    def was_made_finite(self) -> bool:
+        """Whether the gradient was not finite as backward left it, and is now. Waits for the device."""
+        if self.copy is None or self.copy[0].grad is None:
+            return False
+        with torch.no_grad(), compat.unseen():
+            return not is_finite(self.copy[1]) and is_finite(self.copy[0].grad.detach())
+
     def shrunk_by(self) -> float | None:
         """By what the gradient's length was divided, where its direction has changed as well. Waits for the device."""
         if self.copy is None or self.divided_by() is not None:

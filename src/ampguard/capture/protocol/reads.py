@@ -22,6 +22,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.capture.protocol import powers
+from ampguard.capture.protocol.called_functions import CalledFunctions
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import PlainParts
@@ -107,6 +108,7 @@ class ReadWindow:
         self._wrote = wrote
         self._guarded = guarded
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
+        self._functions = CalledFunctions()
         self._busy = False
         self._seen = _Seen()
         self._powers: Powers | None = None
@@ -127,8 +129,11 @@ class ReadWindow:
         machine = self._moves.machine
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
         self._seen = _Seen()
-        for owner, name in [(torch.Tensor, name) for name in _METHODS] + list(_FUNCTIONS):
-            self._replace(owner, name, self._watch)
+        for name in _METHODS:
+            self._replace(torch.Tensor, name, self._watch)
+        for module, name in _FUNCTIONS:
+            self._functions.replace(module, name, self._watch)
+        self._functions.put()
         for owner, name in ((o, n) for n in _QUESTIONS for o in (torch, torch.Tensor)):
             self._replace(owner, name, self._ask)
 
@@ -139,6 +144,7 @@ class ReadWindow:
         setattr(owner, name, replacement)
 
     def _put_back(self) -> None:
+        self._functions.undo()
         for owner, name, original, replacement, was_own in reversed(self._saved):
             if vars(owner).get(name) is not replacement:
                 continue

@@ -66,5 +66,6 @@ class SharedParameters:
         return [found for found in self._divided.values() if found.is_as_left()]
 
     def forget(self) -> None:
-        """An iteration is over."""
-        self._divided.clear()
+        """The scaler was updated: between two optimizers' steps perhaps (Accelerate, Lightning), and nothing else has come."""
+        if self._divided:
+            self._divided = {key: found for key, found in self._divided.items() if found.is_as_left()}

@@ -2,7 +2,7 @@
 
 An optimizer that is built from `filter(lambda p: p.requires_grad, ...)` never learns of what is unfrozen later, and none
 learns of a layer that is added to its model: backward fills those gradients, and nobody uses or clears them. To leave layers
-out without freezing them is no such case: it is the change that says what was meant.
+out without freezing them is no such case: it is the change that says what was meant. It may have come before the first step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.protocol.built_from import BuiltFrom
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.watches import Watches
@@ -44,6 +45,11 @@ class Unfrozen:
     def __init__(self, moves: Moves, models: Models) -> None:
         self._moves = moves
         self._models = models
+        self.built = BuiltFrom(moves.watches)
+        self._put_in: set[int] = set()
+        """What was not there when the optimizers were built, by identity."""
+        self._is_early = False
+        """What is looked at was added or unfrozen before the first step."""
         self._frozen: list[weakref.ref[Tensor]] = []
         self._seen: list[tuple[Tensor, int, Tensor | None]] = []
         """What was found to be trained: each with its version, the smallest one with its value."""
@@ -58,6 +64,9 @@ class Unfrozen:
     def after_step(self, watch: OptimizerWatch, may_be_new: bool) -> None:
         """Note what is frozen, in steps that are looked at anyway. `may_be_new`: a layer was made, or has come or gone."""
         steps = watch.steps
+        if self.built.is_open:
+            self._frozen, self._put_in = self.built.close()
+            self._is_early = bool(self._trained())
         if may_be_new and not self._is_told and self._seen_by is None and self._there is not None:
             added = self._added(watch)
             if added:
@@ -72,6 +81,7 @@ class Unfrozen:
             self.look(watch)
 
     def _note_frozen(self) -> None:
+        self._is_early = False
         held = self._held()
         frozen = [p for p in self._models.parameters() if not p.requires_grad and p.is_leaf and id(p) not in held]
         known: dict[int, Tensor] = {id(p): p for p in frozen if p.is_floating_point()}
@@ -125,10 +135,14 @@ class Unfrozen:
         if len(left) != len(seen):  # the script updates them itself, has frozen them again, or has built an optimizer
             self._note_frozen()
             return
+        if self._is_early and any(other.is_stale for other in self._moves.watches.optimizers):
+            return
         self._is_told, self.mask = True, NEVER
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": left, "unfrozen": True, "of": len(watch.parameters()), "since": since}
-        facts["added"] = self._there is not None and not any(id(p) in self._there for p in left)
+        facts["added"] = not any(id(p) in self._there for p in left) if self._there is not None else False
+        if self._is_early:
+            facts |= {"early": True, "added": all(id(p) in self._put_in for p in left)}
         self._moves.tell(
             [Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)], since
         )

@@ -133,7 +133,7 @@ class Casebook:
         """Whether this failure began where an earlier one did; it is counted to that."""
         calls = calls_behind(bad)
         for case in self.cases:
-            if (bad.has_ended_run or bad.is_past_scaler) and case.incident.severity == "info":
+            if (bad.has_ended_run or bad.is_past_scaler or bad.is_replaced) and case.incident.severity == "info":
                 continue  # it was normal then
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
                 self.count(case, bad, calls)

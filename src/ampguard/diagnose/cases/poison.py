@@ -50,7 +50,7 @@ class Poison:
         for name in bad.names:
             self.buffers.setdefault(name, case)
         spoils = (bad.kind == "loss" and case.incident.severity != "info") or (
-            bad.kind == "gradient" and not bad.is_held_off
+            bad.kind == "gradient" and not (bad.is_held_off or bad.is_replaced)
         )
         if bad.mode != "train" or not spoils or self.case is not None:
             return

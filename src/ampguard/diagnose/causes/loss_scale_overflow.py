@@ -6,6 +6,8 @@ Why it hurts   hardly: a step is lost now and then. A norm of gradients that is 
                which is no failure, and should not enter a running mean.
 Instead        nothing. To lose no steps at the start, begin lower: GradScaler(init_scale=...). A float16 loss times
                65536 is always Inf: compute the criterion in float32 (inside autocast, or on logits.float()).
+               A script that replaces Inf and NaN in gradients (nan_to_num) does so after scaler.unscale_(optimizer): before it,
+               the scaler never learns that the scale is too high.
 Not this       gradients that overflow at every scale: see gradient-overflow, singular-gradient and scale-collapse.
 """
 
@@ -92,9 +94,17 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
     if evidence.bad.has_ended_run:
         text += " The script raises an error at such gradients, and ends before the scaler can skip the step and lower the scale."
         advice = "raise no error at such gradients (error_if_nonfinite=False): scaler.step() skips the step"
+    elif evidence.bad.is_replaced:
+        text += (
+            " The script puts finite numbers in their place before the scaler looks at them: it neither skips the step nor "
+            "lowers the scale, and every step may be made with what stands there instead."
+        )
+        advice = (
+            "unscale first, so that the scaler sees what overflows: scaler.unscale_(optimizer); then replace as here"
+        )
     elif evidence.bad.is_held_off:
         text += " The scaler skipped this step and lowers the scale: normal while it finds the scale that fits."
-    wait = Proposal("wait", None, advice)
+    wait = Proposal("call-order" if evidence.bad.is_replaced else "wait", None, advice)
     lower = Proposal(
         "lower-loss-scale",
         None,
@@ -106,7 +116,7 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
         text,
         weight=100,
         evidence={"finite_at_scale": fits, "max_abs_gradient": peak},
-        proposals=(wait, lower) if evidence.bad.is_held_off else (lower,),
+        proposals=(wait, lower) if evidence.bad.is_held_off or evidence.bad.is_replaced else (lower,),
         severity="info" if is_normal else "error",
     )
 

@@ -9,6 +9,7 @@ Instead        in the window only scaler.scale(loss / n).backward(); at its end 
 
 from __future__ import annotations
 
+from ampguard.diagnose.protocol.framework import is_updated_by_framework, update_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
@@ -44,7 +45,9 @@ def accumulation_broken(scene: Scene) -> Telling:
         f"in the window only {scaler}.scale(loss).backward(); at its end {scaler}.unscale_({name}), clip, {scaler}.step({name}), "
         f"{scaler}.update(), {name}.zero_grad()"
     )
-    if facts.get("others") and len(facts.get("scales", ())) > 1:
+    if len(facts.get("scales", ())) > 1 and is_updated_by_framework(scene):
+        how = update_instead(scene) or how
+    elif facts.get("others") and len(facts.get("scales", ())) > 1:
         text += f" `{scene.others(facts['others'])}` steps in every micro-step, with the same scaler."
         how = (
             f"give `{name}` a GradScaler of its own, so that its scale stays as it is until its window ends: scaler_2.scale(loss)"

@@ -216,6 +216,12 @@ def update_instead(scene: Scene) -> str | None:
     return _said(_UPDATE, scene)
 
 
+def is_updated_by_framework(scene: Scene) -> bool:
+    """Whether the script's line that updates the scaler is a step or a hook of a framework."""
+    line = scene.facts.get("updated_between")
+    return line is not None and ".update(" not in line.location().code
+
+
 def build_instead(scene: Scene) -> str | None:
     """When the model has to be complete in the framework."""
     return _said(_BUILT, scene)

@@ -11,7 +11,7 @@ Not this       an update after each optimizer that did no harm.
 
 from __future__ import annotations
 
-from ampguard.diagnose.protocol.framework import update_instead
+from ampguard.diagnose.protocol.framework import is_updated_by_framework, update_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
@@ -59,7 +59,7 @@ def missing_update(scene: Scene) -> Telling:
     else:
         text = _between(scene)
         how = f"one {scaler}.update() an iteration, after the last optimizer's step: here behind {at(scene.again)}"
-        if _is_by_framework(scene):
+        if is_updated_by_framework(scene):
             how = update_instead(scene) or (
                 f"{how} (a framework updates inside each optimizer's step: step them all by {scaler}.step(...) yourself and "
                 f"update once, or put all parameters into one optimizer)"
@@ -73,12 +73,6 @@ def missing_update(scene: Scene) -> Telling:
         window = f"or, if gradients are accumulated here: {scaler}.unscale_({name}) {ends}"
         fixes.append(order(scene, window, target=scaler))
     return Telling(text, line, tuple(fixes), evidence=_evidence(scene))
-
-
-def _is_by_framework(scene: Scene) -> bool:
-    """Whether the script's line that updates the scaler is a step or a hook of a framework."""
-    line = scene.facts.get("updated_between")
-    return line is not None and ".update(" not in line.location().code
 
 
 def _left_out(scene: Scene) -> str:

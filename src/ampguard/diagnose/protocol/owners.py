@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.frames import frames_up, is_user_code, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
+from ampguard.capture.protocol.script_objects import MAX_FRAMES, attributes_of, modules_in_frames
 from ampguard.replay.names import module_names, parameters_under
 
-MAX_FRAMES = 60
 MAX_LOOKS = 4000
 
 
@@ -161,14 +161,6 @@ def _name_in_container(name: str, value: Any, subject: object) -> str | None:
     return None
 
 
-def attributes_of(value: object) -> Any:
-    """Its `__dict__`, past a `__getattribute__` of its own: a script's names may warn when they are looked at."""
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-
-
 def _is_it(value: Any, subject: object) -> bool:
     """Whether `value` is the thing itself, or a framework's wrapper around it."""
     if value is subject:
@@ -180,25 +172,10 @@ def _is_it(value: Any, subject: object) -> bool:
     return is_held and hasattr(value, "step") and not hasattr(value, "get_last_lr")
 
 
-def modules_in_frames() -> list[nn.Module]:
-    """Modules that the script's frames name, or that their objects hold."""
-    found: list[nn.Module] = []
-    for frame in frames_up(sys._getframe(1), MAX_FRAMES):
-        if not is_script_code(frame.f_code):
-            continue
-        for value in [*locals_of(frame).values(), *frame.f_globals.values()]:
-            if isinstance(value, nn.Module):
-                found.append(value)
-            elif not isinstance(value, type) and type(value).__module__ not in ("builtins", "torch"):
-                inner = attributes_of(value) or {}
-                found += [v for v in list(inner.values())[:200] if isinstance(v, nn.Module)] if inner else []
-    return [module for module in found if compat.is_built(module)]
-
-
 def parameter_names(roots: Iterable[tuple[nn.Module, str]], wanted: list[Tensor]) -> dict[int, str]:
     """`id(parameter)` to dotted name, in the called modules first, then in those that the script's frames name."""
     names: dict[int, str] = {}
-    containers = modules_in_frames()
+    containers = modules_in_frames(sys._getframe(1))
     for root, prefix in roots:
         outer = root if prefix else _outermost(root, containers)
         _add_names(outer, prefix if outer is root else "", names)

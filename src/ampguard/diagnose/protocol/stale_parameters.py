@@ -6,9 +6,9 @@ What happens   a layer was replaced, parametrized (weight_norm) or wrapped in an
                their gradients: backward then gives each parameter a gradient of its own.
 Why it hurts   the optimizer updates tensors that nobody uses. With a GradScaler and no gradient at all PyTorch says "No inf
                checks were recorded for this optimizer."; otherwise nothing is said, and those layers never learn.
-               Layers that were frozen, and so left out of the optimizer, and that are unfrozen later: they never learn.
-               Nor do a learned temperature or the weights of a loss that nobody gave to an optimizer, nor layers in a plain
-               Python list, which parameters() does not see (nn.ModuleList).
+               Layers that were frozen, and so left out of the optimizer, and that are unfrozen later, and layers that are
+               added later: they never learn. Nor do a learned temperature or the weights of a loss that nobody gave to an
+               optimizer, nor layers in a plain Python list, which parameters() does not see (nn.ModuleList).
 Instead        build the optimizer last, from the model that is trained; with flat buffers zero_grad(set_to_none=False).
 Not this       flat buffers whose gradients are views of one buffer as well: they are healthy.
 """
@@ -109,20 +109,29 @@ def stale_parameters(scene: Scene) -> Telling:
 
 
 def _unfrozen(scene: Scene) -> Telling:
-    """Layers that were frozen as the optimizer was built, and so left out of it."""
+    """Layers that were frozen, or not there, as the optimizer was built, and so left out of it."""
     name, alone = scene.optimizer, len(scene.parameters) == 1
-    added = bool(scene.facts.get("added"))
+    added, early = bool(scene.facts.get("added")), bool(scene.facts.get("early"))
     was = ("was" if alone else "were") + (" not there" if added else " frozen")
+    when = (
+        f"`{name}` was built{f' at {at(scene.first)}' if scene.first is not None else ''}"
+        if early
+        else "training began"
+    )
+    then = "before the first step" if early else "in the middle of the run"
     text = (
-        f"{listed(scene.parameters)} {was} when training began and "
+        f"{listed(scene.parameters)} {was} when {when} and "
         f"{'gets a gradient and belongs' if alone else 'get gradients and belong'} to no optimizer now: "
-        f"{'added' if added else 'unfrozen'} in the middle of the run, and never updated. Nobody clears those gradients, so "
+        f"{'added' if added else 'unfrozen'} {then}, and never updated. Nobody clears those gradients, so "
         f"they pile up{', and count where the norm of all is taken' if added else ''}. No error comes of it."
     )
     owners = scene.owners()
     group = f"{owners[0]}.parameters()" if len(owners) == 1 and scene.module is not None else "..."
     done = "added" if added else "unfrozen"
-    how = f'where {listed(owners)} {"is" if len(owners) == 1 else "are"} {done}: {name}.add_param_group({{"params": {group}}})'
+    are = f"{listed(owners)} {'is' if len(owners) == 1 else 'are'} {done}"
+    how = f'where {are}: {name}.add_param_group({{"params": {group}}})'
+    if early:
+        how = f"build {name} after {are}, from the parameters that want a gradient then"
     fix = order(scene, how, "rebuild-optimizer")
     evidence = {"flat_buffers": False, "lost_shapes": [], "lost_count": 0, "unfrozen": True}
     line = scene.again if scene.again is not None else scene.first

@@ -34,16 +34,20 @@ class OptimizerProbe:
 
     def install(self) -> None:
         witness = self._witness
-        moves, habits, replace, noting = witness.moves, witness.habits, witness.patches.replace, witness.noting
+        habits, replace, noting = witness.habits, witness.patches.replace, witness.noting
         add_before, add_after = compat.optimizer_step_hooks()
         witness.handles += [add_before(self._before_step), add_after(self._after_step)]
-        replace(Optimizer, "__init__", noting(after=lambda frame, opt, *_: moves.created(opt, frame)))
+        replace(Optimizer, "__init__", noting(after=self._made))
         replace(Optimizer, "zero_grad", self._watch_clear)
         loaded = noting(after=lambda frame, opt, state=None: habits.optimizer_loaded(opt, state, frame))
         replace(Optimizer, "load_state_dict", loaded)
         replace(Optimizer, "add_param_group", noting(after=self._joined))
         replace(nn.Module, "register_parameter", self._watch_register)
         replace(nn.Module, "zero_grad", self._watch_module_clear)
+
+    def _made(self, frame: Frame, optimizer: Optimizer, *_: Any) -> None:
+        self._witness.moves.created(optimizer, frame)
+        self._witness.unfrozen.built.optimizer_made(optimizer, frame)
 
     def _joined(self, frame: Frame, optimizer: Optimizer, group: Any = None) -> None:
         """Parameters join an optimizer that trains: those that stand for all of its parameters are chosen anew."""
@@ -173,12 +177,15 @@ class OptimizerProbe:
         self._witness.moves.cleared(optimizer, frame)
 
     def _watch_register(self, original: Call) -> Call:
-        watches = self._witness.moves.watches
+        watches, built = self._witness.moves.watches, self._witness.unfrozen.built
+        guarded = self._witness.guarded
 
         @functools.wraps(original)
         def register_parameter(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             for watch in watches.optimizers:  # a layer is made while others train: perhaps it replaces one
                 watch.lost_one = watch.steps > 0
             original(module, *args, **kwargs)
+            if built.is_open and watches.optimizers:
+                guarded(built.registered, kwargs.get("param", args[-1] if args else None))
 
         return register_parameter
