@@ -25,6 +25,9 @@ HALF_LOSS_SCALE = 2.0**15
 class GainedScale:
     """The scale, and what the guard asks of a scaler: `get_scale`, `is_enabled`."""
 
+    takes_back = True
+    """Gradients that the scale alone has spoilt, and that no optimizer holds, come out as 0."""
+
     def __init__(self) -> None:
         self._state: LossScale | None = None
         self._attempted = self._found_inf = False
