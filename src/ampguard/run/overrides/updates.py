@@ -104,6 +104,7 @@ class Updates:
         if self._plan.scales_loss:
             patches.replace(torch.autograd, "grad", self._watch_grad)
             self._roots.on_output = self._gained.see
+            self._gained.inner.install(patches)
         patches.replace(Optimizer, "__init__", self._watch_init)
         self._scalers.on_skipped = self._skipped_by_scaler
         self._scalers.on_attempt = self._patience.attempting if self._patience is not None else None
