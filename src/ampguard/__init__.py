@@ -9,7 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ampguard._version import __version__
-from ampguard.errors import AmpguardError, EngineError, RunFolderError, UsageError
+from ampguard.errors import (
+    AmpguardError,
+    CheckpointError,
+    EngineError,
+    LossError,
+    NonfiniteError,
+    PatternError,
+    PoisonedStateError,
+    PrecisionError,
+    ProtocolError,
+    RunFolderError,
+    SetupError,
+    UsageError,
+)
 from ampguard.incident import Fix, Incident, Location, Report
 
 if TYPE_CHECKING:
@@ -21,12 +34,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Amp",
     "AmpguardError",
+    "CheckpointError",
     "EngineError",
     "Fix",
     "Incident",
     "Location",
+    "LossError",
+    "NonfiniteError",
+    "PatternError",
+    "PoisonedStateError",
+    "PrecisionError",
+    "ProtocolError",
     "Report",
     "RunFolderError",
+    "SetupError",
     "UsageError",
     "__version__",
     "force_fp32",

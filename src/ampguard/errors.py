@@ -12,6 +12,7 @@
         ├── SetupError            models, optimizers and schedulers that do not fit each other
         ├── ProtocolError         scale, backward, unscale, clip, step in a wrong order; `cause` is its code
         ├── LossError             a loss that cannot be differentiated
+        ├── UnknownCallError      a call that Amp does not have (an AttributeError too)
         ├── NonfiniteError        a step was not finite, and the policy (or too many in a row) ends the run
         ├── PoisonedStateError    a state that holds NaN or Inf is not saved
         └── CheckpointError       a state of another mode or model, truncated or altered; nothing was loaded
@@ -87,6 +88,10 @@ class ProtocolError(EngineError):
 
 class LossError(EngineError):
     """A loss cannot be differentiated."""
+
+
+class UnknownCallError(EngineError, AttributeError):
+    """A call that `Amp` does not have; GradScaler's, often."""
 
 
 class NonfiniteError(EngineError):

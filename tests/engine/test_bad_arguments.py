@@ -12,6 +12,7 @@ from engine_loops import MODES, batch, made, model_of, same, train
 from torch import nn
 
 import ampguard
+import ampguard.errors
 from ampguard.engine.policies import Skip
 from ampguard.errors import AmpguardError, CheckpointError, PatternError, PrecisionError, SetupError
 
@@ -147,3 +148,34 @@ def test_an_own_loop_whose_parts_do_not_belong_together() -> None:
 def test_what_is_no_pattern(given: Any) -> None:
     with pytest.raises(PatternError, match="takes patterns"):
         ampguard.force_fp32(nn.Sequential(nn.Linear(2, 2)), given)
+
+
+@pytest.mark.parametrize(
+    ("call", "do"),
+    [
+        (lambda amp, loss: amp.scale(loss).backward(), r"amp\.backward\(loss\) multiplies the loss by the scale"),
+        (lambda amp, loss: amp.update(), "delete the call"),
+        (lambda amp, loss: amp.unscale(), r"amp\.unscale_\(optimizer\)"),
+        (lambda amp, loss: amp.sclae, "Amp has no 'sclae'"),
+    ],
+)
+def test_calls_of_another_scaler(call: Callable[[Any, Any], Any], do: str) -> None:
+    amp = made("fp16")
+    with pytest.raises(AmpguardError, match=do):
+        call(amp, model_of(amp)(batch(0)[0]).mean())
+    assert not hasattr(amp, "scale")
+
+
+def test_backward_without_gradients_switched_on() -> None:
+    """PyTorch's own works there, too."""
+    amp = made("fp16")
+    loss = model_of(amp)(batch(0)[0]).mean()
+    with torch.no_grad():
+        amp.backward(loss)
+    assert amp.step().stepped
+
+
+def test_errors_are_at_the_front_door() -> None:
+    for name in ("NonfiniteError", "ProtocolError", "SetupError", "CheckpointError", "PoisonedStateError"):
+        assert getattr(ampguard, name) is getattr(ampguard.errors, name)
+        assert name in ampguard.__all__

@@ -8,7 +8,7 @@ from engine_loops import Net, batch
 from torch import Tensor, nn
 
 import ampguard
-from ampguard.errors import ProtocolError, SetupError
+from ampguard.errors import LossError, ProtocolError, SetupError
 
 
 def lbfgs(precision: str, **options: object) -> tuple[ampguard.Amp, nn.Module, torch.optim.Optimizer]:
@@ -95,3 +95,37 @@ def test_a_closure_that_differentiates_nothing() -> None:
     amp = ampguard.Amp(model, optimizer, "fp32")
     with pytest.raises(ProtocolError, match="none of its parameters has a gradient"):
         amp.step(optimizer, lambda: model(batch(0)[0]).square().mean())
+
+
+class OfOurOwn(torch.optim.LBFGS):
+    """A subclass is one, too."""
+
+
+class WithClosure(torch.optim.SGD):
+    """An optimizer whose step does not come without a closure."""
+
+    def step(self, closure):  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [OfOurOwn, WithClosure])
+def test_every_optimizer_that_needs_a_closure_is_known(kind: type[torch.optim.Optimizer]) -> None:
+    model = nn.Linear(8, 1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    with pytest.raises(SetupError, match=f"`{kind.__name__}` with a closure in fp16"):
+        ampguard.Amp(model, optimizer, "fp16")
+    amp = ampguard.Amp(model, optimizer, "fp32")
+    amp.backward(model(batch(0)[0]).mean())
+    with pytest.raises(SetupError, match=r"do    amp\.step\(optimizer, closure\)"):
+        amp.step()
+    amp.zero_grad()
+    assert amp.step(optimizer, closure_of(amp, model, optimizer)).stepped
+
+
+def test_a_closure_that_returns_nothing() -> None:
+    amp, model, optimizer = lbfgs("fp32")
+    closure = closure_of(amp, model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(LossError, match="the closure of `LBFGS` returned nothing"):
+        amp.step(optimizer, lambda: closure() and None)
+    assert all(map(torch.equal, before, model.parameters()))

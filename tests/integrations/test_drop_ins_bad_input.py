@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampguard.errors import LossError, PrecisionError, SetupError
+import ampguard
+from ampguard.errors import CheckpointError, LossError, PrecisionError, SetupError, UsageError
+from ampguard.integrations.d2 import AMPTrainer
 from ampguard.integrations.hf import prepare
 from ampguard.integrations.timm import NativeScaler, NativeScalerWithGradNormCount
 
@@ -37,3 +39,76 @@ def test_a_device_that_is_none() -> None:
 
     with pytest.raises(PrecisionError, match="'gpu' is no device"):
         GuardedPrecision("16-mixed", "gpu")
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), "5"])
+def test_a_limit_that_is_none(limit: object) -> None:
+    """A negative one would turn every gradient round."""
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    with pytest.raises(UsageError, match=r"clip_grad=.*: a number above 0"):
+        NativeScaler()(model(torch.ones(2, 4)).mean(), torch.optim.SGD(model.parameters(), lr=0.1), clip_grad=limit)
+    assert model.weight.grad is None
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("patience", [0, -1, 2.5])
+def test_a_patience_that_is_none(patience: float) -> None:
+    with pytest.raises(SetupError, match="a whole number of skipped steps in a row, at least 1; None: never"):
+        NativeScaler(patience=patience)
+
+
+def test_float16_weights_are_refused_as_by_pytorch() -> None:
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PrecisionError, match=r"\[fp16-parameters\]"):
+        NativeScaler()(model(torch.ones(2, 4).half()).float().mean(), optimizer)
+    amp = ampguard.precision("O3", "cpu")  # whose weights they are meant to be
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.prepare(model, optimizer)
+    with amp.autocast():
+        loss = model(torch.ones(2, 4)).mean()
+    assert NativeScaler(precision=amp)(loss, optimizer) > 0
+
+
+class Losses(nn.Module):
+    """Returns what it is given to return."""
+
+    def __init__(self, returned: object = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.returned = returned
+
+    def forward(self, data: object) -> object:
+        return self.layer(torch.ones(3, 2)) if self.returned is None else self.returned
+
+
+def trainer_of(model: nn.Module) -> AMPTrainer:
+    return AMPTrainer(model, iter([1, 2]), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_trainers_say_what_they_take() -> None:
+    model = Losses()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SetupError, match="optimizer: a type is none"):
+        AMPTrainer(model, [], torch.optim.SGD)
+    with pytest.raises(SetupError, match="model: a NoneType is none"):
+        AMPTrainer(None, [], optimizer)
+    with pytest.raises(SetupError, match="the config says nothing of mixed precision"):
+        AMPTrainer.from_config({"SOLVER": {}}, model, [], optimizer)
+    with pytest.raises(CheckpointError, match="it holds no 'optimizer'"):
+        trainer_of(model).load_state_dict({"iteration": 3})
+    trainer = trainer_of(model)
+    model.eval()
+    with pytest.raises(SetupError, match=r"model\.train\(\) after the evaluation"):
+        trainer.run_step()
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [(None, r"shape \(3, 2\)"), ([1.0], "a loss or a dictionary of losses"), ({}, "a loss or a dictionary of losses")],
+)
+def test_trainers_take_a_loss(returned: object, says: str) -> None:
+    with pytest.raises(LossError, match=says):
+        trainer_of(Losses(returned)).run_step()

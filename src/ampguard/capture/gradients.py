@@ -155,7 +155,13 @@ class GradientWatch:
         if all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             self._judge.are_good()
         else:  # what earlier calls have left there was finite: it was looked at
-            self._judge.are_bad(parameters, None, is_held_off=False, since=call.index)
+            scale = self._scale_held_off()
+            self._judge.are_bad(parameters, scale, is_held_off=scale is not None, since=call.index)
+
+    def _scale_held_off(self) -> float | None:
+        """The loss scale of one that takes back what it has spoilt, where no optimizer's step could be held off."""
+        takes_back = getattr(self.scaler, "takes_back", False)
+        return float(self.scaler.get_scale()) if takes_back else None
 
     def cleared(self, of: int | None, scaler: Any) -> None:
         """The gradients of an optimizer (by identity; None: those of a module, perhaps everybody's) are cleared.
@@ -184,7 +190,8 @@ class GradientWatch:
         parameters = self._judge.parameters_of_modules()
         if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             since = max(self._cleared.values(), default=0)
-            self._judge.are_bad(parameters, None, is_held_off=False, since=since)
+            scale = self._scale_held_off()
+            self._judge.are_bad(parameters, scale, is_held_off=scale is not None, since=since)
 
     def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """Somebody suspects that these gradients have lost a part to zero: have the step run again."""

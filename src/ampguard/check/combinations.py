@@ -157,7 +157,8 @@ def recurrent_layers() -> Iterator[Finding]:
             yield Finding(
                 "note",
                 "recurrent-under-autocast",
-                f"a call of {' or '.join(raising)} raises RuntimeError under {dtype_name(dtype)} autocast on the CPU.",
+                f"a call of {' or '.join(raising)} that is to be differentiated raises RuntimeError under "
+                f"{dtype_name(dtype)} autocast on the CPU.",
                 "use bfloat16, or run them in float32: with torch.autocast(device.type, enabled=False): ... "
                 "(ampguard run --precision fp16 does so).",
             )

@@ -204,3 +204,19 @@ def first_node_of(losses: Iterable[torch.Tensor], dtype: torch.dtype, at_most: i
         seen.update(inner)
         nodes += inner
     return None
+
+
+def leaves_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves to whose gradients a backward pass of these results will add."""
+    results = list(results)
+    leaves = [result for result in results if result.grad_fn is None and result.requires_grad]
+    nodes = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        inner = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        if inner:
+            seen.update(inner)
+            nodes += dict.fromkeys(inner)
+        elif type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+    return leaves

@@ -116,6 +116,17 @@ def norms_in(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tens
     return list(together(tensors, 2, dtype))
 
 
+def is_made(tensor: torch.Tensor) -> bool:
+    """Whether operators have made it that autograd can follow.
+
+    A view that was made without gradients, and whose base was written to since, is refused as soon as it is asked.
+    """
+    try:
+        return not tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply tensors of one device in place by a number, or by a 0-d tensor that lies there too; in one call if it can be."""
     together = getattr(torch, "_foreach_mul_", None)

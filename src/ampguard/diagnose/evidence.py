@@ -307,14 +307,22 @@ class Evidence:
 
     @property
     def is_finite_in_float32_step(self) -> bool:
-        """Whether the accused operator's element is finite in the float32 step."""
+        """Whether the accused operator's element is finite in the float32 step, and not only it of those that end the step."""
         call = self.call_in_float32_step
         if call is None:
             return False
         output = call.output
         result = result_of(output, self.link.result)
         value = self.element(result) if isinstance(result, Tensor) else None
-        return value is not None and math.isfinite(value)
+        return value is not None and math.isfinite(value) and not self._fails_beside_it(result)
+
+    def _fails_beside_it(self, result: Tensor) -> bool:
+        """Whether the step fails in float32 as well, by other elements of this very result."""
+        bad = self.op.outputs[self.link.result].bad
+        if bad is None or self.step_in_float32 is None or not self.step_in_float32.is_bad:
+            return False
+        others = bad.flat[(bad.kinds == self.link.kind) & (bad.flat < result.numel())]
+        return not bool(result.detach().reshape(-1)[others.to(result.device)].isfinite().all())
 
     @property
     def is_cured_by_float32(self) -> bool:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -242,6 +242,11 @@ class Amp:
         self.stepper.clear(self._chosen(optimizer))
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise arguments.unknown_call(name)
 
     @property
     def steps(self) -> int:

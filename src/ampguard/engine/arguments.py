@@ -18,7 +18,7 @@ from ampguard.engine.force_fp32.modules import ForcedModules
 from ampguard.engine.patterns import listed_patterns, matching_modules
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.setup import parameters_of
-from ampguard.errors import LossError, PatternError, PrecisionError, SetupError
+from ampguard.errors import LossError, PatternError, PrecisionError, SetupError, UnknownCallError
 
 logger = logging.getLogger("ampguard")
 
@@ -128,6 +128,21 @@ def force_patterns(models: Mapping[str, nn.Module], patterns: str | Sequence[str
     for found in forced.values():
         ForcedModules(found, without_floats=mode.low_dtype)
     return [module for found in forced.values() for module in found.values()]
+
+
+_OF_GRAD_SCALER = {
+    "scale": "amp.backward(loss) multiplies the loss by the scale: call it in place of amp.scale(loss).backward()",
+    "update": "amp.step() updates the loss scale after the last optimizer of an iteration: delete the call",
+    "unscale": "amp.unscale_(optimizer) divides the gradients now",
+    "is_enabled": "the precision says whether there is a loss scale: amp.mode.scales_loss",
+    "parameters": "ask the model, or what the optimizer holds; to clip, give Amp(max_grad_norm=...)",
+}
+
+
+def unknown_call(name: str) -> UnknownCallError:
+    """What `Amp` does not have, perhaps because GradScaler has it."""
+    do = _OF_GRAD_SCALER.get(name)
+    return UnknownCallError(f"Amp has no {name!r}" + (f"\n  do    {do}" if do else ""), name=name)
 
 
 def unknown_optimizer(given: Any, names: Sequence[str]) -> SetupError:

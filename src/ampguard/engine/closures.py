@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ampguard.engine import misuse
 from ampguard.engine.holding import Holding
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.setup import parameters_of
 from ampguard.engine.step import check_gradients
-from ampguard.errors import SetupError
+from ampguard.errors import LossError, SetupError
 
 NO_STEP_WITHOUT = ("LBFGS",)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    return type(optimizer).__name__ in NO_STEP_WITHOUT
+    """Whether it cannot step without one."""
+    return _needs_closure(type(optimizer))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    if issubclass(kind, LBFGS) or kind.__name__ in NO_STEP_WITHOUT:
+        return True
+    try:
+        wanted = list(inspect.signature(kind.step).parameters.values())[1:]
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in wanted)
 
 
 def refusal(name: str, mode: Precision) -> SetupError:
@@ -52,6 +66,11 @@ def step_with_closure(
         loss = closure()
         if not holding.has_gradients():
             raise misuse.never_differentiated(holding.name, False)
+        if loss is None:
+            raise LossError(
+                f"the closure of `{holding.name}` returned nothing\n"
+                "  do    return the loss: the optimizer compares the losses of several evaluations"
+            )
         evaluated(holding)
         norm = check_gradients(holding.parameters).norm
         assert norm is not None, "measured unless told otherwise"

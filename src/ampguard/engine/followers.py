@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -33,24 +35,25 @@ class Followers:
         """`in_float32`: inside it the models' weights are float32, as averages have them."""
         self._in_float32 = in_float32
         self.schedulers = _listed(schedulers)
-        self.averages = [_with_model(average, models) for average in _listed(averages)]
+        self.averages = [_with_model(average, models) for average in _listed_averages(averages)]
         self._optimizer_of = [_owner(scheduler, optimizers) for scheduler in self.schedulers]
-        self._first_optimizer = next(iter(optimizers))
+        self._optimizer_of_average = [_trainer(model, optimizers) for _, model in self.averages]
         self._counts: list[int | None] = [None] * len(self.schedulers)
         """How often each scheduler had been stepped when the last step of ours had ended."""
         self._steps_of_others = [0] * len(self.schedulers)
 
     def stepped(self, optimizers: Iterable[str]) -> None:
-        """These optimizers have updated their parameters. Averages follow the first optimizer."""
+        """These optimizers have updated their parameters. An average follows the first one that trains its model."""
         names = set(optimizers)
         for index, (scheduler, owner) in enumerate(zip(self.schedulers, self._optimizer_of, strict=True)):
             if owner in names:
                 self._see_steps_of_others(index)
                 scheduler.step()
                 self._counts[index] = compat.moves_made(scheduler)
-        if self.averages and self._first_optimizer in names:
+        due = [pair for pair, owner in zip(self.averages, self._optimizer_of_average, strict=True) if owner in names]
+        if due:
             with self._in_float32():
-                for average, model in self.averages:
+                for average, model in due:
                     update = getattr(average, "update_parameters", None) or average.update
                     update(model)
 
@@ -118,7 +121,19 @@ def _keeper_of(average: Any) -> Any:
 def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
+    if isinstance(given, Mapping):
+        return list(given.values())
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _listed_averages(given: Any) -> list[Any]:
+    """A pair (average, model) may stand alone."""
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], nn.Module)
+    return [given] if is_pair and not _is_average(given[1]) else _listed(given)
+
+
+def _is_average(thing: Any) -> bool:
+    return callable(getattr(thing, "update_parameters", None)) or callable(getattr(thing, "update", None))
 
 
 def _owner(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> str:
@@ -129,6 +144,7 @@ def _owner(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> str:
         )
     for name, optimizer in optimizers.items():
         if getattr(scheduler, "optimizer", None) is optimizer:
+            _refuse_arguments(scheduler)
             return name
     raise SetupError(
         f"the {type(scheduler).__name__} in schedulers= belongs to none of the optimizers given\n"
@@ -136,12 +152,52 @@ def _owner(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> str:
     )
 
 
+def _refuse_arguments(scheduler: Any) -> None:
+    """Those whose calls need something that Amp does not know: timm's the epoch, Swin's the count of updates."""
+    step = getattr(scheduler, "step", None)
+    try:
+        inspect.signature(step).bind()  # type: ignore[arg-type]
+    except ValueError:  # nothing is known of it
+        return
+    except TypeError as error:
+        why = f"its step() says: {error}" if callable(step) else "it has no step()"
+        raise SetupError(
+            f"the {type(scheduler).__name__} in schedulers= is not stepped by a plain scheduler.step(): {why}\n"
+            "  do    leave it out of schedulers= and step it yourself, `if result.stepped:` after result = amp.step()"
+        ) from None
+
+
+def _trainer(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> str:
+    """The first optimizer that holds any parameter of the model."""
+    own = {id(p) for p in model.parameters()}
+    held = {name: {id(p) for group in o.param_groups for p in group["params"]} for name, o in optimizers.items()}
+    return next((name for name, ids in held.items() if ids & own), next(iter(optimizers)))
+
+
+def _model_of(average: Any, models: Mapping[str, nn.Module]) -> nn.Module:
+    """The model that it keeps a copy of, where that is one of several; else the first."""
+    kept = average.children() if isinstance(average, nn.Module) else getattr(average, "__dict__", {}).values()
+    copies = [thing for thing in kept if isinstance(thing, nn.Module)]
+    alike = [model for model in models.values() if any(_are_alike(compat.unwrapped(model), kept) for kept in copies)]
+    equal = [model for model in alike if any(_are_equal(model, kept) for kept in copies)]
+    return next(iter([*equal, *alike, *models.values()]))
+
+
+def _are_alike(one: nn.Module, other: nn.Module) -> bool:
+    return type(one) is type(other) and [p.shape for p in one.parameters()] == [p.shape for p in other.parameters()]
+
+
+def _are_equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=False)
+    return all(a.shape == b.shape and torch.equal(a.detach().to(b.device, b.dtype), b.detach()) for a, b in pairs)
+
+
 def _with_model(average: Any, models: Mapping[str, nn.Module]) -> tuple[Any, nn.Module]:
     if isinstance(average, tuple) and len(average) == 2:
         average, model = average
     else:
-        model = next(iter(models.values()))
-    if not callable(getattr(average, "update_parameters", None)) and not callable(getattr(average, "update", None)):
+        model = _model_of(average, models) if len(models) > 1 else next(iter(models.values()))
+    if not _is_average(average):
         raise SetupError(
             f"ema= takes objects with update_parameters(model) or update(model), not a {type(average).__name__}\n"
             "  do    use torch.optim.swa_utils.AveragedModel, or a pair (average, model) for another model"

@@ -62,6 +62,10 @@ class Stepper:
 
     def backward(self, losses: Sequence[Tensor], only: Sequence[Holding] | None, **options: Any) -> None:
         """Add the gradients of the losses, scaled, to all parameters or to those of some optimizers."""
+        if not torch.is_grad_enabled():  # PyTorch's own backward does not ask; the product with the scale does
+            with torch.enable_grad():
+                self.backward(losses, only, **options)
+            return
         self._left_over.before_backward(losses)
         self.rules.before_backward(only)
         self._mode.before_backward()

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from ampguard.engine.arguments import refuse_loss
 from ampguard.engine.own_loop import precision as precision_named
-from ampguard.errors import SetupError
+from ampguard.errors import LossError, SetupError
 from ampguard.integrations import training_loop
 from ampguard.integrations.d2_config import dtype_of, name_of
 from ampguard.integrations.diagnosis import with_diagnosis
@@ -88,6 +89,7 @@ class AMPTrainer:
     def __init__(
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
+        _refuse_strangers(model, optimizer)
         _refuse_several_devices(model)
         framework = _framework(args, kwargs)
         options = _SIGNATURES[framework](*args, **kwargs)
@@ -130,7 +132,10 @@ class AMPTrainer:
 
     def run_step(self) -> None:
         """Raises FloatingPointError where the loss is not finite, before anything is updated."""
-        assert self.model.training, "[AMPTrainer] model was changed to eval mode!"
+        if not self.model.training:
+            raise SetupError(
+                "AMPTrainer trains, and the model was changed to eval mode\n  do    model.train() after the evaluation"
+            )
         start = time.perf_counter()
         data = next(self._data_loader_iter)
         data_time = time.perf_counter() - start
@@ -138,6 +143,7 @@ class AMPTrainer:
             self._zero_grad()
         with self._amp.autocast():
             losses, loss_dict = _summed(self.model(data))
+        refuse_loss(losses, "AMPTrainer")
         if not self.zero_grad_before_forward:
             self._zero_grad()
         self.grad_scaler.scale(losses).backward()
@@ -194,8 +200,7 @@ class AMPTrainer:
         if hasattr(self._base, "load_state_dict"):
             super().load_state_dict(state_dict)  # type: ignore[misc]
         else:
-            self.iter = state_dict["iteration"]
-            self.optimizer.load_state_dict(state_dict["optimizer"])
+            training_loop.SimpleTrainer.load_state_dict(self, state_dict)  # type: ignore[arg-type]
         if "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
@@ -241,7 +246,24 @@ def _over(cls: type[AMPTrainer], base: type) -> Any:
 def _summed(losses: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     if isinstance(losses, Tensor):
         return losses, {"total_loss": losses}
-    return sum(losses.values()), losses
+    if not isinstance(losses, Mapping) or not losses:
+        raise LossError(
+            f"AMPTrainer takes a loss or a dictionary of losses from the model, not {losses!r:.80}\n"
+            "  do    let the model return {'loss': loss} while it trains"
+        )
+    total: Any = sum(losses.values())
+    return total, losses
+
+
+def _refuse_strangers(model: Any, optimizer: Any) -> None:
+    for what, thing, fits in (
+        ("model", model, isinstance(model, nn.Module)),
+        ("optimizer", optimizer, hasattr(optimizer, "param_groups")),
+    ):
+        if not fits:
+            raise SetupError(
+                f"{what}: a {type(thing).__name__} is none\n  do    AMPTrainer(model, data_loader, optimizer, ...)"
+            )
 
 
 def _refuse_several_devices(model: nn.Module) -> None:

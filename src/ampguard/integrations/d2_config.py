@@ -21,8 +21,14 @@ def name_of(dtype: torch.dtype) -> str:
 
 def dtype_of(cfg: Any) -> torch.dtype:
     """float32 unless `SOLVER.AMP.ENABLED` (lazy configs: `train.amp.enabled`); else `SOLVER.AMP.PRECISION`, or float16."""
-    amp = cfg.SOLVER.AMP if hasattr(cfg, "SOLVER") else cfg.train.amp
-    is_enabled = amp.ENABLED if hasattr(amp, "ENABLED") else amp.enabled
+    try:
+        amp = cfg.SOLVER.AMP if hasattr(cfg, "SOLVER") else cfg.train.amp
+        is_enabled = amp.ENABLED if hasattr(amp, "ENABLED") else amp.enabled
+    except AttributeError as error:
+        raise SetupError(
+            f"the config says nothing of mixed precision: {error}\n"
+            "  do    give it SOLVER.AMP.ENABLED (lazy configs: train.amp.enabled), or say precision=torch.float16"
+        ) from error
     if not is_enabled:
         return torch.float32
     name = str(getattr(amp, "PRECISION", None) or getattr(amp, "precision", None) or "float16")

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from ampguard.engine import misuse
 from ampguard.engine.announce import Announcer
-from ampguard.engine.arguments import refuse_loss
+from ampguard.engine.arguments import refuse_loss, refuse_low_weights
 from ampguard.engine.casting import map_tensors, tensors_in
+from ampguard.engine.options import is_count
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
 from ampguard.engine.precision import mode_named
@@ -26,7 +27,7 @@ from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameter_names
 from ampguard.engine.step import GradientCheck, LossScale, apply_update, check_for_update, check_gradients
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
-from ampguard.errors import NonfiniteError, PrecisionError
+from ampguard.errors import NonfiniteError, PrecisionError, SetupError
 from ampguard.integrations.announcing import scalers_may_scale
 from ampguard.integrations.left_over import are_as_marked, marks_of
 from ampguard.integrations.updating import (
@@ -62,6 +63,8 @@ class EngineScaler:
         growth_interval: int = 2000,
         patience: int | None = PATIENCE,
     ) -> None:
+        if patience is not None and not is_count(patience):
+            raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1; None: never")
         self.precision = _known(precision)
         self._mode = mode_named(self.precision.name)(self.precision.device_type)
         self._is_enabled = self._mode.scales_loss and scalers_may_scale()
@@ -197,6 +200,8 @@ class EngineScaler:
     def _of(self, optimizer: Optimizer) -> Updating:
         own = self._updating.get(id(optimizer))  # its holding keeps the optimizer, and so the id
         if own is None:
+            if self._is_enabled:
+                refuse_low_weights({type(optimizer).__name__: optimizer}, self._mode)
             own = self._updating[id(optimizer)] = Updating(held(optimizer, self._model))
             own.names = parameter_names({"model": self._model}) if self._model is not None else {}
         if own.holding.has_other_parameters():

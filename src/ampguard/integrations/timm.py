@@ -78,6 +78,8 @@ class _OneCall:
             raise UsageError(f"unknown clip_mode {clip_mode!r}: it is one of {', '.join(map(repr, MODES))}")
         if not hasattr(optimizer, "param_groups"):
             raise SetupError(f"a {type(optimizer).__name__} is no optimizer\n  do    loss_scaler(loss, optimizer, ...)")
+        if clip_grad and not (isinstance(clip_grad, Tensor) or (_is_number(clip_grad) and clip_grad > 0)):
+            raise UsageError(f"clip_grad={clip_grad!r}: a number above 0; None for no clipping")
         self._scaler.backward(loss, optimizer, create_graph=create_graph)
         if not ends_window:
             return None
@@ -154,6 +156,10 @@ def _of_optimizer(optimizer: Optimizer, parameters: Parameters, precision: LoopP
     updated = [p for p in parameters_of(optimizer) if p.grad is not None]
     chosen = [p for p in updated if id(p) in given]
     return chosen if 0 < len(chosen) < len(updated) else None
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float))
 
 
 def _known(norm: Tensor | None) -> Tensor:

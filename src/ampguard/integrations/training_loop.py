@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard.errors import CheckpointError
+
 METHODS = ("before_train", "after_train", "before_step", "after_backward", "after_step")
 
 
@@ -93,5 +95,11 @@ class SimpleTrainer:
         return {"iteration": self.iter, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        missing = [key for key in ("iteration", "optimizer") if key not in (state_dict or ())]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint was not loaded: it holds no {' and no '.join(map(repr, missing))}\n"
+                "  do    pass what trainer.state_dict() returned"
+            )
         self.iter = state_dict["iteration"]
         self.optimizer.load_state_dict(state_dict["optimizer"])

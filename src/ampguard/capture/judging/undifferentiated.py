@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import refs_of
@@ -30,7 +31,7 @@ def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], b
                 continue
             if (
                 tensor.requires_grad
-                and not tensor.is_leaf
+                and compat.is_made(tensor)
                 and (tensor.device.type == "cpu" or waits)
                 and not is_finite(tensor)
             ):

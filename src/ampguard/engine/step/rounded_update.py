@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampguard.compat import tell_of_skip
+from ampguard.compat import tell_of_skip, unseen
 from ampguard.engine.step.gradients import GradientCheck
 from ampguard.engine.step.rounding import compensated_round_, joined, stochastic_round_
 from ampguard.engine.step.update import apply_update
@@ -64,7 +64,8 @@ class RoundedUpdate:
         theirs = [group["params"] for group in groups]
         due = [p for params in theirs for p in params if p.dtype is self._dtype and p.grad is not None]
         rests = {p: state[p].pop(REST) for p in due if REST in state.get(p, ())}
-        stand_ins = {p: _stand_in(p, rests.get(p)) for p in due}
+        with unseen():  # a watcher of operators would take these for the loop's own
+            stand_ins = {p: _stand_in(p, rests.get(p)) for p in due}
         for p, stand_in in stand_ins.items():
             _move(state, p, stand_in)
         for group, params in zip(groups, theirs, strict=True):
@@ -78,7 +79,8 @@ class RoundedUpdate:
                 _move(state, stand_in, p)
             for p, rest in rests.items():
                 state[p][REST] = rest
-        self._round(stand_ins, write_back)
+        with unseen():
+            self._round(stand_ins, write_back)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the random bits have got to. Rests and moments are in the optimizer's own state."""

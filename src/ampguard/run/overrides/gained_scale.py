@@ -16,6 +16,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.engine.casting import tensors_in
 from ampguard.engine.step.scale import LossScale
+from ampguard.run.overrides.inner_gradients import InnerGradients
 from ampguard.run.overrides.unscaled_hooks import unscaled_hooks
 
 HALF_LOSS_SCALE = 2.0**15
@@ -25,11 +26,17 @@ HALF_LOSS_SCALE = 2.0**15
 class GainedScale:
     """The scale, and what the guard asks of a scaler: `get_scale`, `is_enabled`."""
 
+    takes_back = True
+    """Gradients that the scale alone has spoilt, and that no optimizer holds, come out as 0."""
+
     def __init__(self) -> None:
         self._state: LossScale | None = None
         self._attempted = self._found_inf = False
         self._halvings = 0
         self._meets_half_losses = False
+        self.running = 1.0
+        """What the gradients of the backward pass that runs are multiplied by."""
+        self.inner = InnerGradients(lambda: self.running)
 
     @property
     def _scale(self) -> Tensor | None:
@@ -81,12 +88,15 @@ class GainedScale:
     def backward(self, run: Callable[[], Any], leaves: Callable[[], Iterable[Tensor]]) -> Any:
         """`run` a backward pass of scaled losses so that the leaves' gradients come out unscaled."""
         scale = self.get_scale()
-        multiply(leaves(), scale)
+        multiply((*leaves(), *self.inner.retained()), scale)
         try:
-            with unscaled_hooks(leaves(), scale, multiply):
+            with unscaled_hooks((*leaves(), *self.inner.hooked()), scale, multiply):
+                self.running = scale
                 return run()
         finally:
-            multiply(leaves(), 1.0 / scale)
+            self.running = 1.0
+            multiply((*leaves(), *self.inner.retained()), 1.0 / scale)
+            self.inner.differentiated()
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine.precision.o3 import raise_eps, too_small
 from ampguard.engine.step.rounding import stochastic_round_
 from ampguard.run.overrides.gradients import parameters_of
@@ -32,10 +33,12 @@ class StoredLow:
     @torch.no_grad()
     def before(self, optimizer: Optimizer, weights: list[Tensor], dtype: torch.dtype) -> None:
         """A step is about to be made: it begins from low-precision weights."""
-        for weight in weights:
-            if id(weight) not in self._rounded:
-                weight.copy_(weight.to(dtype))
-                self._rounded[id(weight)] = weight
+        new = [weight for weight in weights if id(weight) not in self._rounded]
+        if new:
+            with compat.unseen():
+                for weight in new:
+                    weight.copy_(weight.to(dtype))
+                    self._rounded[id(weight)] = weight
         own = dtype == torch.float16 and any(p.dtype == dtype for p in parameters_of(optimizer))
         for before, after in raise_eps(optimizer) if own else ():
             self._ledger.done(
@@ -44,16 +47,17 @@ class StoredLow:
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, weights: list[Tensor], dtype: torch.dtype) -> None:
-        """A step was made."""
-        for weight in weights:
-            if weight.grad is None:
-                continue
-            if dtype == torch.bfloat16:
-                low = torch.empty_like(weight, dtype=dtype)
-                stochastic_round_(low, weight, self._generator(weight.device))
-                weight.copy_(low)
-                continue
-            weight.copy_(weight.to(dtype))
+        """A step was made. What is computed here is no operation of the script's."""
+        with compat.unseen():
+            for weight in weights:
+                if weight.grad is None:
+                    continue
+                if dtype == torch.bfloat16:
+                    low = torch.empty_like(weight, dtype=dtype)
+                    stochastic_round_(low, weight, self._generator(weight.device))
+                    weight.copy_(low)
+                    continue
+                weight.copy_(weight.to(dtype))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """Of our own: the script's random numbers are left alone."""

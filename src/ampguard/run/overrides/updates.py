@@ -76,6 +76,8 @@ class Updates:
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those from before the guard: nobody knows whether they are in use."""
         self._stray: tuple[tuple[int, int], list[Tensor]] = ((-1, -1), [])
+        self._strays: list[Tensor] = []
+        """What the running backward pass also reaches: leaves of no model and no optimizer, which a script updates by hand."""
         self._is_searching = False
         """Whether an optimizer evaluates losses inside its own step (LBFGS)."""
         self._is_spoilt: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -102,6 +104,7 @@ class Updates:
         if self._plan.scales_loss:
             patches.replace(torch.autograd, "grad", self._watch_grad)
             self._roots.on_output = self._gained.see
+            self._gained.inner.install(patches)
         patches.replace(Optimizer, "__init__", self._watch_init)
         self._scalers.on_skipped = self._skipped_by_scaler
         self._scalers.on_attempt = self._patience.attempting if self._patience is not None else None
@@ -141,9 +144,12 @@ class Updates:
             scaled = self._gained.scaled(losses)
             for loss, product in zip(losses, scaled, strict=True):
                 self._listener.loss_scaled(loss, product, self._gained)
+            guarded(self._find_strays, scaled)
             run = lambda: self._differentiate(lambda: original(scaled, *args, **kwargs), scaled, self._gained)  # noqa: E731
             self._gained.backward(run, self.leaves)
             guarded(self._look_at_gradients)
+            guarded(self._hold_by_hand, losses)
+            self._strays = []
             return None
 
         return backward
@@ -170,6 +176,28 @@ class Updates:
         held = {id(p) for optimizer in list(self._optimizers) for p in parameters_of(optimizer)}
         others = [p.grad for p in self._unheld(held) if p.grad is not None]
         self._is_spoilt_elsewhere = not all_finite(others)
+
+    def _find_strays(self, losses: tuple[Tensor, ...]) -> None:
+        known = {id(leaf) for leaf in self.leaves()}
+        self._strays = [leaf for leaf in compat.leaves_behind(losses) if id(leaf) not in known]
+
+    def _hold_by_hand(self, losses: tuple[Tensor, ...]) -> None:
+        """An update that the script writes out cannot be held off: where the loss scale alone has spoilt it, it is by 0."""
+        has_optimizer = any(not isinstance(optimizer, HandMade) for optimizer in self._optimizers)
+        leaves = self._strays if has_optimizer else list(self.leaves())
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        is_good = all_finite(gradients)
+        if not has_optimizer:
+            self._gained.attempted(is_good)
+        if is_good or self._gained.get_scale() <= 1.0 or not all(map(is_finite, losses)):
+            return
+        self._gained.attempted(False)
+        with torch.no_grad(), compat.unseen():
+            for gradient in gradients:
+                gradient.zero_()
+        self._ledger.done(
+            "gave tensors that the script updates itself a gradient of 0 where the loss scale was too large"
+        )
 
     def _see_thrown_away(self) -> None:
         """A loop that looks at its gradients itself, and leaves a step out, does not come to any optimizer's step."""
@@ -239,7 +267,7 @@ class Updates:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
-        for leaf in (*self._unheld(seen), *inputs):
+        for leaf in (*self._unheld(seen), *inputs, *self._strays):
             if id(leaf) not in seen:
                 seen.add(id(leaf))
                 yield leaf
