@@ -181,7 +181,7 @@ class Judge:
 
     def read(self, tensor: Tensor, value: Any) -> None:
         """The script read a number from the device, the way a loss is looked at (`loss.item()`)."""
-        if isinstance(value, float) and value - value == 0.0:
+        if not isinstance(value, (float, bool)) or (isinstance(value, float) and value - value == 0.0):
             return
         if isinstance(value, bool) and self._log.is_about_finite_numbers(tensor):
             return
@@ -190,8 +190,6 @@ class Judge:
         is_librarys = isinstance(value, bool) and ref is not None and figures.is_asked_by_a_library(record, ref)
         if isinstance(value, bool):
             ref = lineage.nonfinite_number_behind(record, ref) if ref is not None else None
-        elif not isinstance(value, float):
-            return
         if ref is not None:
             record = self._log.snapshot()
         evaluation = self._log.evaluation
