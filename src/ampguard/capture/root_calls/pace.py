@@ -25,7 +25,7 @@ MOST_SECONDS = 10.0
 STRETCH_SECONDS = 0.1
 """What must have been saved up before calls are kept again: values are followed over whole stretches of calls."""
 
-TAPED_OP_SECONDS = 1.2e-5
+TAPED_OP_SECONDS = 2e-5
 """What keeping an operator between two calls takes."""
 
 
@@ -41,6 +41,7 @@ class Pace:
         """Whether every call is kept, and up to how many seconds behind the first."""
         self.spent = 0.0
         self._began = math.inf
+        self._began_computing = 0.0
         self._entered = 0.0
         self._kept = 0
         self.is_behind = False
@@ -65,7 +66,7 @@ class Pace:
         """Whether what comes now is taped, where no other call is to be expected before the next backward pass (`calls` are as
         many as `calls_before`): it (returns, advantages, targets) is what training is given. So many events are kept by now."""
         self._behind_from = kept
-        self.is_behind = self._spent_behind <= BEHIND_SHARE * (time.perf_counter() - self._began)
+        self.is_behind = self._spent_behind <= BEHIND_SHARE * self._elapsed()
         return self.is_behind
 
     def end_behind(self, kept: int) -> None:
@@ -77,7 +78,7 @@ class Pace:
         """A call is about to be kept, beside so many events."""
         self._entered = time.thread_time()
         if self._began == math.inf:
-            self._began = time.perf_counter()
+            self._began, self._began_computing = time.perf_counter(), time.process_time()
         self.close(kept)
 
     def close(self, kept: int) -> None:
@@ -91,7 +92,7 @@ class Pace:
         self._kept = kept
         self.is_open = True
         self.spent += time.thread_time() - self._entered - seconds
-        elapsed = time.perf_counter() - self._began
+        elapsed = self._elapsed()
         if self.is_attentive and elapsed > self.attentive_until:
             self.is_attentive = False
         self.is_resting = self.may_rest and not self.is_attentive and self.spent > FREE_SECONDS + SHARE * elapsed
@@ -99,12 +100,16 @@ class Pace:
     def attend(self, is_on: bool) -> None:
         """Keep every call for a while, whatever that takes: a step failed of which not everything had been. Or no longer."""
         self.is_attentive, self.is_resting = is_on, False
-        elapsed = time.perf_counter() - self._began if self._began < math.inf else 0.0
+        elapsed = self._elapsed() if self._began < math.inf else 0.0
         self.attentive_until = elapsed + MOST_SECONDS
 
     def rests(self) -> bool:
         """Whether the next call is only looked at."""
-        elapsed = time.perf_counter() - self._began
+        elapsed = self._elapsed()
         is_dear = self.spent + STRETCH_SECONDS > FREE_SECONDS + SHARE * elapsed
         self.is_resting = is_dear and not self.is_attentive
         return self.is_resting
+
+    def _elapsed(self) -> float:
+        """Seconds since the first call; where others use the processors too, those that this process has had of them."""
+        return min(time.perf_counter() - self._began, time.process_time() - self._began_computing)
