@@ -201,6 +201,7 @@ RARER = [
     (RestingCalls, "enter"),
     (RestingCalls, "look_at"),
     (RestingCalls, "look_at_error"),
+    (tape.GlueTape, "begins_dual_level"),
 ]
 
 
@@ -234,6 +235,8 @@ def test_capture_on_rarer_ways(
             (Doubled.apply(out).pow(2).mean() + g.sum() * 0).backward()
             optimizer.step((lambda: 0.0) if name == "closure_ended" else None)
             out.detach().tolist()
+        if name == "begins_dual_level":
+            torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
         return bits(list(model.parameters()))
 
     if owner is RestingCalls:

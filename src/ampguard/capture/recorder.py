@@ -438,7 +438,7 @@ class FlightRecorder:
             self.log.closed_until = self.log.next_index  # gradients that were used are not to be held on to
         if self.live is not None:
             self.live.begin_step()
-        if self.steps.count != self._steps_told:
+        if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
         self.log.iteration_ended(is_all=not hangs_together)

@@ -99,9 +99,9 @@ class OwnUpdates:
             return
         found = unowned(self._models, self._held())
         self._follow([(p, p.grad) for p in found], scale, where)
-        self._of_optimizers = [
-            each for p in (p for watch in self._moves.mine() for p in watch.sample) if (each := _follow(p, p.grad))
-        ]
+        if self._moves.stepping is None and not self._moves.recorder.is_in_closure:  # (else it moves them itself next)
+            sampled = [p for watch in self._moves.mine() for p in watch.sample]
+            self._of_optimizers = [each for p in sampled if (each := _follow(p, p.grad))]
         self._lines |= {compat.storage_key(each.parameter): None for each in self._of_optimizers}
         steps = self._moves.recorder.steps
         self._step = steps.count - steps.counts_backwards  # where it stands for the step it has ended it
