@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.events.tangents import Mark, Tangents
-from ampguard.capture.record import GlueOp, Line, Ref, StepRecord
+from ampguard.capture.record import Event, GlueOp, Line, Ref, StepRecord
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import Trace
-from ampguard.replay.variants import RunKey
+from ampguard.replay.variants import Intervention, RunKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +84,27 @@ class TracedTangents:
                 op.forward = of
 
 
-def differentiated_in(trace: Trace) -> dict[RunKey, RunKey]:
-    """For the operators of a trace that compute tangents: the one that each of them differentiates."""
-    if not any(op.is_tangent for op in trace.ops):
+def differentiated_in(trace: Trace, events: Iterable[Event]) -> dict[RunKey, RunKey]:
+    """For the operators of a trace that compute derivatives outside autograd: the one that each of them differentiates.
+
+    They are tangents, and what transforms of `torch.func` have differentiated outside every module.
+    """
+    taped = {event.index for event in events if isinstance(event, GlueOp) and event.derivative is not None}
+    ops = [op for op in trace.ops if op.forward is not None and (op.is_tangent or op.event in taped)]
+    if not ops:
         return {}
     names = ChangedOperands()
     keys = [names.key(op.event, op.func) for op in trace.ops]
-    return {keys[op.index]: keys[op.forward] for op in trace.ops if op.is_tangent and op.forward is not None}
+    return {keys[op.index]: keys[op.forward] for op in ops if op.forward is not None}
 
 
 class ChangedOperands:
-    """Operators that are given other operands on trial: what computes their tangents is given the same."""
+    """Operators that are given other operands on trial: what computes their derivatives is given the same."""
 
     def __init__(self, differentiated: Mapping[RunKey, RunKey] | None = None) -> None:
         self.differentiated = differentiated or {}
-        """For operators that compute tangents: the one that each of them differentiates."""
-        self._with_tangents = frozenset(self.differentiated.values())
+        """For operators that compute derivatives: the one that each of them differentiates."""
+        self._with_derivatives = frozenset(self.differentiated.values())
         self._runs: Counter[tuple[int, str]] = Counter()
         self._instead: dict[RunKey, dict[int, Tensor] | None] = {}
 
@@ -110,7 +116,7 @@ class ChangedOperands:
 
     def noting(self, key: RunKey | None, func: Any, args: Any, kwargs: Any) -> Any:
         """`func`, which is about to be run with a change; where it is differentiated, what it is given is noted."""
-        if key is None or key not in self._with_tangents:
+        if key is None or key not in self._with_derivatives:
             return func
         self._instead[key] = None
         return _Noting(func, lambda *changed: self._note(key, flat_tensors(args, kwargs), flat_tensors(*changed)))
@@ -120,16 +126,39 @@ class ChangedOperands:
             pairs = zip(before, changed, strict=True)
             self._instead[key] = {id(old): new for old, new in pairs if new is not old}
 
-    def given(self, key: RunKey, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What an operator is to be given. Raises ReplayError where that is not known: such a trial shows nothing."""
+    def changing(self, key: RunKey, args: Any, kwargs: Any, change: Intervention | None) -> Intervention | None:
+        """`change`, and before it what gives an operator the operands that the one has been given which it differentiates.
+
+        Raises ReplayError where those are not known: such a trial shows nothing.
+        """
         of = self.differentiated.get(key)
         if of is None or of not in self._instead:
-            return args, kwargs
+            return change
         instead = self._instead[of]
         if instead is None:
             raise ReplayError("the derivative is computed from the operand itself, outside autograd")
-        changed: tuple[Any, Any] = map_tensors((args, kwargs), lambda tensor: instead.get(id(tensor), tensor))
-        return changed
+        if key in self._with_derivatives:
+            self._instead[key] = instead  # of the second derivative
+        places = {i: instead[id(t)] for i, t in enumerate(flat_tensors(args, kwargs)) if id(t) in instead}
+        return _substituting(places, change) if places else change
+
+
+def _substituting(places: Mapping[int, Tensor], change: Intervention | None) -> Intervention:
+    """Gives an operator other tensors, by their number among its operands. They are differentiated as the ones they replace."""
+
+    def substituted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = count()
+
+        def other(tensor: Tensor) -> Tensor:
+            new = places.get(next(numbers))
+            if new is None:
+                return tensor
+            return new.detach() + (tensor - tensor.detach()) if tensor.requires_grad else new
+
+        args, kwargs = map_tensors((args, kwargs), other)
+        return change(func, args, kwargs) if change is not None else func(*args, **kwargs)
+
+    return substituted
 
 
 class _Noting:
