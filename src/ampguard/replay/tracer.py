@@ -366,7 +366,8 @@ class ReplayMode(compat.DispatchMode):
         module, owner = self._here if is_here else (forward.module, forward.owner)
         line = own_line or forward.line
         op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
-        op.forward = forward.index
+        if own_line is None or not compat.is_custom_derivative():
+            op.forward = forward.index
         return op
 
 
