@@ -52,3 +52,19 @@ def test_a_healthy_loop(guard: Callable[..., Watched]) -> None:
     run = guard(train(None))
     assert (run.report.steps, run.report.status, run.faults) == (STEPS, "clean", 0)
     assert run.result == plain
+
+
+def test_a_compiled_slope_is_one_graph_as_without_the_guard(guard: Callable[..., Watched]) -> None:
+    """Dynamo knows the functions of forward mode by their names: none of them may be replaced."""
+
+    def body() -> tuple[Tensor, Tensor]:
+        def slope(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            value, along = jvp(lambda x: x.tanh().sum(), (x,), (v,))
+            return value, along
+
+        compiled = torch.compile(slope, backend="eager", fullgraph=True)
+        return compiled(torch.ones(3), torch.ones(3))
+
+    run = guard(body)
+    assert run.report.status == "clean"
+    torch.testing.assert_close(run.result[1], (1 - torch.ones(3).tanh().square()).sum())

@@ -70,6 +70,11 @@ def functional_slope() -> tuple[Any, str] | None:
     return (module, "_jvp_with_argnums") if hasattr(module, "_jvp_with_argnums") else None
 
 
+def pairs_tangent(func: Any) -> bool:
+    """Whether PyTorch runs this operator for nothing but a tensor that is given its tangent: with that, and the tensor."""
+    return str(func) == "aten._has_same_storage_numel.default"
+
+
 def schema_of(func: Any) -> Any:
     """An operator's declaration: its name, arguments and results, with what it writes to or shares."""
     return func._schema

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.events.tangents import Mark, Tangents
-from ampguard.capture.record import Event, GlueOp, Line, Ref, StepRecord
+from ampguard.capture.record import Event, GlueOp, Held, Line, Ref, StepRecord
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay.operators import flat_tensors
@@ -29,6 +30,7 @@ class Ran:
     """An operator: what it read and what it made, by any names."""
 
     number: int
+    func: Any
     line: Line | None
     reads: Sequence[Hashable]
     makes: Sequence[Hashable]
@@ -39,13 +41,14 @@ def tangents_in(record: StepRecord, tangents: Tangents) -> dict[int, int | None]
     known."""
     events = [event for event in record.events if isinstance(event, GlueOp)]
     marks = list(tangents.between(events[0].index, events[-1].index)) if events else []
-    if not any(mark.is_made for mark in marks):
+    if not any(mark.is_made for mark in marks) and not any(compat.pairs_tangent(event.func) for event in events):
         return {}
     ran = [
         Ran(
             event.index,
+            event.func,
             event.line,
-            [*refs_of(event), *(id(held.tensor) for held in held_by(event))],
+            _reads(event),
             [Ref(event.index, position) for position in range(len(event.outputs))],
         )
         for event in events
@@ -65,11 +68,12 @@ class TracedTangents:
 
     def tell(self, trace: Trace) -> None:
         """Say of each operator of the trace that computes a tangent what it differentiates."""
-        if not any(is_made for _, _, is_made in self._marks):
+        if not self._marks and not any(compat.pairs_tangent(op.func) for op in trace.ops):
             return
         ran = [
             Ran(
                 op.index,
+                op.func,
                 op.line,
                 [operand.made_by or ("given", operand.storage) for operand in op.inputs],
                 [(op.index, position) for position in range(len(op.outputs))],
@@ -179,6 +183,16 @@ class _Noting:
         return str(self._func)
 
 
+def _reads(event: GlueOp) -> list[Hashable]:
+    if compat.pairs_tangent(event.func):
+        return [_named(operand) for operand in event.args]  # in their order
+    return [*refs_of(event), *(id(held.tensor) for held in held_by(event))]
+
+
+def _named(operand: Any) -> Hashable:
+    return id(operand.tensor) if isinstance(operand, Held) else operand
+
+
 def _name(mark: Mark) -> Hashable:
     return mark.ref if mark.ref is not None else id(mark.tensor())
 
@@ -189,6 +203,30 @@ def derivatives_among(ran: Sequence[Ran], marks: Iterable[tuple[int, Hashable, b
     `marks`: from which operator on something is a tangent, or no longer, in order.
     """
     marks = list(marks)
+    found = _marked(ran, marks) if marks else {}
+    return found | _paired(ran)
+
+
+def _paired(ran: Sequence[Ran]) -> dict[int, int | None]:
+    """What tangents were computed by, as far as PyTorch shows which tensor each of them is given to (not under `vmap`)."""
+    found: dict[int, int | None] = {}
+    makers: dict[Hashable, Ran] = {}
+    for op in ran:
+        if compat.pairs_tangent(op.func) and len(op.reads) == 2:
+            tangent, primal = (makers.get(name) for name in op.reads)
+            waiting = [tangent] if tangent is not None and primal is not None else []
+            while waiting:
+                one = waiting.pop()
+                if primal is None or one.number <= primal.number or found.get(one.number) == primal.number:
+                    continue
+                found[one.number] = primal.number
+                waiting += [maker for name in one.reads if (maker := makers.get(name)) is not None]
+        makers |= dict.fromkeys(op.makes, op)
+    return found
+
+
+def _marked(ran: Sequence[Ran], marks: Sequence[tuple[int, Hashable, bool]]) -> dict[int, int | None]:
+    """The same by what is told of the tangents that go into `jvp` and come out of it."""
     of_tangents = _reading(ran, marks)
     used = {name for op in ran for name in op.reads} | {name for _, name, is_made in marks if not is_made}
     alive = [op for op in ran if not used.isdisjoint(op.makes)]  # batching leaves views behind that nobody reads

@@ -79,7 +79,9 @@ class FunctionalTraining:
 
         @functools.wraps(original)
         def jvp_with_argnums(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
-            is_ours = self._depth == 0 and recorder.active and not recorder.paused and not compat.is_compiling()
+            if compat.is_compiling():
+                return original(func, primals, tangents, *args, **kwargs)
+            is_ours = self._depth == 0 and recorder.active and not recorder.paused
             if not is_ours or compat.in_functorch() or not recorder.steps.counts_backwards:
                 return original(func, primals, tangents, *args, **kwargs)
             random, calls = torch.get_rng_state(), self.calls
