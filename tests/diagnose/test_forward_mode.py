@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD  # noqa: N812
 from torch import Tensor, nn
-from torch.func import functional_call, hessian, jacfwd, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 from watching import Watched
 
 BAD = 4
@@ -143,3 +143,24 @@ def test_an_infinite_derivative_that_is_left_out(guard: Guard) -> None:
     run = guard(train(kept))
     assert run.report.status == "clean"
     assert not run.faults
+
+
+def test_a_second_derivative_over_a_first(guard: Guard) -> None:
+    """Forward over reverse: the factor of the second derivative reads the operand of the first."""
+
+    def of(net: nn.Module, x: Tensor) -> Tensor:
+        weights = dict(net.named_parameters())
+        aim = functional_call(net, weights, (x,)).detach() * x.sign().abs().amin(-1, keepdim=True).logical_not()
+
+        def loss(w: dict[str, Tensor]) -> Tensor:
+            return ((functional_call(net, w, (x,)) - aim).abs() ** 1.5).mean()
+
+        directions = {name: torch.ones_like(w) for name, w in weights.items()}
+        curved = jvp(grad(loss), (weights,), (directions,))[1]
+        return loss(weights) + sum(c.sum() for c in curved.values())
+
+    incident = guard(train(of)).first
+    assert (incident.step, incident.cause) == (BAD, "singular-gradient")
+    assert incident.location is not None
+    assert incident.location.code.endswith("- aim).abs() ** 1.5).mean()")
+    assert incident.fixes[0].verified

@@ -64,6 +64,17 @@ def functional_gradient() -> tuple[Any, str] | None:
     return (module, "grad_and_value_impl") if hasattr(module, "grad_and_value_impl") else None
 
 
+def functional_slope() -> tuple[Any, str] | None:
+    """Where the function is that takes the slopes of `torch.func.jvp`; None where there is none."""
+    module = sys.modules.get("torch._functorch.eager_transforms")
+    return (module, "_jvp_with_argnums") if hasattr(module, "_jvp_with_argnums") else None
+
+
+def pairs_tangent(func: Any) -> bool:
+    """Whether PyTorch runs this operator for nothing but a tensor that is given its tangent: with that, and the tensor."""
+    return str(func) == "aten._has_same_storage_numel.default"
+
+
 def schema_of(func: Any) -> Any:
     """An operator's declaration: its name, arguments and results, with what it writes to or shares."""
     return func._schema

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.events.tangents import Mark, Tangents
-from ampguard.capture.record import GlueOp, Line, Ref, StepRecord
+from ampguard.capture.record import Event, GlueOp, Held, Line, Ref, StepRecord
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import Trace
-from ampguard.replay.variants import RunKey
+from ampguard.replay.variants import Intervention, RunKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Ran:
     """An operator: what it read and what it made, by any names."""
 
     number: int
+    func: Any
     line: Line | None
     reads: Sequence[Hashable]
     makes: Sequence[Hashable]
@@ -38,13 +41,14 @@ def tangents_in(record: StepRecord, tangents: Tangents) -> dict[int, int | None]
     known."""
     events = [event for event in record.events if isinstance(event, GlueOp)]
     marks = list(tangents.between(events[0].index, events[-1].index)) if events else []
-    if not any(mark.is_made for mark in marks):
+    if not any(mark.is_made for mark in marks) and not any(compat.pairs_tangent(event.func) for event in events):
         return {}
     ran = [
         Ran(
             event.index,
+            event.func,
             event.line,
-            [*refs_of(event), *(id(held.tensor) for held in held_by(event))],
+            _reads(event),
             [Ref(event.index, position) for position in range(len(event.outputs))],
         )
         for event in events
@@ -64,11 +68,12 @@ class TracedTangents:
 
     def tell(self, trace: Trace) -> None:
         """Say of each operator of the trace that computes a tangent what it differentiates."""
-        if not any(is_made for _, _, is_made in self._marks):
+        if not self._marks and not any(compat.pairs_tangent(op.func) for op in trace.ops):
             return
         ran = [
             Ran(
                 op.index,
+                op.func,
                 op.line,
                 [operand.made_by or ("given", operand.storage) for operand in op.inputs],
                 [(op.index, position) for position in range(len(op.outputs))],
@@ -83,22 +88,27 @@ class TracedTangents:
                 op.forward = of
 
 
-def differentiated_in(trace: Trace) -> dict[RunKey, RunKey]:
-    """For the operators of a trace that compute tangents: the one that each of them differentiates."""
-    if not any(op.is_tangent for op in trace.ops):
+def differentiated_in(trace: Trace, events: Iterable[Event]) -> dict[RunKey, RunKey]:
+    """For the operators of a trace that compute derivatives outside autograd: the one that each of them differentiates.
+
+    They are tangents, and what transforms of `torch.func` have differentiated outside every module.
+    """
+    taped = {event.index for event in events if isinstance(event, GlueOp) and event.derivative is not None}
+    ops = [op for op in trace.ops if op.forward is not None and (op.is_tangent or op.event in taped)]
+    if not ops:
         return {}
     names = ChangedOperands()
     keys = [names.key(op.event, op.func) for op in trace.ops]
-    return {keys[op.index]: keys[op.forward] for op in trace.ops if op.is_tangent and op.forward is not None}
+    return {keys[op.index]: keys[op.forward] for op in ops if op.forward is not None}
 
 
 class ChangedOperands:
-    """Operators that are given other operands on trial: what computes their tangents is given the same."""
+    """Operators that are given other operands on trial: what computes their derivatives is given the same."""
 
     def __init__(self, differentiated: Mapping[RunKey, RunKey] | None = None) -> None:
         self.differentiated = differentiated or {}
-        """For operators that compute tangents: the one that each of them differentiates."""
-        self._with_tangents = frozenset(self.differentiated.values())
+        """For operators that compute derivatives: the one that each of them differentiates."""
+        self._with_derivatives = frozenset(self.differentiated.values())
         self._runs: Counter[tuple[int, str]] = Counter()
         self._instead: dict[RunKey, dict[int, Tensor] | None] = {}
 
@@ -110,7 +120,7 @@ class ChangedOperands:
 
     def noting(self, key: RunKey | None, func: Any, args: Any, kwargs: Any) -> Any:
         """`func`, which is about to be run with a change; where it is differentiated, what it is given is noted."""
-        if key is None or key not in self._with_tangents:
+        if key is None or key not in self._with_derivatives:
             return func
         self._instead[key] = None
         return _Noting(func, lambda *changed: self._note(key, flat_tensors(args, kwargs), flat_tensors(*changed)))
@@ -120,16 +130,39 @@ class ChangedOperands:
             pairs = zip(before, changed, strict=True)
             self._instead[key] = {id(old): new for old, new in pairs if new is not old}
 
-    def given(self, key: RunKey, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What an operator is to be given. Raises ReplayError where that is not known: such a trial shows nothing."""
+    def changing(self, key: RunKey, args: Any, kwargs: Any, change: Intervention | None) -> Intervention | None:
+        """`change`, and before it what gives an operator the operands that the one has been given which it differentiates.
+
+        Raises ReplayError where those are not known: such a trial shows nothing.
+        """
         of = self.differentiated.get(key)
         if of is None or of not in self._instead:
-            return args, kwargs
+            return change
         instead = self._instead[of]
         if instead is None:
             raise ReplayError("the derivative is computed from the operand itself, outside autograd")
-        changed: tuple[Any, Any] = map_tensors((args, kwargs), lambda tensor: instead.get(id(tensor), tensor))
-        return changed
+        if key in self._with_derivatives:
+            self._instead[key] = instead  # of the second derivative
+        places = {i: instead[id(t)] for i, t in enumerate(flat_tensors(args, kwargs)) if id(t) in instead}
+        return _substituting(places, change) if places else change
+
+
+def _substituting(places: Mapping[int, Tensor], change: Intervention | None) -> Intervention:
+    """Gives an operator other tensors, by their number among its operands. They are differentiated as the ones they replace."""
+
+    def substituted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = count()
+
+        def other(tensor: Tensor) -> Tensor:
+            new = places.get(next(numbers))
+            if new is None:
+                return tensor
+            return new.detach() + (tensor - tensor.detach()) if tensor.requires_grad else new
+
+        args, kwargs = map_tensors((args, kwargs), other)
+        return change(func, args, kwargs) if change is not None else func(*args, **kwargs)
+
+    return substituted
 
 
 class _Noting:
@@ -150,6 +183,16 @@ class _Noting:
         return str(self._func)
 
 
+def _reads(event: GlueOp) -> list[Hashable]:
+    if compat.pairs_tangent(event.func):
+        return [_named(operand) for operand in event.args]  # in their order
+    return [*refs_of(event), *(id(held.tensor) for held in held_by(event))]
+
+
+def _named(operand: Any) -> Hashable:
+    return id(operand.tensor) if isinstance(operand, Held) else operand
+
+
 def _name(mark: Mark) -> Hashable:
     return mark.ref if mark.ref is not None else id(mark.tensor())
 
@@ -160,6 +203,30 @@ def derivatives_among(ran: Sequence[Ran], marks: Iterable[tuple[int, Hashable, b
     `marks`: from which operator on something is a tangent, or no longer, in order.
     """
     marks = list(marks)
+    found = _marked(ran, marks) if marks else {}
+    return found | _paired(ran)
+
+
+def _paired(ran: Sequence[Ran]) -> dict[int, int | None]:
+    """What tangents were computed by, as far as PyTorch shows which tensor each of them is given to (not under `vmap`)."""
+    found: dict[int, int | None] = {}
+    makers: dict[Hashable, Ran] = {}
+    for op in ran:
+        if compat.pairs_tangent(op.func) and len(op.reads) == 2:
+            tangent, primal = (makers.get(name) for name in op.reads)
+            waiting = [tangent] if tangent is not None and primal is not None else []
+            while waiting:
+                one = waiting.pop()
+                if primal is None or one.number <= primal.number or found.get(one.number) == primal.number:
+                    continue
+                found[one.number] = primal.number
+                waiting += [maker for name in one.reads if (maker := makers.get(name)) is not None]
+        makers |= dict.fromkeys(op.makes, op)
+    return found
+
+
+def _marked(ran: Sequence[Ran], marks: Sequence[tuple[int, Hashable, bool]]) -> dict[int, int | None]:
+    """The same by what is told of the tangents that go into `jvp` and come out of it."""
     of_tangents = _reading(ran, marks)
     used = {name for op in ran for name in op.reads} | {name for _, name, is_made in marks if not is_made}
     alive = [op for op in ran if not used.isdisjoint(op.makes)]  # batching leaves views behind that nobody reads

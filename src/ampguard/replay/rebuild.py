@@ -86,7 +86,7 @@ class Replayer:
         self._recorder = recorder
         self._hidden: dict[tuple[CodePlace, int], int] = {}
         self._differentiated: dict[RunKey, RunKey] = {}
-        """For operators that compute tangents: the one that each of them differentiates, as far as it was traced."""
+        """For operators that compute derivatives outside autograd: the one that each of them differentiates."""
         self._sought = [
             held.tensor
             for event in self.events
@@ -241,7 +241,7 @@ class Replayer:
                 ran.append((event, outputs))
         mode.tangents.tell(trace)
         if traced and variant is AS_IT_RAN:
-            self._differentiated = differentiated_in(trace)
+            self._differentiated = differentiated_in(trace, self.events)
         if (
             traced and variant is AS_IT_RAN
         ) or compiled is not None:  # only now: a result may have been written to later, as in the step itself

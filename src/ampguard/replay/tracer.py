@@ -190,12 +190,12 @@ class ReplayMode(compat.DispatchMode):
         key: RunKey | None = None
         if self._intervenes and self.changed_operands.differentiated:
             key = self.changed_operands.key(self.event.index if self.event is not None else -1, func)
-            args, kwargs = self.changed_operands.given(key, args, kwargs)
         noted = self.note_before(func, args, kwargs)
         intervention = None
         if self._intervenes:
             intervention = self._intervention(func)
-            self.transformed.refuse_unchanged(self.event, args, kwargs)
+            if key is not None:
+                intervention = self.changed_operands.changing(key, args, kwargs, intervention)
         try:
             if intervention is None:
                 output = compat.run_counted(func, args, kwargs)
@@ -213,7 +213,6 @@ class ReplayMode(compat.DispatchMode):
 
     def _intervened(self, intervention: Intervention, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the intervention; its derivative takes the place of the operator's."""
-        self.transformed.note_changed(self.event, args, kwargs)
         if not self.changed_nodes.is_needed(args, kwargs):
             return intervention(func, args, kwargs)
         changed = self.changed_nodes.before(intervention, func, args, kwargs)
@@ -352,7 +351,12 @@ class ReplayMode(compat.DispatchMode):
         """
         forward = writer.differentiated()
         in_forward = isinstance(event, RootCall)
-        own_line = user_line(frame, stop=compat.engine_call() if in_forward else self.boundary)
+        # A backward pass within a hand-written one: what it differentiates was computed there, a moment before.
+        is_nested = forward is not None and forward.in_backward and forward.event == event.index
+        stop = (
+            compat.engine_call() if in_forward or (is_nested and not compat.is_custom_derivative()) else self.boundary
+        )
+        own_line = user_line(frame, stop=stop)
         if forward is None:
             module, owner = self._here if self.stack else (None, None)
             return TracedOp(
@@ -362,7 +366,8 @@ class ReplayMode(compat.DispatchMode):
         module, owner = self._here if is_here else (forward.module, forward.owner)
         line = own_line or forward.line
         op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
-        op.forward = forward.index
+        if own_line is None or not compat.is_custom_derivative():
+            op.forward = forward.index
         return op
 
 

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
 
 from ampguard.capture.record import Event, GlueOp
-from ampguard.errors import ReplayError
-from ampguard.replay.operators import flat_tensors
 from ampguard.replay.trace import Trace, TracedOp
 
 
@@ -27,7 +22,6 @@ class TransformedNodes:
         self._by_event: dict[int, tuple[GlueOp, int]] = {}
         self._until: list[int] = []
         self._ran: list[tuple[GlueOp, int]] = []
-        self._changed: dict[int, list[Tensor]] = {}
 
     def note(self, event: Event | None, index: int) -> None:
         """The operator of this number is about to run."""
@@ -60,22 +54,3 @@ class TransformedNodes:
                 forward = trace.ops[found[1]]
                 op.forward, op.line = forward.index, forward.line
         return op
-
-    def note_changed(self, event: Event | None, args: Any, kwargs: Any) -> None:
-        """This operator is given other operands than these, on trial."""
-        if isinstance(event, GlueOp):
-            self._changed[event.index] = flat_tensors(args, kwargs)
-
-    def refuse_unchanged(self, event: Event | None, args: Any, kwargs: Any) -> None:
-        """A derivative that was taped reads the operand as it was, and not what is tried in its place.
-
-        Raises ReplayError there: such a trial shows nothing.
-        """
-        if not self._changed or not isinstance(event, GlueOp) or event.derivative is None:
-            return
-        given = {id(tensor) for tensor in flat_tensors(args, kwargs)}
-        found = self._differentiated(event)
-        while found is not None:
-            if any(id(tensor) in given for tensor in self._changed.get(found[0].index, ())):
-                raise ReplayError("the derivative is computed from the operand itself, outside autograd")
-            found = self._differentiated(found[0])

@@ -14,57 +14,52 @@ from ampguard.capture.probing.probe import Probe
 
 
 class ForwardModeProbe(Probe):
-    """Tells the mode that sees the operators (the tape, or that of a replay) what is made a dual number, and taken out of one.
+    """Tells the mode that sees the operators (the tape, or that of a replay) which tensors `torch.func.jvp` is given as
+    tangents, and which it returns; and the tape that dual numbers are in use.
 
-    `torch.func.jvp`, `jacfwd`, `hessian` and `torch.autograd.functional` come by the same way.
+    `jacfwd` and `hessian` come by the same way. Functions of `torch.autograd.forward_ad` are left alone: Dynamo knows them
+    by their names, and compiles no others in their place.
     """
 
     def install(self) -> None:
         recorder = self._recorder
         guarded = recorder.barrier.call
 
-        def tell(tangents: tuple[Any, ...], is_made: bool) -> None:
+        def tell(tangents: Any, is_made: bool) -> None:
             mode = compat.top_dispatch_mode()
             if mode is None and recorder.tape.is_on_stack:
                 mode = recorder.tape
             if isinstance(mode, compat.DispatchMode):
-                for tangent in tangents:
-                    guarded(_note, mode, tangent, is_made)
+                guarded(_note, mode, tangents, is_made)
 
-        def watch_make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def watch_slopes(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
-            def make_dual(tensor: Any, tangent: Any, *args: Any, **kwargs: Any) -> Any:
-                if not compat.is_compiling():
-                    tell((tangent,), is_made=True)
-                return original(tensor, tangent, *args, **kwargs)
+            def jvp_with_argnums(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
+                if compat.is_compiling():
+                    return original(func, primals, tangents, *args, **kwargs)
+                tell(tangents, is_made=True)
+                result = original(func, primals, tangents, *args, **kwargs)
+                tell(result[:2], is_made=False)
+                return result
 
-            return make_dual
-
-        def watch_unpack(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def unpack_dual(*args: Any, **kwargs: Any) -> Any:
-                unpacked = original(*args, **kwargs)
-                if not compat.is_compiling():
-                    tell(unpacked, is_made=False)
-                return unpacked
-
-            return unpack_dual
+            return jvp_with_argnums
 
         def watch_level(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
-            def enter_dual_level(*args: Any, **kwargs: Any) -> Any:
-                if recorder.active and not recorder.paused and not compat.is_compiling():
+            def enter(level: Any) -> Any:
+                if not compat.is_compiling() and recorder.active and not recorder.paused:
                     guarded(recorder.tape.begins_dual_level)
-                return original(*args, **kwargs)
+                return original(level)
 
-            return enter_dual_level
+            return enter
 
-        forward_ad = torch.autograd.forward_ad
-        self._patches.replace(forward_ad, "make_dual", watch_make)
-        self._patches.replace(forward_ad, "unpack_dual", watch_unpack)
-        self._patches.replace(forward_ad, "enter_dual_level", watch_level)
+        place = compat.functional_slope()
+        if place is not None:
+            self._patches.replace(*place, watch_slopes)
+        self._patches.replace(torch.autograd.forward_ad.dual_level, "__enter__", watch_level)
 
 
-def _note(mode: compat.DispatchMode, tangent: Any, is_made: bool) -> None:
-    if isinstance(tangent, Tensor):
-        mode.met_tangent(compat.without_transforms(tangent), is_made)
+def _note(mode: compat.DispatchMode, tangents: Any, is_made: bool) -> None:
+    for tangent in compat.tree_leaves(tangents):
+        if isinstance(tangent, Tensor):
+            mode.met_tangent(compat.without_transforms(tangent), is_made)

@@ -1,4 +1,4 @@
-"""Training by `torch.func.grad` and `grad_and_value`: no `.backward()`, no `.grad`, and mostly no optimizer.
+"""Training by `torch.func.grad`, `grad_and_value` and `jvp`: no `.backward()`, no `.grad`, and mostly no optimizer.
 
 What runs inside such a transform cannot be recorded. Its loss and gradients are looked at as they come out: each
 outermost call is a step where no optimizer is known, its loss goes into the history. Where a number is not finite the
@@ -72,6 +72,37 @@ class FunctionalTraining:
             return result
 
         return grad_and_value
+
+    def watch_slope(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of `torch.func.jvp`: a loss and its slope along a direction, by which a loop may update its weights."""
+        recorder, guarded = self._recorder, self._guarded
+
+        @functools.wraps(original)
+        def jvp_with_argnums(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
+            if compat.is_compiling():
+                return original(func, primals, tangents, *args, **kwargs)
+            is_ours = self._depth == 0 and recorder.active and not recorder.paused
+            if not is_ours or compat.in_functorch() or not recorder.steps.counts_backwards:
+                return original(func, primals, tangents, *args, **kwargs)
+            random, calls = torch.get_rng_state(), self.calls
+            result = original(func, primals, tangents, *args, **kwargs)
+            if self.calls == calls and isinstance(primals, tuple):
+                call: tuple[Any, ...] = (func, tuple(range(len(primals))), len(result) > 2, primals, {})
+                guarded(self._after_slope, call, result, random)
+            return result
+
+        return jvp_with_argnums
+
+    def _after_slope(self, call: tuple[Any, ...], result: Any, random: Tensor) -> None:
+        """A slope was taken. It is that of a loss where it is a number, and no part of another loss."""
+        loss, slope = result[:2]
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(slope, Tensor)):
+            return
+        if loss.requires_grad or slope.requires_grad or not (loss.is_cpu and compat.has_values(loss)):
+            return
+        is_bad = not (is_finite(loss) and is_finite(slope))
+        is_new = is_bad and not (self._has_failed and self._are_spoilt(call)) and not self._recorder.counting
+        self._used(float(loss), _Bad(call, loss, random, is_of_many=False) if is_new else None)
 
     def _after(self, call: tuple[Any, ...], result: Any, random: Tensor) -> None:
         """A gradient was taken."""

@@ -59,6 +59,9 @@ class CallProbes:
         place = compat.functional_gradient()
         if place is not None:
             witness.patches.replace(*place, self._functional.watch)
+        slope = compat.functional_slope()
+        if slope is not None:
+            witness.patches.replace(*slope, self._functional.watch_slope)
         saving = witness.noting(before=lambda frame, obj=None, file=None: habits.saving(obj, file, frame))
         witness.patches.replace(torch, "save", lambda original: _by_position(saving(original), ("obj", "f")))
         witness.patches.replace(pickle, "dump", lambda original: _by_position(saving(original), ("obj", "file")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -32,6 +34,9 @@ class Poison:
         """The step of that loss."""
         self._backwards = 0
         """Backward passes made when the case was told."""
+        self._finite_then: weakref.WeakKeyDictionary[nn.Module, Case] = weakref.WeakKeyDictionary()
+        """Of a script that never differentiates (it moves its weights by what it evaluates): modules that were called in a
+        failure, and whose weights were finite."""
         self._recorder = recorder
 
     def began_with(self, case: Case) -> None:
@@ -49,6 +54,12 @@ class Poison:
         """A bad result was told as `case`: the buffers that it spoiled, and the weights that its update will spoil."""
         for name in bad.names:
             self.buffers.setdefault(name, case)
+        if (
+            bad.kind == "loss"
+            and bad.mode != "train"
+            and not (self._recorder.steps.attempts + self._recorder.steps.backwards)
+        ):
+            self._note_finite(bad, case)
         spoils = (bad.kind == "loss" and case.incident.severity != "info") or (
             bad.kind == "gradient" and not (bad.is_held_off or bad.is_replaced)
         )
@@ -58,6 +69,11 @@ class Poison:
         if bad.kind == "gradient":  # the update follows at once, whoever makes it
             case.updates -= 1
         self.case, self._is_seen_in_weights = case, bad.is_of_weights
+
+    def _note_finite(self, bad: BadResult, case: Case) -> None:
+        for module in {event.module for event in bad.record.events if isinstance(event, RootCall)}:
+            if not has_bad_parameters(module):
+                self._finite_then.setdefault(module, case)
 
     def buffer(self, name: str) -> Case | None:
         """The case that spoiled a buffer. Its name may have the name of what its module hangs in before it."""
@@ -83,6 +99,8 @@ class Poison:
 
     def explains(self, bad: BadResult) -> bool:
         """Whether a bad result only reads weights that an earlier update has spoiled; it is counted to that case then."""
+        if self._finite_then and self._is_moved_by_failures(bad):
+            return True
         case = self.case
         updates = case.updates if case is not None else self.unknown_since
         if updates is None or is_conversion_refusal(bad.error):
@@ -100,6 +118,16 @@ class Poison:
         case.consequences += 1
         case.last_step = bad.step
         return True
+
+    def _is_moved_by_failures(self, bad: BadResult) -> bool:
+        """Whether it reads weights that were finite in an earlier failure, and are not any more."""
+        for event in bad.record.events:
+            case = self._finite_then.get(event.module) if isinstance(event, RootCall) else None
+            if case is not None and isinstance(event, RootCall) and has_bad_parameters(event.module):
+                case.consequences += 1
+                case.last_step = bad.step
+                return True
+        return False
 
     def _is_behind_an_ascent(self, bad: BadResult, updates: int) -> bool:
         """Whether the script has moved its weights along the bad gradients itself, in the very step (SAM)."""
