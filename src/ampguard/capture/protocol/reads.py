@@ -35,13 +35,13 @@ _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
+        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
 _FUNCTIONS = (
     *((torch, name) for name in ("norm", "abs", "square", "sqrt", "stack", "cat", "sum", "max", "clamp", "mul", "div")),
-    *((torch, name) for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS))),
+    *((torch, name) for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS | powers.COUNTS))),
     *((torch, name) for name in dir(torch) if name in powers.FOREACH),
     *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
 )
@@ -193,7 +193,7 @@ class ReadWindow:
                 return original(*args, **kwargs)
             self._busy = True
             try:
-                self._guarded(self._before, name, args)
+                self._guarded(self._before, name, args, kwargs)
                 result = original(*args, **kwargs)
                 self._guarded(self._after, name, args, kwargs, result)
                 self._guarded(self._added, name, args, kwargs.get("alpha", 1), result)
@@ -203,7 +203,7 @@ class ReadWindow:
 
         return use
 
-    def _before(self, name: str, args: tuple[Any, ...]) -> None:
+    def _before(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         found = self._powers
         if found is None:
             return
@@ -214,6 +214,8 @@ class ReadWindow:
                 self._read(name, args[0], found)
             elif name in powers.COMPARES:
                 self._compared(args, found)
+            elif name in powers.COUNTS:
+                self._counted(args[0], [*args[2:4], *(options[k] for k in ("min", "max") if k in options)], found)
             elif name in powers.IN_PLACE or name in ("clamp_", "copy_"):
                 self._written(name, args, found)
 
@@ -271,6 +273,14 @@ class ReadWindow:
         quantity = found.quantity(args[0]) or found.quantity(args[1])
         where = quantity.where if quantity is not None else script_line(sys._getframe(4))
         self._seen.compared.append((known[1], where))
+
+    def _counted(self, values: Any, limits: list[Any], found: Powers) -> None:
+        """Values are counted between limits; those that are 0 both stand for the values' own."""
+        carried = found.of(values)
+        if carried is None or not carried[0] or not any(limits) or any(found.of_number(limit) for limit in limits):
+            return
+        found.mark_used(values)
+        self._seen.compared.append((carried[1], script_line(sys._getframe(4))))
 
     def _written(self, name: str, args: tuple[Any, ...], found: Powers) -> None:
         """Gradients are changed in place by a factor."""
@@ -444,6 +454,8 @@ def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
             key = next((key for key, held in value.items() if held is tensor and type(key) is str), None)
             if key is not None:
                 return f"{name}[{key!r}]"
+        if type(value) is list and value and value[-1] is tensor and "get_scale" not in frame.f_code.co_names:
+            return name  # kept for later, all of one kind
     owner = locals_of(frame).get("self")
     attributes = getattr(owner, "__dict__", None) or {}
     return next((f"self.{name}" for name, value in list(attributes.items()) if value is tensor), None)
