@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code, locals_of
+from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import PlainParts
 from ampguard.capture.protocol.powers import Powers
-from ampguard.capture.protocol.script_lines import is_script_code, script_line
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.script_names import name_in, scales_in, script_frames, spots_of
 from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
 from ampguard.capture.record import Line
 from ampguard.protocol.events import Breach, Read
@@ -47,9 +48,7 @@ _FUNCTIONS = (
 )
 _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
-MAX_SPOTS = 8
 MAX_NUMBERS = 256
-MAX_ATTRIBUTES = 64
 NOT_CLIPPED = 1e-3
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
@@ -169,7 +168,7 @@ class ReadWindow:
     def limit_knows_scale(self, limit: float) -> bool:
         """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
         scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
-        frames = _spots(sys._getframe(1), scale) if scale > 1.0 else ()
+        frames = spots_of(sys._getframe(1), scale) if scale > 1.0 else ()
         return limit >= SMALLEST_LIMIT * scale and any(map(computes_with_scale, frames))
 
     # --- what happens in it -------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ class ReadWindow:
         with compat.unseen():
             watch = self._seen.plain.is_one(name, args, alpha, self._powers)
             frame = sys._getframe(3)
-            if watch is not None and not any(map(computes_with_scale, _spots(frame, self._powers.scale))):
+            if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
                 self._seen.plain.add(watch, script_line(frame), result, name)
 
     def _read(self, name: str, value: Any, found: Powers) -> None:
@@ -257,7 +256,7 @@ class ReadWindow:
         found.mark_used(value)
         frame = sys._getframe(4)
         where = known.where if known is not None else script_line(frame)
-        spots = list(_spots(frame, found.scale))
+        spots = list(spots_of(frame, found.scale))
         self._seen.numbers.append(_Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
 
     def _compared(self, args: tuple[Any, ...], found: Powers) -> None:
@@ -311,7 +310,7 @@ class ReadWindow:
         carried, known = found.of(factor), found.quantity(factor)
         power = carried[0] if carried is not None else None
         is_limited = known is not None and known.is_limited
-        is_limited = is_limited and not any(map(computes_with_scale, _spots(frame, found.scale)))
+        is_limited = is_limited and not any(map(computes_with_scale, spots_of(frame, found.scale)))
         return _Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
 
     # --- the verdict --------------------------------------------------------------------------------------------------
@@ -389,12 +388,12 @@ class ReadWindow:
                 continue
             if any(p.grad is tensor for p in quantity.watch.parameters()):
                 continue  # put in the place of a gradient of one element
-            frames = list(_script_frames(sys._getframe(1)))
+            frames = list(script_frames(sys._getframe(1)))
             for depth, frame in enumerate(frames):
-                name = _name_of(tensor, frame)
+                name = name_in(tensor, frame)
                 if name is None:
                     continue
-                spots = [Spot(f.f_code, f.f_lineno, _scales_in(f, found.scale)) for f in frames[depth:]]
+                spots = [Spot(f.f_code, f.f_lineno, scales_in(f, found.scale)) for f in frames[depth:]]
                 if use_of_name(spots, name, quantity.power).is_raw:
                     left.append((quantity.watch, quantity.where))
                 break
@@ -402,60 +401,9 @@ class ReadWindow:
 
     def _holds_scale(self, found: Powers) -> bool:
         """Whether a name of the script's frames is the scale: the limit was multiplied by it, before the backward pass."""
-        return any(map(computes_with_scale, _spots(sys._getframe(1), found.scale)))
+        return any(map(computes_with_scale, spots_of(sys._getframe(1), found.scale)))
 
 
 def _distinct(numbers: list[_Number]) -> list[_Number]:
     """One of those read at the same place."""
     return list({(n.watch, n.power, *((id(s.code), s.line) for s in n.spots)): n for n in numbers}.values())
-
-
-def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    count = 0
-    while frame is not None and count < MAX_SPOTS:
-        if is_script_code(frame.f_code):
-            count += 1
-            yield frame
-        frame = frame.f_back
-
-
-def _spots(frame: FrameType, scale: float) -> Iterator[Spot]:
-    for inner in _script_frames(frame):
-        yield Spot(inner.f_code, inner.f_lineno, _scales_in(inner, scale))
-
-
-def _scales_in(frame: FrameType, scale: float) -> dict[str, float]:
-    """Names whose value is the present loss scale, or its inverse (as a float: an int of that size is a size)."""
-    found = {}
-    for name, value in locals_of(frame).items():
-        for path, number in _numbers_in(name, value):
-            if number in (scale, 1.0 / scale):
-                found[path] = 1.0 if number == scale else -1.0
-    return found
-
-
-def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """A number, those that are attributes of an object, and those in a dictionary, as the script's source names them."""
-    if type(value) is float:
-        yield name, value
-    elif type(value) is dict and len(value) <= MAX_ATTRIBUTES:
-        yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items()) if type(inner) is float)
-    else:
-        held = getattr(value, "__dict__", None)
-        if type(held) is dict and len(held) <= MAX_ATTRIBUTES:
-            yield from ((f"{name}.{key}", inner) for key, inner in list(held.items()) if type(inner) is float)
-
-
-def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
-    for name, value in locals_of(frame).items():
-        if value is tensor:
-            return name
-        if type(value) is dict and len(value) <= MAX_SPOTS:
-            key = next((key for key, held in value.items() if held is tensor and type(key) is str), None)
-            if key is not None:
-                return f"{name}[{key!r}]"
-        if type(value) is list and value and value[-1] is tensor and "get_scale" not in frame.f_code.co_names:
-            return name  # kept for later, all of one kind
-    owner = locals_of(frame).get("self")
-    attributes = getattr(owner, "__dict__", None) or {}
-    return next((f"self.{name}" for name, value in list(attributes.items()) if value is tensor), None)
