@@ -163,6 +163,10 @@ class OwnUpdates:
         self._seen = rate, self._moves.second_looks.read_since(self._step, *mine)
         self._moves.second_looks.ask(*mine)
 
+    def stepped(self) -> None:
+        """An optimizer has stepped: what its closure has differentiated was moved by it."""
+        self._of_optimizers = []
+
     def _moved(self, followed: list[_Followed]) -> list[tuple[Tensor, float]]:
         """Those that were moved along gradients that still carry the scale, and by how many times these: all that were."""
         if not followed or self._moves.scale_was_read:
