@@ -113,6 +113,16 @@ def moved_by_hand(log_vars: Tensor) -> Callable[[int, Any], None]:
     return after
 
 
+def moved_once(log_vars: Tensor) -> Callable[[int, Any], None]:
+    """After the last step that is looked at."""
+
+    def after(it: int, opt: Any) -> None:
+        if it == STEPS - 2:
+            log_vars.data.mul_(0.5).add_(0.1)
+
+    return after
+
+
 def joined_late(log_vars: Tensor) -> Callable[[int, Any], None]:
     def after(it: int, opt: Any) -> None:
         if it == 7:
@@ -121,7 +131,7 @@ def joined_late(log_vars: Tensor) -> Callable[[int, Any], None]:
     return after
 
 
-@pytest.mark.parametrize("then", [moved_by_hand, joined_late])
+@pytest.mark.parametrize("then", [moved_by_hand, moved_once, joined_late])
 def test_they_are_trained_otherwise(then: Any, guard: Guard) -> None:
     torch.manual_seed(0)
     net, log_vars = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)), nn.Parameter(torch.zeros(2))

@@ -70,6 +70,51 @@ def test_an_attack_of_some_length(nudge: Nudge, guard: Guard) -> None:
     assert (run.faults, run.causes) == (0, [])
 
 
+def perturbing(change: Callable[[Tensor, Any], None]) -> Callable[[], None]:
+    """The input is moved along its gradient, and what it does there is learnt."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 4)
+        opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for _ in range(5):
+            x = torch.randn(16, 6)
+            delta = torch.zeros_like(x, requires_grad=True)
+            for turn in range(2):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    out = net(x + delta)
+                opt.zero_grad()
+                scaler.scale(nn.functional.cross_entropy(out.float(), (x[:, 0] > 0).long())).backward()
+                if turn == 0:
+                    with torch.no_grad():
+                        change(delta, scaler)
+            scaler.step(opt)
+            scaler.update()
+
+    return body
+
+
+def test_an_input_that_is_moved_along_a_scaled_gradient(guard: Guard) -> None:
+    run = guard(perturbing(lambda delta, scaler: delta.add_(0.5 * delta.grad)))
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"])
+    assert (run.first.step, run.first.evidence["factor"]) == (0, SCALE)
+    assert "`delta`" in run.first.explanation
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda delta, scaler: delta.add_(0.5 * delta.grad.sign()),
+        lambda delta, scaler: delta.add_(0.5 * delta.grad / delta.grad.norm()),
+        lambda delta, scaler: delta.add_(0.5 * delta.grad / scaler.get_scale()),
+    ],
+)
+def test_an_input_that_is_moved_by_some_length(change: Any, guard: Guard) -> None:
+    run = guard(perturbing(change))
+    assert (run.faults, run.causes) == (0, [])
+
+
 def looking_ahead(by: float) -> Callable[[], None]:
     """A step ahead along `torch.autograd.grad`, the gradients there, and back."""
 

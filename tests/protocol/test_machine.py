@@ -177,6 +177,7 @@ def test_gradients_that_pile_up_are_told_after_some_steps() -> None:
         ("no-checks-for-optimizer", [Backward((B,), 8.0)], "no-gradients"),
         ("no-checks-before-update", [Backward((A,), 8.0)], "missing-update"),
         ("half-gradients", [Backward((A,), 8.0)], "fp16-parameters"),
+        ("closure", [Backward((A,), 8.0)], "bypassed-scaler"),
     ],
 )
 def test_what_pytorch_refuses_is_told_apart_by_what_came_before(reason: str, before: list[Event], cause: str) -> None:

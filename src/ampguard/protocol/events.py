@@ -132,6 +132,7 @@ REASONS = {
     "no-checks-for-optimizer": "No inf checks were recorded for this optimizer.",
     "no-checks-before-update": "No inf checks were recorded prior to update.",
     "half-gradients": "Attempting to unscale FP16 gradients.",
+    "closure": "Closure use is not currently supported if GradScaler is enabled.",
 }
 """What PyTorch says for each reason."""
 

@@ -104,3 +104,6 @@ class Refusals:
 
     def _half_gradients(self, event: Refused, ledger: Ledger) -> Answer:
         return "fp16-parameters", None, {}
+
+    def _closure(self, event: Refused, ledger: Ledger) -> Answer:
+        return "bypassed-scaler", ledger.parts[-1].where if ledger.parts else None, {"closure_refused": True}

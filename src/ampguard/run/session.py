@@ -159,6 +159,7 @@ class Session:
             if not isinstance(error, StopRun):
                 self._recorder.judge.gradients.is_ended_by_numbers = is_about_numbers(error)
                 self._calls.forward_begins()
+                self._calls.run_ends()
                 with left_by(error):
                     self._barrier.call(self._recorder.flush, error)
                     self._barrier.call(self._examiner.close)

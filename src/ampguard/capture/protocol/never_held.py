@@ -50,10 +50,10 @@ class _Left:
             value = parameter.detach().clone() if parameter.numel() <= SMALL else None
         return _Left(weakref.ref(parameter), version_of(parameter), value, inside)
 
-    def is_left(self, held: set[int]) -> bool:
-        """Whether it has a gradient still, and nobody has written to it. Waits for the device."""
+    def is_left(self, held: set[int], has_ended: bool = False) -> bool:
+        """Whether it has a gradient still (until the run has ended), and nobody has written to it. Waits for the device."""
         p = self.parameter()
-        if p is None or id(p) in held or version_of(p) != self.version or not _has_gradient(p):
+        if p is None or id(p) in held or version_of(p) != self.version or not (has_ended or _has_gradient(p)):
             return False
         return self.value is None or bool(p.detach().equal(self.value))
 
@@ -81,6 +81,18 @@ class NeverHeld:
         elif self._left:
             with compat.unseen():
                 self._judge(watch)
+
+    def run_ends(self) -> None:
+        """What was written to since the last look (once an epoch, by hand) is taken back."""
+        watch = self._by() if self._by is not None else None
+        if not self._left or watch is None:
+            return
+        held, before = {id(p) for p in self._held()}, len(self._left)
+        with compat.unseen():
+            self._left = [left for left in self._left if left.is_left(held, has_ended=True)]
+            if len(self._left) < before and watch.steps >= JUDGED:
+                breach = self._breach(watch) if self._left else None
+                self._moves.listener.on_suspicion(("never-held",), breach, watch.first_step or 0)
 
     def _is_the_one(self, watch: OptimizerWatch) -> bool:
         if self._by is None or self._by() is None:

@@ -77,7 +77,7 @@ class OwnUpdates:
         self._models = models
         self._followed: list[_Followed] = []
         self._of_optimizers: list[_Followed] = []
-        """The same of parameters that an optimizer holds, until it uses their gradients."""
+        """The same of parameters that an optimizer holds, until it uses their gradients; and of inputs that want one."""
         self._seen: tuple[float, int] | None = None
         """By how many times their gradients those were moved, and since which iteration."""
         self._scale = 1.0
@@ -99,9 +99,9 @@ class OwnUpdates:
             return
         found = unowned(self._models, self._held())
         self._follow([(p, p.grad) for p in found], scale, where)
-        if self._moves.stepping is None and not self._moves.recorder.is_in_closure:  # (else it moves them itself next)
-            sampled = [p for watch in self._moves.mine() for p in watch.sample]
-            self._of_optimizers = [each for p in sampled if (each := _follow(p, p.grad))]
+        sampled = [p for watch in self._moves.mine() for p in watch.sample]
+        inputs = [p for p in self._models.plain_leaves() if not any(p is other for other in (*sampled, *found))]
+        self._of_optimizers = [each for p in (*sampled, *inputs[:MOST]) if (each := _follow(p, p.grad))]
         self._lines |= {compat.storage_key(each.parameter): None for each in self._of_optimizers}
         steps = self._moves.recorder.steps
         self._step = steps.count - steps.counts_backwards  # where it stands for the step it has ended it
@@ -162,6 +162,10 @@ class OwnUpdates:
             return
         self._seen = rate, self._moves.second_looks.read_since(self._step, *mine)
         self._moves.second_looks.ask(*mine)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: what its closure has differentiated was moved by it."""
+        self._of_optimizers = []
 
     def _moved(self, followed: list[_Followed]) -> list[tuple[Tensor, float]]:
         """Those that were moved along gradients that still carry the scale, and by how many times these: all that were."""

@@ -98,6 +98,8 @@ DRAWS = frozenset({"randn_like", "rand_like", "randn", "rand", "normal"})
 """Random numbers of a size of their own, whatever they are shaped like."""
 DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__"})
 COMPARES = frozenset({"__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"})
+COUNTS = frozenset({"histc"})
+"""Their limits are those of what they count, where they are given."""
 READS = frozenset({"item", "tolist", "__float__", "__format__", "__repr__", "__str__", "numpy", "__array__"})
 SHOWS = frozenset({"__format__", "__repr__", "__str__"})
 

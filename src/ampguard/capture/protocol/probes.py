@@ -72,6 +72,10 @@ class CallProbes:
         if dropped.waiting >= dropped.usual and get_ident() == witness.training.ident:
             witness.guarded(dropped.look)
 
+    def run_ends(self) -> None:
+        """The script is over: what is only suspected is looked at once more."""
+        self._witness.guarded(self._witness.never_held.run_ends)
+
     def undo(self) -> None:
         """Put back every patched attribute."""
         witness = self._witness

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.frames import is_user_code, locals_of
+from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import PlainParts
 from ampguard.capture.protocol.powers import Powers
-from ampguard.capture.protocol.script_lines import is_script_code, script_line
+from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.script_names import name_in, scales_in, script_frames, spots_of
 from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
 from ampguard.capture.record import Line
 from ampguard.protocol.events import Breach, Read
@@ -36,21 +37,19 @@ _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
+        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
 _FUNCTIONS = (
     *((torch, name) for name in ("norm", "abs", "square", "sqrt", "stack", "cat", "sum", "max", "clamp", "mul", "div")),
-    *((torch, name) for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS))),
+    *((torch, name) for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS | powers.COUNTS))),
     *((torch, name) for name in dir(torch) if name in powers.FOREACH),
     *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
 )
 _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
-MAX_SPOTS = 8
 MAX_NUMBERS = 256
-MAX_ATTRIBUTES = 64
 NOT_CLIPPED = 1e-3
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
@@ -175,7 +174,7 @@ class ReadWindow:
     def limit_knows_scale(self, limit: float) -> bool:
         """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
         scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
-        frames = _spots(sys._getframe(1), scale) if scale > 1.0 else ()
+        frames = spots_of(sys._getframe(1), scale) if scale > 1.0 else ()
         return limit >= SMALLEST_LIMIT * scale and any(map(computes_with_scale, frames))
 
     # --- what happens in it -------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class ReadWindow:
                 return original(*args, **kwargs)
             self._busy = True
             try:
-                self._guarded(self._before, name, args)
+                self._guarded(self._before, name, args, kwargs)
                 result = original(*args, **kwargs)
                 self._guarded(self._after, name, args, kwargs, result)
                 self._guarded(self._added, name, args, kwargs.get("alpha", 1), result)
@@ -209,7 +208,7 @@ class ReadWindow:
 
         return use
 
-    def _before(self, name: str, args: tuple[Any, ...]) -> None:
+    def _before(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         found = self._powers
         if found is None:
             return
@@ -220,6 +219,8 @@ class ReadWindow:
                 self._read(name, args[0], found)
             elif name in powers.COMPARES:
                 self._compared(args, found)
+            elif name in powers.COUNTS:
+                self._counted(args[0], [*args[2:4], *(options[k] for k in ("min", "max") if k in options)], found)
             elif name in powers.IN_PLACE or name in ("clamp_", "copy_"):
                 self._written(name, args, found)
 
@@ -249,7 +250,7 @@ class ReadWindow:
         with compat.unseen():
             watch = self._seen.plain.is_one(name, args, alpha, self._powers)
             frame = sys._getframe(3)
-            if watch is not None and not any(map(computes_with_scale, _spots(frame, self._powers.scale))):
+            if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
                 self._seen.plain.add(watch, script_line(frame), result, name)
 
     def _read(self, name: str, value: Any, found: Powers) -> None:
@@ -261,7 +262,7 @@ class ReadWindow:
         found.mark_used(value)
         frame = sys._getframe(4)
         where = known.where if known is not None else script_line(frame)
-        spots = list(_spots(frame, found.scale))
+        spots = list(spots_of(frame, found.scale))
         self._seen.numbers.append(_Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
 
     def _compared(self, args: tuple[Any, ...], found: Powers) -> None:
@@ -277,6 +278,14 @@ class ReadWindow:
         quantity = found.quantity(args[0]) or found.quantity(args[1])
         where = quantity.where if quantity is not None else script_line(sys._getframe(4))
         self._seen.compared.append((known[1], where))
+
+    def _counted(self, values: Any, limits: list[Any], found: Powers) -> None:
+        """Values are counted between limits; those that are 0 both stand for the values' own."""
+        carried = found.of(values)
+        if carried is None or not carried[0] or not any(limits) or any(found.of_number(limit) for limit in limits):
+            return
+        found.mark_used(values)
+        self._seen.compared.append((carried[1], script_line(sys._getframe(4))))
 
     def _written(self, name: str, args: tuple[Any, ...], found: Powers) -> None:
         """Gradients are changed in place by a factor."""
@@ -307,7 +316,7 @@ class ReadWindow:
         carried, known = found.of(factor), found.quantity(factor)
         power = carried[0] if carried is not None else None
         is_limited = known is not None and known.is_limited
-        is_limited = is_limited and not any(map(computes_with_scale, _spots(frame, found.scale)))
+        is_limited = is_limited and not any(map(computes_with_scale, spots_of(frame, found.scale)))
         return _Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
 
     # --- the verdict --------------------------------------------------------------------------------------------------
@@ -385,12 +394,12 @@ class ReadWindow:
                 continue
             if any(p.grad is tensor for p in quantity.watch.parameters()):
                 continue  # put in the place of a gradient of one element
-            frames = list(_script_frames(sys._getframe(1)))
+            frames = list(script_frames(sys._getframe(1)))
             for depth, frame in enumerate(frames):
-                name = _name_of(tensor, frame)
+                name = name_in(tensor, frame)
                 if name is None:
                     continue
-                spots = [Spot(f.f_code, f.f_lineno, _scales_in(f, found.scale)) for f in frames[depth:]]
+                spots = [Spot(f.f_code, f.f_lineno, scales_in(f, found.scale)) for f in frames[depth:]]
                 if use_of_name(spots, name, quantity.power).is_raw:
                     left.append((quantity.watch, quantity.where))
                 break
@@ -398,58 +407,9 @@ class ReadWindow:
 
     def _holds_scale(self, found: Powers) -> bool:
         """Whether a name of the script's frames is the scale: the limit was multiplied by it, before the backward pass."""
-        return any(map(computes_with_scale, _spots(sys._getframe(1), found.scale)))
+        return any(map(computes_with_scale, spots_of(sys._getframe(1), found.scale)))
 
 
 def _distinct(numbers: list[_Number]) -> list[_Number]:
     """One of those read at the same place."""
     return list({(n.watch, n.power, *((id(s.code), s.line) for s in n.spots)): n for n in numbers}.values())
-
-
-def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    count = 0
-    while frame is not None and count < MAX_SPOTS:
-        if is_script_code(frame.f_code):
-            count += 1
-            yield frame
-        frame = frame.f_back
-
-
-def _spots(frame: FrameType, scale: float) -> Iterator[Spot]:
-    for inner in _script_frames(frame):
-        yield Spot(inner.f_code, inner.f_lineno, _scales_in(inner, scale))
-
-
-def _scales_in(frame: FrameType, scale: float) -> dict[str, float]:
-    """Names whose value is the present loss scale, or its inverse (as a float: an int of that size is a size)."""
-    found = {}
-    for name, value in locals_of(frame).items():
-        for path, number in _numbers_in(name, value):
-            if number in (scale, 1.0 / scale):
-                found[path] = 1.0 if number == scale else -1.0
-    return found
-
-
-def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """A number, those that are attributes of an object, and those in a dictionary, as the script's source names them."""
-    if type(value) is float:
-        yield name, value
-    elif type(value) is dict and len(value) <= MAX_ATTRIBUTES:
-        yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items()) if type(inner) is float)
-    else:
-        held = getattr(value, "__dict__", None)
-        if type(held) is dict and len(held) <= MAX_ATTRIBUTES:
-            yield from ((f"{name}.{key}", inner) for key, inner in list(held.items()) if type(inner) is float)
-
-
-def _name_of(tensor: Tensor, frame: FrameType) -> str | None:
-    for name, value in locals_of(frame).items():
-        if value is tensor:
-            return name
-        if type(value) is dict and len(value) <= MAX_SPOTS:
-            key = next((key for key, held in value.items() if held is tensor and type(key) is str), None)
-            if key is not None:
-                return f"{name}[{key!r}]"
-    owner = locals_of(frame).get("self")
-    attributes = getattr(owner, "__dict__", None) or {}
-    return next((f"self.{name}" for name, value in list(attributes.items()) if value is tensor), None)

@@ -34,6 +34,8 @@ def _called(scene: Scene) -> str:
 def bypassed_scaler(scene: Scene) -> Telling:
     name = _called(scene)
     scaler = scene.scaler
+    if scene.facts.get("closure_refused"):
+        return _closure_refused(scene)
     if scene.facts.get("own_update"):
         return _own_update(scene)
     if scene.facts.get("scaled_twice"):
@@ -80,12 +82,28 @@ def bypassed_scaler(scene: Scene) -> Telling:
     if scene.facts.get("in_backward"):
         how = f"in the hook {scaler}.step({name}) in place of {name}.step(), and {scaler}.update() once, behind the backward pass"
     if scene.facts.get("by_closure"):
-        how = (
-            f"GradScaler works with no closure: call backward outside and {scaler}.step({name}); where the optimizer needs its "
-            f"closure (LBFGS), leave the scaler out and train in float32 or bfloat16: {name}.step(closure)"
-        )
+        how = _without_closure(scaler, name)
     evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats", "by_closure")}
     return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)
+
+
+def _without_closure(scaler: str, name: str) -> str:
+    return (
+        f"GradScaler works with no closure: call backward outside and {scaler}.step({name}); where the optimizer needs its "
+        f"closure (LBFGS), leave the scaler out and train in float32 or bfloat16: {name}.step(closure)"
+    )
+
+
+def _closure_refused(scene: Scene) -> Telling:
+    """PyTorch saw the closure by its name. (Given by its place it is called, with what comes of that.)"""
+    name, scaler = scene.optimizer, scene.scaler
+    text = (
+        f'`{scaler}` refuses to step with a closure: PyTorch says "Closure use is not currently supported" at '
+        f"{at(scene.again)}. A scaler unscales first and calls the closure then, so that the gradients which the closure makes "
+        f"would be used still scaled, and their overflow not be noticed. `{name}` was not stepped."
+    )
+    fix = order(scene, _without_closure(scaler, name), target=name)
+    return Telling(text, scene.again, (fix,), evidence={"refused": "step", "by_closure": True})
 
 
 def _scaled_twice(scene: Scene) -> Telling:

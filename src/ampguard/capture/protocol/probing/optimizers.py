@@ -117,6 +117,8 @@ class OptimizerProbe:
         self._witness.moves.before_direct_step(optimizer)
 
     def _after_direct_step(self, optimizer: Optimizer, frame: Frame) -> None:
+        if self._witness.own_updates.is_open:
+            self._witness.own_updates.stepped()
         self._witness.stepped(self._witness.moves.after_direct_step(optimizer, frame))
 
     def _watch_clear(self, original: Call) -> Call:

@@ -130,6 +130,8 @@ class ScalerStepProbe:
     def _after_step(self, scaler: Any, optimizer: Any) -> None:
         witness = self._witness
         witness.dropped.stepped()
+        if witness.own_updates.is_open:
+            witness.own_updates.stepped()
         stepping = witness.moves.stepping
         if stepping is not None and not stepping[1].stepped:
             stepping[1].stepped = compat.let_step_unseen(scaler, optimizer)
