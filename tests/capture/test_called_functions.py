@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ampguard.capture.protocol.called_functions import CalledFunctions, call_sites
+from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod, call_sites
 
 Guard = Callable[..., Any]
 
@@ -62,11 +63,82 @@ def test_who_replaces_it_again_is_left_alone(replaced: Any) -> None:
     assert "double" not in vars(replaced)
 
 
+def test_methods_of_a_class() -> None:
+    class Number(int):
+        def double(self) -> int:
+            return 2 * self
+
+        def __neg__(self) -> int:
+            return int(self) * -1
+
+    own = Number.double
+    Number.double = CalledMethod(own, lambda self: ("double", own(self)))  # type: ignore[method-assign, assignment]
+    Number.__neg__ = CalledMethod(Number.__neg__, lambda self: "neg")  # type: ignore[method-assign, assignment]
+    results = [Number(3).double(), -Number(3), Number.double(Number(4))]
+    taken = Number.double
+    assert results == [("double", 6), "neg", ("double", 8)]
+    assert taken is own
+    assert list(map(Number.double, [Number(5)])) == [10]
+
+
 def test_call_sites_of_an_imported_module() -> None:
     source = (
         "import torch\nf = torch.mean\ng = torch.sum(x)\nh = torch.linalg.norm(torch.abs(x), ord=2)\nf is torch.max\n"
     )
     assert len(call_sites(compile(source, "script.py", "exec"))) == 3
+
+
+def test_what_a_script_takes_behind_a_backward_pass_is_pytorchs_own(guard: Guard) -> None:
+    own = {torch.norm: "norm", torch.mean: "mean", torch.linalg.norm: "linalg", torch.Tensor.norm: "method"}
+
+    def body() -> list[Any]:
+        net, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=64.0)
+        opt = torch.optim.SGD(net.parameters(), lr=0.01)
+        seen = []
+        for _ in range(3):
+            opt.zero_grad()
+            scaler.scale(net(torch.ones(2, 4)).float().mean()).backward()
+            seen.append([own.get(f) for f in (torch.norm, torch.mean, torch.linalg.norm, torch.Tensor.norm)])
+            seen.append([pickle.loads(pickle.dumps(torch.norm)) is vars(torch)["norm"]])
+            scaler.step(opt)
+            scaler.update()
+        return seen
+
+    run = guard(body)
+    assert run.faults == 0
+    assert run.result == [["norm", "mean", "linalg", "method"], [True]] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_function_that_is_compiled_behind_a_backward_pass(guard: Guard) -> None:
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def norm_of(gradients: list[Any]) -> Any:
+        return torch.stack([g.norm() for g in gradients]).square().sum().sqrt() + 0 * torch.linalg.norm(gradients[0])
+
+    def body() -> list[float]:
+        torch.manual_seed(0)
+        net, scaler = nn.Linear(4, 2), torch.amp.GradScaler("cpu", init_scale=64.0)
+        opt = torch.optim.SGD(net.parameters(), lr=0.01)
+        norms = []
+        for _ in range(6):
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = net(torch.randn(8, 4)).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            norms.append(float(norm_of([p.grad for p in net.parameters()]) / scaler.get_scale()))
+            scaler.step(opt)
+            scaler.update()
+        return norms
+
+    run = guard(body)
+    assert run.faults == 0
+    assert not run.report.incidents
+    assert counts["unique_graphs"] == 1
+    assert run.result == body()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""Functions of a module that are replaced where they are called, and nowhere else.
+"""Functions of a module, and methods of a class, that are replaced where they are called, and nowhere else.
 
 Who takes one to keep it or to compare it (`reduce_fx = torch.mean`, `if reduce_fx is torch.mean`: Lightning's `self.log`)
 goes on to have PyTorch's own: a replacement that outlives the time for which it was meant would be another function.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, MethodType, ModuleType
 from typing import Any
 
 from ampguard.capture.frames import is_user_code
@@ -71,6 +71,19 @@ class _WhereCalled:
 
     def __delete__(self, module: ModuleType) -> None:
         del vars(module)[self._name]
+
+
+class CalledMethod:
+    """A method of a class, replaced for its objects; who asks the class for it, and does not call it, gets the original."""
+
+    def __init__(self, original: Any, replacement: Call) -> None:
+        self._original = original
+        self._replacement = replacement
+
+    def __get__(self, subject: object | None, kind: type) -> Any:
+        if subject is not None:
+            return MethodType(self._replacement, subject)
+        return self._replacement if _is_called(sys._getframe(1)) else self._original
 
 
 def _is_called(frame: FrameType) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
-from ampguard.capture.protocol.called_functions import CalledFunctions
+from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import PlainParts
@@ -138,7 +138,9 @@ class ReadWindow:
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any, str], Any]) -> None:
         original = getattr(owner, name)
-        replacement = make(original, name)
+        replacement: Any = make(original, name)
+        if owner is torch.Tensor:
+            replacement = CalledMethod(original, replacement)
         self._saved.append((owner, name, original, replacement, name in vars(owner)))
         setattr(owner, name, replacement)
 
