@@ -134,6 +134,34 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     assert scaler.get_scale() == at_its_end != 2.0**16
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_resumed_run_of_low_precision_weights(level: str) -> None:
+    """As these projects load a checkpoint: the model, the optimizer, then the scaler."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, NativeScaler, Any]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)
+        amp = ampguard.precision(level)
+        amp.prepare(model, optimizer)
+        return model, optimizer, NativeScaler(precision=amp, init_scale=128.0), amp
+
+    def run(stop: int) -> list[Tensor]:
+        model, optimizer, scaler, amp = made()
+        for number, batch in enumerate(batches(6)):
+            if number == stop:
+                states = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+                model, optimizer, scaler, amp = made()
+                for part, state in zip((model, optimizer, scaler), states, strict=True):
+                    part.load_state_dict(state)
+            with amp.autocast():
+                loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            scaler(loss, optimizer)
+            optimizer.zero_grad()
+        return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+    assert all(map(torch.equal, run(-1), run(3)))
+
+
 def test_a_scaler_that_was_off_leaves_the_scale() -> None:
     scaler = NativeScaler()
     scaler.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())

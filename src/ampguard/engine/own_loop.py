@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,16 @@ class LoopPrecision:
             mode = self._mode
             for optimizer in updating:
                 optimizer.register_step_post_hook(lambda stepped, *_: mode.copy_to_model(stepped))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside model, optimizer and scaler: in O2 the float32 master weights, else nothing."""
+        return self._mode.state_dict() if isinstance(self._mode, O2) and self._is_ready else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After the model has loaded its weights, and the optimizer its state. Raises CheckpointError for another model's."""
+        if isinstance(self._mode, O2) and self._is_ready:
+            self._mode.check_state(state)
+            self._mode.load_state_dict(state)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

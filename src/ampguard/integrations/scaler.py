@@ -171,8 +171,9 @@ class EngineScaler:
         return float(self._loss_scale.value) if self._is_enabled else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's keys. Without a loss scale: the same with `scale` 1 and a mark, so that logs can read it."""
-        state = self._loss_scale.state_dict()
+        """GradScaler's keys, in O2 the master weights too. Without a loss scale: `scale` is 1, with a mark, so that logs
+        can read it."""
+        state = {**self._loss_scale.state_dict(), **self.precision.state_dict()}
         return state if self._is_enabled else {**state, "scale": 1.0, "enabled": False}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,6 +183,8 @@ class EngineScaler:
         if not state or state.get("enabled", True) is False:
             logger.info("the saved loss scale was switched off: training begins with %g", self.get_scale())
             return
+        if "masters" in state:
+            self.precision.load_state_dict(state)
         self._loss_scale.load_state_dict(state)
         self._announcer = self._new_announcer(was_loaded=True)
 

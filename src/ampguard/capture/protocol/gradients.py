@@ -6,6 +6,7 @@ Asked of a few of its parameters, by the identity and the version counter of the
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from threading import get_ident
 from typing import Any
 
@@ -60,6 +61,7 @@ class OptimizerWatch:
         "ref",
         "resumed_at",
         "sample",
+        "scaled_by",
         "set_by_hand",
         "stepped",
         "steps",
@@ -108,6 +110,8 @@ class OptimizerWatch:
         """Sampled parameters as they were when the gradients were unscaled, small ones with their values."""
         self.by_scaler = False
         """Its last step went through a scaler."""
+        self.scaled_by: Hashable | None = None
+        """The watch of the scaler that was seen to divide its gradients last."""
         self.set_by_hand = False
         """The script has put its gradients in place itself: no backward pass will tell when there are new ones."""
         self.before: list[Seen] | None = None

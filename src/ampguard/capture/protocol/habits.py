@@ -229,7 +229,9 @@ class Habits:
         if found.has_scaler:
             for scaler in used:
                 scaler.state_asked = True
-        elif found.has_optimizer and used and not any(s.state_asked for s in used):
+            return
+        used = self._scalers_of(found.weights, used)
+        if found.has_optimizer and used and not any(s.state_asked for s in used):
             own = used[0].ref()
             facts = {
                 "path": path,
@@ -239,6 +241,16 @@ class Habits:
             }
             self._saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
             self._moves.listener.on_suspicion(("saved",), self._saved_without[0], step)
+
+    def _scalers_of(self, weights: list[tuple[str, Tensor]], scalers: list[ScalerWatch]) -> list[ScalerWatch]:
+        """Those that serve the optimizers of these weights; all there are, where nobody is known to update them (copies)."""
+        memory = {compat.storage_key(t) for _, t in weights} - {0}
+        holders = [
+            w
+            for w in self._moves.watches.optimizers
+            if w.steps and any(compat.storage_key(p) in memory for p in w.parameters())
+        ]
+        return [s for s in scalers if not holders or any(w.scaled_by is s for w in holders)]
 
     def tick(self) -> None:
         """An iteration after a checkpoint without a scaler: nobody has saved it beside."""

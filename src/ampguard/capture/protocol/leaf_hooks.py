@@ -100,7 +100,7 @@ class LeafHooks:
         """Put a look before and behind the script's hooks. Most scripts have none."""
         self.end()  # a backward pass that raised
         for watch in watches:
-            for p in [p for p in watch.sample if p.numel() <= SMALL]:
+            for p in [p for p in watch.sample if p.requires_grad and p.numel() <= SMALL]:  # frozen for a while, perhaps
                 before, behind = compat.hooks_of_leaf(p), compat.hooks_behind_leaf(p)
                 if before:
                     self._passages.append(_watched(before, watch, p, p.register_hook, is_complete=False))

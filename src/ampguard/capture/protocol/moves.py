@@ -213,6 +213,7 @@ class Moves:
         if not of.is_enabled:
             return
         watch = self.watches.optimizer(optimizer)
+        watch.scaled_by = of
         event = Unscale(watch, of, of.current_scale(), script_line(frame))
         self.machine.feed(event)
         watch.rest()
@@ -253,6 +254,7 @@ class Moves:
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
         watch.by_scaler = True
+        watch.scaled_by = of
         watch.weights = []
         if of.is_enabled:
             of.steps += 1

@@ -52,7 +52,11 @@ class Scalers:
                 wanted = first_state(*args, **kwargs)
                 if not self._plan.scales_loss:
                     self._switched_off[scaler] = wanted
-                if self._plan.scales_loss is not bool(wanted):
+                if isinstance(scaler, compat.BorrowedScaler) and not self._plan.scales_loss:
+                    self._ledger.failed(
+                        "the loss scale of ampguard.Amp stays on: it is the engine's own, and divided again"
+                    )
+                elif self._plan.scales_loss is not bool(wanted):
                     self._ledger.done(f"switched {'off' if wanted else 'on'} the script's {type(scaler).__name__}")
                 args, kwargs = args[:4], {**kwargs, "enabled": self._plan.scales_loss}
                 if self._plan.scales_loss and device == "cuda" and not torch.cuda.is_available():
