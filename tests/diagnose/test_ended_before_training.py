@@ -34,7 +34,7 @@ def checked() -> None:
 
 def distribution() -> None:
     spread = divided(torch.zeros(3), torch.tensor([1.0, 0.0, 2.0]))
-    torch.distributions.Normal(torch.zeros(3), spread)
+    torch.distributions.Normal(torch.zeros(3), spread, validate_args=True)  # (a library may have switched that off)
 
 
 def factors() -> None:
