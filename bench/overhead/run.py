@@ -30,8 +30,8 @@ from rows import ROWS, Row
 from torch import nn
 
 HERE = Path(__file__).parent
-STEPS_PER_BLOCK = {"tiny": 160, "loop": 160, "vit": 3}
-WARM_UP_STEPS = {"tiny": 72, "loop": 72, "vit": 4}  # until what is learnt of a loop has been learnt
+STEPS_PER_BLOCK = {"tiny": 160, "loop": 160, "vit": 8}
+WARM_UP_STEPS = {"tiny": 72, "loop": 72, "vit": 18}  # until what is learnt of a loop has been learnt
 RUN_ROW = "ampguard run"
 GOALS = {"tiny": 1.03, "loop": 1.03, "vit": 1.01}
 MEMORY_GOAL = 1.02
