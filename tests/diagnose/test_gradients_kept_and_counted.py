@@ -35,23 +35,23 @@ def length(model: nn.Module) -> Any:
     return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
 
 
-def shown_at_the_end() -> None:
+def kept() -> tuple[list[Any], Any]:
     model, opt, scaler = make()
     norms = []
     for _ in range(STEPS):
         backward(model, opt, scaler)
         norms.append(length(model))
         update(opt, scaler)
+    return norms, scaler
+
+
+def shown_at_the_end() -> None:
+    norms, _ = kept()
     print(f"mean norm {torch.stack(norms).mean().item():.3f}")
 
 
 def divided_at_the_end() -> None:
-    model, opt, scaler = make()
-    norms = []
-    for _ in range(STEPS):
-        backward(model, opt, scaler)
-        norms.append(length(model))
-        update(opt, scaler)
+    norms, scaler = kept()
     print(f"mean norm {torch.stack(norms).mean().item() / scaler.get_scale():.3f}")
 
 

@@ -31,9 +31,6 @@ from ampguard.numerics import is_finite
 ROOM = MAX_CALL_OPERATORS - 1
 """Indices in front of a kept call's own, for the operators that it is made of."""
 
-NUMBERS = frozenset({type(None), bool, int, float, str})
-"""Of which most operands are that are no tensors."""
-
 MAX_BEHIND = 16
 """Calls behind a yes or no that are looked through for the number that it is about."""
 
@@ -312,7 +309,7 @@ def versions_in(values: Iterable[Any]) -> Sequence[int]:
     """The version of each tensor among the operands, -1 for what is none."""
     try:
         return [
-            -1 if type(value) in NUMBERS else plain_version(value) if isinstance(value, Tensor) else -1
+            -1 if type(value) in PLAIN_TYPES else plain_version(value) if isinstance(value, Tensor) else -1
             for value in values
         ]
     except RuntimeError:  # inference tensors have none

@@ -22,6 +22,7 @@ from ampguard.capture.events.log import EventLog
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.originals import MetFunctions
 from ampguard.capture.record import GlueOp
+from ampguard.capture.root_calls.trees import PLAIN_TYPES
 from ampguard.compat import function_modes_on, in_functorch, plain_version, pop_function_mode, push_function_mode
 
 LESSONS = 3
@@ -32,7 +33,7 @@ MAX_KEPT = 1 << 18
 
 PLAIN_KINDS = frozenset({Tensor, nn.Parameter})
 NESTED = frozenset({tuple, list})
-PARTS_OF_INDICES = frozenset({int, bool, float, str, slice, type(None), type(Ellipsis)})
+PARTS_OF_INDICES = PLAIN_TYPES | {slice, type(Ellipsis)}
 """What nested operands may hold that is no tensor: `x[..., 1:]`, a shape."""
 
 READS = (Tensor.item, Tensor.__float__)

@@ -110,9 +110,8 @@ class UpdateProbe(Probe):
                 guarded(recorder.before_update, optimizer, False, closure is not None, follows)
                 if follows:
                     return _with_closure(args, kwargs, self._followed(closure, optimizer))
-            elif compat.FOUND_INF in optimizer.__dict__ and compat.is_told_to_skip(
-                optimizer
-            ):  # a fused one skips by itself
+            elif compat.FOUND_INF in optimizer.__dict__ and compat.is_told_to_skip(optimizer):
+                # a fused one skips by itself
                 guarded(self._held_off, scaler, optimizer)
             return None
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard.capture.protocol.script_objects import modules_in_frames
-from ampguard.capture.protocol.watches import Watches
 
 MAX_OPTIMIZERS = 16
 MAX_NOTED = 4096
@@ -24,8 +23,7 @@ MAX_NOTED = 4096
 class BuiltFrom:
     """Asked once, at the first step; deaf from then on."""
 
-    def __init__(self, watches: Watches) -> None:
-        self._watches = watches
+    def __init__(self) -> None:
         self._models: list[weakref.ref[nn.Module]] = []
         self._frozen: list[weakref.ref[Tensor]] = []
         self._made: list[tuple[weakref.ref[Tensor], int]] = []

@@ -45,7 +45,7 @@ class Unfrozen:
     def __init__(self, moves: Moves, models: Models) -> None:
         self._moves = moves
         self._models = models
-        self.built = BuiltFrom(moves.watches)
+        self.built = BuiltFrom()
         self._put_in: set[int] = set()
         """What was not there when the optimizers were built, by identity."""
         self._is_early = False
