@@ -581,9 +581,10 @@ def test_what_converts_now_and_then_is_learnt(tmp_path: Path, monkeypatch: pytes
     with ampguard.watch(out=tmp_path / "run") as session:
         loop = Loop(session, scaler=False)
         loop.run(objective)
+        batch = loop.batch()
         taped.clear()
         settled.clear()
-        loop.step(objective, *loop.batch())
+        loop.step(objective, *batch)
     assert taped == []
     assert settled == []
 

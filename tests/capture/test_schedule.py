@@ -139,3 +139,49 @@ def test_what_no_step_needs_is_taped_as_long_as_that_costs_next_to_nothing(
     with ampguard.watch(out=tmp_path / "cheap") as session:
         taped = trained(session, lambda step, x: x, accuracy)
     assert all(taped)
+
+
+def cleared_first(session: Session, prepare: Prepare, behind: Prepare) -> list[int]:
+    """A loop that prepares its batch, clears the gradients and prepares the rest; operators taped before it cleared them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    batches = [(torch.rand(5, 4) + 0.5, torch.randint(0, 3, (5,))) for _ in range(STEPS)]
+    taped = []
+    for step, (x, y) in enumerate(batches):
+        x = prepare(step, x)
+        taped.append(session._recorder.log.size_of_iteration)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(behind(step, x)), y).backward()
+        optimizer.step()
+    return taped
+
+
+@pytest.mark.parametrize("begins", [0, 20, 63])
+@pytest.mark.parametrize("behind", [lambda step, x: x, lambda step, x: standardized(x)])
+def test_what_is_prepared_before_gradients_are_cleared_is_told(begins: int, behind: Prepare, tmp_path: Path) -> None:
+    def prepare(step: int, x: Tensor) -> Tensor:
+        if step < begins:
+            return x
+        low = x.amin() if step != BAD else x.amax()
+        return (x - x.mean()) / (x.amax() - low)
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        cleared_first(session, prepare, behind)
+    (incident,) = session.report.incidents
+    assert (incident.cause, incident.step) == ("division-by-zero", BAD)
+    assert incident.location is not None
+    assert incident.location.code == "return (x - x.mean()) / (x.amax() - low)"
+
+
+@pytest.mark.usefixtures("costs")
+@pytest.mark.parametrize("behind", [lambda step, x: x, lambda step, x: standardized(x)])
+def test_what_no_step_uses_is_not_taped_before_gradients_are_cleared(behind: Prepare, tmp_path: Path) -> None:
+    def measure(step: int, x: Tensor) -> Tensor:
+        (x.argmax(1) == 0).float().mean()
+        return x
+
+    with ampguard.watch(out=tmp_path / "run") as session:
+        taped = cleared_first(session, measure, behind)
+    assert max(taped) > 0
+    assert sum(map(bool, taped[12:])) <= 2

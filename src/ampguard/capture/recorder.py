@@ -431,6 +431,8 @@ class FlightRecorder:
             events, writers = self.log.record.events, self.log.producers.writers
             used = uses_computed(events, self.log.iteration_start, self._first_root, writers)
             self.schedule.prefix_was(used or self.log.ahead.is_usual or self.schedule.keeps_for_weights)
+            self.preprocessing.wonder()
+        self.preprocessing.cleared_at = -1
         self.schedule.ended(self.steps.count, seconds, self.step_seconds, self._has_root, self.log.size_of_iteration)
         self.tape.keeps_calls = self.schedule.keeps_calls and not (hangs_together and self.schedule.is_functional)
         self._has_root = False

@@ -95,6 +95,10 @@ class TapeSchedule:
         self._prefix_events = 0
         """How many there were before the first module of the last step in which it was taped."""
         self._clears_between_steps = False
+        self._tapes_before_clearing = True
+        """Whether in a loop that clears its gradients there, what comes before that is taped too."""
+        self._unused_before_clearing = 0
+        """Steps in a row in which nothing that was computed there was needed."""
         self._empty_prefixes = 0
         self._uses = 0
         """Steps in which what was computed before the first module is known to have been used."""
@@ -116,6 +120,7 @@ class TapeSchedule:
             self._prefix_events = events
         if not events:
             self._empty_prefixes += 1
+            self._unused_before_clearing += 1
 
     def wonders(self, steps: int) -> bool:
         """Whether to look if the step that ends has used what was computed before its first module."""
@@ -126,6 +131,10 @@ class TapeSchedule:
         """What was computed before the first module (a metric of the last step, say) was used, or not."""
         self._uses += used
         self._empty_prefixes = 0 if used else self._empty_prefixes + 1
+
+    def before_clearing_was(self, used: bool) -> None:
+        """What was computed between an optimizer's step and the call that clears the gradients was used in the next, or not."""
+        self._unused_before_clearing = 0 if used else self._unused_before_clearing + 1
 
     def exhausted(self, has_root: bool, is_training: bool = True) -> None:
         """The tape met more operators than it may follow, in a step that has called a module or not.
@@ -157,6 +166,7 @@ class TapeSchedule:
         is_empty = not self._wants_prefix or self._empty_prefixes >= enough
         looks_again = self._wants_prefix and (steps % LOOK_AGAIN == 0 or self._is_prefix_cheap(steps, usual))
         self.has_no_prefix = has_root and is_empty and not (looks_again or self.tapes_all)
+        self._tapes_before_clearing = self._unused_before_clearing < EMPTY_PREFIXES or looks_again
         self._has_prefix = self.keeps_for_weights = False
         self._may_have_more = True
         if steps < self._whole_until:
@@ -195,10 +205,10 @@ class TapeSchedule:
         return is_new or seconds <= PREFIX_TIME_SHARE * usual_seconds
 
     def comes_next(self, is_last: bool) -> bool:
-        """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, only that (`is_last`)."""
+        """Whether preprocessing may follow a call of bookkeeping; in a loop that clears gradients, that (`is_last`) or any."""
         if is_last and not self.is_functional:
             self._clears_between_steps = True
-        return is_last or self.tapes_all or not self._clears_between_steps
+        return is_last or self.tapes_all or self._tapes_before_clearing or not self._clears_between_steps
 
     def more(self) -> int:
         """Operators to be taped beyond those of preprocessing, where that turns out to be the step itself: once a step."""

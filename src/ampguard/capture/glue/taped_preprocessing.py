@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from ampguard import compat
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.frames import is_user_code, locals_of
+from ampguard.capture.glue.preprocessing import uses_computed
 from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.tape import GlueTape
 from ampguard.capture.protocol.script_lines import is_script_code
@@ -27,6 +29,7 @@ class Taping(Protocol):
     tapes_training: bool
     has_compiled_before: bool
     tape: GlueTape
+    log: EventLog
     schedule: TapeSchedule
     steps: StepCounter
     turns: Turns
@@ -45,13 +48,15 @@ class TapedPreprocessing:
         self.last_loader: weakref.ref[Any] | None = None
         self.backwards_before = 0
         """Backward passes before the running iteration, or before its last batch."""
+        self.cleared_at = -1
+        """The first event behind the call that clears the gradients between two steps; -1 before it."""
         self._recorder = recorder
 
     def bookkeeping_done(self, is_last: bool) -> None:
         """The scaler was updated, an optimizer stepped or its gradients were cleared.
 
         What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
-        gradients in between, from there on (`is_last`). In the middle of an iteration, it belongs to the next
+        gradients in between, from there on (`is_last`), and before while steps use what is computed there. In the middle of an iteration, it belongs to the next
         optimizer's loss.
         """
         recorder = self._recorder
@@ -59,7 +64,17 @@ class TapedPreprocessing:
             if not recorder.has_compiled_before:
                 recorder.resume_tape()
         elif recorder.schedule.comes_next(is_last):
+            if is_last and self.cleared_at < 0:
+                self.cleared_at = recorder.log.next_index
             self._begin()
+
+    def wonder(self) -> None:
+        """An iteration ends: has it used what was computed before the call that cleared its gradients?"""
+        log, schedule = self._recorder.log, self._recorder.schedule
+        if self.cleared_at >= 0:
+            events, began = log.record.events, log.iteration_start
+            used = began < self.cleared_at and uses_computed(events, began, self.cleared_at, log.producers.writers)
+            schedule.before_clearing_was(used)
 
     def closure_begins(self) -> None:
         """An optimizer is about to call its closure. Where nothing was differentiated in the iteration, or since the last
