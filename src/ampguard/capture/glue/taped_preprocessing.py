@@ -56,8 +56,8 @@ class TapedPreprocessing:
         """The scaler was updated, an optimizer stepped or its gradients were cleared.
 
         What the script computes from here to the first module is preprocessing and is taped; where a loop clears its
-        gradients in between, from there on (`is_last`), and before while steps use what is computed there. In the middle of an iteration, it belongs to the next
-        optimizer's loss.
+        gradients in between, from there on (`is_last`), and before that while steps use what is computed there. In the
+        middle of an iteration, it belongs to the next optimizer's loss.
         """
         recorder = self._recorder
         if not recorder.between_steps:
