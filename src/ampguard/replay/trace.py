@@ -205,11 +205,16 @@ def _first_bad(codes: Tensor, count: int) -> Tensor:
 
 
 def identical(old: Tensor, new: Tensor) -> bool:
-    """Bitwise equal, a NaN like any other NaN. Tensors of another shape or type than before were changed on purpose."""
-    if not (compat.is_dense(old) and compat.is_dense(new)) or old.shape != new.shape or old.dtype != new.dtype:
+    """Bitwise equal, a NaN like any other NaN. Tensors of another shape, type or device than before were changed on purpose."""
+    if not (compat.is_dense(old) and compat.is_dense(new)) or not is_like(old, new):
         return True
     old, new = old.detach(), new.detach()
     return bool(((old == new) | ((old != old) & (new != new))).all())
+
+
+def is_like(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may hold the same: those of one shape and type on one device."""
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def layout_of(tensor: Tensor) -> Layout:

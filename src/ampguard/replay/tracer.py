@@ -26,7 +26,7 @@ from ampguard.replay.changed_nodes import ChangedNodes
 from ampguard.replay.forward_mode import ChangedOperands, TracedTangents
 from ampguard.replay.module_calls import note_call
 from ampguard.replay.operators import OperatorFacts, facts_of, flat_tensors
-from ampguard.replay.trace import Trace, TracedOp, identical, layout_of
+from ampguard.replay.trace import Trace, TracedOp, identical, is_like, layout_of
 from ampguard.replay.transformed import TransformedNodes
 from ampguard.replay.variants import Captured, CodePlace, Intervention, RunKey, Variant, converted, widened
 from ampguard.replay.writer import TraceWriter
@@ -262,7 +262,7 @@ class ReplayMode(compat.DispatchMode):
         in_module = isinstance(self.event, RootCall) and isinstance(output, Tensor) and compat.has_values(output)
         for group in self.sought if in_module else ():
             value = group[0]
-            alike = output.shape == value.shape and output.dtype == value.dtype and may_have_made(func, value)
+            alike = is_like(output, value) and may_have_made(func, value)
             if alike and identical(value, output):
                 self._found_one_of(group, (place, run), output)
 
@@ -401,7 +401,7 @@ def _number_of_node(value: Tensor) -> int:
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
     names = [v.grad_fn.name() if v.grad_fn is not None else None for v in (one, other)]
-    return one.shape == other.shape and one.dtype == other.dtype and names[0] == names[1] and identical(one, other)
+    return is_like(one, other) and names[0] == names[1] and identical(one, other)
 
 
 def may_have_made(func: Any, value: Tensor) -> bool:

@@ -188,7 +188,7 @@ def _as_argument(evidence: Evidence) -> str | None:
 
 def _holds(evidence: Evidence, leaf: object, values: torch.Tensor) -> bool:
     tensor = leaf.value if isinstance(leaf, Held) else evidence.made(leaf) if isinstance(leaf, Ref) else None
-    return tensor is not None and tensor.shape == values.shape and torch.equal(tensor.to(values.dtype), values)
+    return tensor is not None and tensor.shape == values.shape and torch.equal(tensor.to(values), values)
 
 
 def _finite_operands(evidence: Evidence, bound: float | None = None) -> Variant:

@@ -26,7 +26,7 @@ from ampguard.diagnose.code.source import line_of_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.incident import Incident
 from ampguard.replay.sandbox import neutral_thread, quiet
-from ampguard.replay.trace import identical
+from ampguard.replay.trace import identical, is_like
 
 MAX_FRAMES = 60
 MAX_OPERATORS = 64
@@ -84,8 +84,7 @@ def _operators_of(tensor: Tensor, values: Tensor) -> list[GlueOp]:
         code = compile(ast.Expression(expression), frame.f_code.co_filename, "eval")
         with neutral_thread(), quiet(), torch.no_grad():
             operators, output = operators_in(lambda c=code, n=names: eval(c, n))  # type: ignore[misc]
-            is_same = isinstance(output, Tensor) and output.shape == values.shape and output.dtype == values.dtype
-            if not is_same or not identical(values, output):
+            if not isinstance(output, Tensor) or not is_like(output, values) or not identical(values, output):
                 continue
         if len(operators) > MAX_OPERATORS or not all(map(is_plain, operators)):
             continue

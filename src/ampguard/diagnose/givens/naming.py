@@ -169,7 +169,7 @@ def _state_of(root: RootCall, evidence: Evidence, element: Tensor | None) -> Nam
 
 
 def _looks_like(element: Tensor | None, value: Tensor) -> bool:
-    if element is None or element.numel() != value.numel():
+    if element is None or element.numel() != value.numel() or element.device != value.device:
         return False
     one, other = (
         torch.nan_to_num(compat.elements_here(t.detach()).double(), 7.0).reshape(-1) for t in (element, value)
