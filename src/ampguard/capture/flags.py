@@ -9,12 +9,16 @@ leaves the device busy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampguard import compat
 from ampguard.numerics import is_finite
+
+MANY = 4
+"""Tensors from which on they are looked at together."""
 
 
 class FiniteFlag:
@@ -29,7 +33,7 @@ class FiniteFlag:
             return
         self._answer = None
         with torch.no_grad():
-            finite = torch.stack([torch.isfinite(t.detach()).all() for t in floats]).all()
+            finite = _are_finite([compat.elements_here(t.detach()) for t in floats])
         self._host = torch.empty((), dtype=torch.bool, pin_memory=finite.is_cuda)
         self._host.copy_(finite, non_blocking=True)
         if finite.is_cuda:
@@ -49,6 +53,22 @@ class FiniteFlag:
             assert self._host is not None
             self._answer = bool(self._host)
         return self._answer
+
+
+def _are_finite(tensors: list[Tensor]) -> Tensor:
+    """On the device of the first, without waiting; by few kernels where the tensors are many."""
+    if len(tensors) < MANY:
+        found = [torch.isfinite(t).all() for t in tensors]
+    else:
+        groups: dict[Any, list[Tensor]] = {}
+        for t in tensors:
+            values = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+            if values.numel():
+                groups.setdefault((values.device, values.dtype), []).append(values)
+        found = [torch.isfinite(torch.stack(compat.largest_of(group))).all() for group in groups.values()]
+    if not found:  # all are empty
+        return torch.ones((), dtype=torch.bool, device=tensors[0].device)
+    return torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).all()
 
 
 def is_immediate(tensor: Tensor) -> bool:

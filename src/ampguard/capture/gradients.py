@@ -11,9 +11,10 @@ from torch import Tensor
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judging.judge import Judge
+from ampguard.capture.on_device import DeviceGradients
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
-from ampguard.compat import version_of, versions_of
+from ampguard.compat import HAS_CUDA, version_of, versions_of
 from ampguard.numerics import all_finite_on_cpu
 
 CLOSE_LOOKS = 8
@@ -30,6 +31,7 @@ class GradientWatch:
         """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
         self.remade = RemadeGradients(log)
+        self.on_device = DeviceGradients()
         self._log = log
         self._judge = judge.gradients
         self._judge_of_losses = judge
@@ -95,7 +97,7 @@ class GradientWatch:
         self._versions = []  # it may change them by this update (or others by hand after it: master weights)
         if self._log.is_empty:
             return
-        if self._are_finite(gradients_of(optimizer)):
+        if self._are_finite(gradients_of(optimizer)) and self._are_finite_elsewhere(optimizer):
             self._judge.are_good()
         elif not (self.remade.are_used and self._judge_remade(optimizer)):
             since = self._cleared_since(optimizer)
@@ -120,6 +122,15 @@ class GradientWatch:
             found = {id(g): v for many in self._known_finite for g, v in zip(*many, strict=True)}
             gradients = [g for g, v in zip(gradients, versions, strict=True) if found.get(id(g)) != v]
         return not gradients or all_finite_on_cpu(gradients)
+
+    def _are_finite_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Those on an accelerator, as far as that is known before they are used."""
+        return not HAS_CUDA or self.on_device.are_finite(parameters_of(optimizer), self._judge.step)
+
+    def settle_late(self, waits: bool) -> None:
+        """What a device has found of gradients that were used before it had come to them."""
+        for late in self.on_device.take_bad(waits):
+            self._judge.were_bad(late.parameters, late.step)
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""

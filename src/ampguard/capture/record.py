@@ -327,6 +327,8 @@ class BadResult:
     """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
     is_replaced: bool = False
     """The script has put finite gradients in their place, before the scaler looks at them."""
+    is_late: bool = False
+    """The optimizer had used them when the device that holds them came to them: their step is over."""
     is_of_weights: bool = False
     """What the script wrote to weights between two steps, in place of a loss."""
     is_of_preparation: bool = False

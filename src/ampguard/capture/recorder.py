@@ -154,6 +154,8 @@ class FlightRecorder:
             self.before_training.keep_from(self.log)
         self._has_root = self.turns.has_begun = True
         log = self.log
+        if HAS_CUDA and self.between_steps:
+            self.gradients.on_device.step_begins()
         if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         modes = current_modes()
@@ -310,6 +312,8 @@ class FlightRecorder:
             if not create_graph:
                 self.judge.count_losses(losses)
             return None
+        if self.gradients.on_device.late:
+            self.gradients.settle_late(waits=False)
         if not create_graph and not self.judge.is_healthy(losses):
             self.judge.judge_losses(losses)
         return self.backward_calls.keep(tensors, gradients, inputs, create_graph, line)
@@ -376,6 +380,8 @@ class FlightRecorder:
         if by_scaler:
             self.gradients.are_looked_at_by_scaler(optimizer, self.scaling.is_unscaled)
             return
+        if self.gradients.on_device.late:  # (they lie before the loss in the device's queue)
+            self.gradients.settle_late(waits=self.judge.has_flags)
         self.judge.read_flags(wait=True)
         if has_closure:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
@@ -407,6 +413,8 @@ class FlightRecorder:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""
         if self.judge.has_flags:
             self.judge.read_flags(wait=True)
+        if self.gradients.on_device.has_asked:
+            self.gradients.on_device.stepped()
         self._in_update = None
         if self.steps.attempted(optimizer, skipped):
             self._end_iteration(hangs_together=False)
@@ -471,6 +479,7 @@ class FlightRecorder:
     def flush(self, error: BaseException | None = None) -> None:
         """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
+        self.gradients.settle_late(waits=True)
         self.judge.settle_last(error)
         if error is not None and not self.turns.has_begun:
             self._ended_before_training(error)

@@ -74,6 +74,14 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(together(tensors)) if together is not None else [torch.linalg.vector_norm(t) for t in tensors]
 
 
+def largest_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value of each tensor, of one device and type; NaN where it holds one."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None or tensors[0].dtype.itemsize < 2:
+        return [t.float().abs().amax() for t in tensors]
+    return list(together(tensors, float("inf")))
+
+
 def has_gradient_hooks(leaf: torch.Tensor) -> bool:
     """Whether something happens when a gradient has been added to this leaf, beside our own looking on."""
     return hooks_behind_leaf(leaf) is not None or torch.distributed.is_initialized()

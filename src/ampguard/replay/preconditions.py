@@ -12,16 +12,26 @@ from ampguard.replay.behind import forward_code_of_functions
 
 
 def check(
-    events: list[Event], recorder: FlightRecorder, keeps_graph: bool, is_exact: bool, is_complete: bool = True
+    events: list[Event],
+    recorder: FlightRecorder,
+    keeps_graph: bool,
+    is_exact: bool,
+    is_complete: bool = True,
+    is_late: bool = False,
 ) -> None:
     """Raise ReplayError where a step cannot be run again.
 
     `keeps_graph`: gradients are replayed, too. `is_exact`: ChangedSinceError, too, where its givens have changed since.
-    `is_complete`: everything that the step computed was recorded.
+    `is_complete`: everything that the step computed was recorded. `is_late`: a device came to its gradients behind the update.
     """
     if not events and not is_complete:
         raise ReplayError(
             "it runs more operators outside modules than are recorded of a step, and what led to the bad result came later"
+        )
+    if is_late:
+        raise ReplayError(
+            "the device came to these gradients when the optimizer had used them: the script runs ahead of it. A loop that reads "
+            "its loss in each step (`loss.item()`), or `--on-nonfinite stop`, has them looked at before"
         )
     if not events and recorder.has_compiled_before:
         raise ReplayError(

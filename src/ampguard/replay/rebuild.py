@@ -114,8 +114,10 @@ class Replayer:
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
-        complete = self.bad.record.complete
-        preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact, complete)
+        bad = self.bad
+        preconditions.check(
+            self.events, self._recorder, self.keeps_graph, self.is_exact, bad.record.complete, bad.is_late
+        )
         check_what_was_sent(self.events, self._recorder.collectives)
 
     @cached_property

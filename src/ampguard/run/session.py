@@ -93,6 +93,7 @@ class Session:
         )
         self._dynamics.by_script.somebody_else_does = options.on_nonfinite != "observe"
         self._casebook.past_scaler.may_wait = options.on_nonfinite == "observe"
+        self._recorder.gradients.on_device.waits_always = options.on_nonfinite != "observe"
         self._ranks: RankWatch | None = None
         self._children: ChildProcesses | None = None
         self._stop_at_next_forward: str | None = None

@@ -1,0 +1,84 @@
+"""Gradients on an accelerator that no scaler looks at: are they finite? asked without holding the script up.
+
+A flag is queued behind the backward pass. Where the device had nothing left to do when the step began (the script itself
+waits for it in each step, by `loss.item()` for one, or is what takes the time), its answer is waited for before the optimizer
+changes the parameters, and a bad step can be run again. Elsewhere waiting would cost what the script gains by running ahead: the
+answer is read when it is there, behind the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
+from ampguard.compat import cuda_is_in_use as is_in_use
+
+MOST_LATE = 2
+"""Steps whose answers are waited for at most: the script is not that far ahead of the device."""
+
+
+@dataclass(slots=True)
+class LateFlag:
+    """What a device has not answered yet of a step's gradients."""
+
+    flag: FiniteFlag
+    step: int
+    parameters: list[Tensor]
+
+
+class DeviceGradients:
+    """Asked before each update that no scaler allows."""
+
+    def __init__(self) -> None:
+        self.waits_always = False
+        """Whether a bad update is to be stopped or held off, whatever the waiting costs."""
+        self.late: list[LateFlag] = []
+        self._end: Any = None
+        """An event behind the last update."""
+        self._is_open = False
+        """Whether the device was not asked yet, in the running step, if it has come to that event."""
+        self._was_idle = True
+        self.has_asked = False
+        """Whether gradients of the running step lie on a device."""
+
+    def step_begins(self) -> None:
+        """The first module of a step is called."""
+        if self._is_open:
+            self._is_open = False
+            self._was_idle = not is_capturing() and bool(self._end.query())
+
+    def are_finite(self, parameters: Iterable[Tensor], step: int) -> bool:
+        """Whether they are, as far as it is known now: those whose gradients lie on a device are asked for in any case."""
+        held = [p for p in parameters if p.grad is not None and not is_immediate(p.grad)]
+        if not held or is_capturing():
+            return True
+        self.has_asked = True
+        flag = FiniteFlag([p.grad for p in held if p.grad is not None])
+        if self._was_idle or self.waits_always:
+            return flag.is_set()
+        self.late.append(LateFlag(flag, step, held))
+        return True
+
+    def stepped(self) -> None:
+        """The optimizer's update is queued."""
+        self.has_asked = False
+        if not is_in_use() or is_capturing():
+            return
+        if self._end is None:
+            self._end = torch.cuda.Event()
+        self._end.record()
+        self._is_open, self._was_idle = True, False
+
+    def take_bad(self, waits: bool) -> list[LateFlag]:
+        """Those that the device has found bad since. `waits`: for all that it was asked."""
+        bad = []
+        while self.late and (waits or len(self.late) > MOST_LATE or self.late[0].flag.is_known):
+            first = self.late.pop(0)
+            if not first.flag.is_set():
+                bad.append(first)
+        return bad
