@@ -15,7 +15,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.protocol.added import AddedGradients
 from ampguard.capture.protocol.assigned import AssignedGradients
-from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.gradients import Comparison, OptimizerWatch
 from ampguard.capture.protocol.graph_hooks import GraphHooks
 from ampguard.capture.protocol.hand_scale import HandScale
 from ampguard.capture.protocol.handed_over import HandedOver
@@ -136,17 +136,19 @@ class CloseLook:
             if made_at is not None:
                 scale = float(of.current_scale())
                 self._tell("unscaled-backward", watch, of, (made_at, frame), scale, {"of_weights": True})
+        compared = None
         if moves.looks_closely and of.is_enabled:
             if len(moves.watches.optimizers) > 1:
                 self._tell_shared(watch, of, frame)
             self._tell_added(watch, of, frame)
-            self._tell_replaced(watch, of)
+            compared = self._tell_replaced(watch, of)
         stage, ledger = moves.machine.stage(watch), moves.machine.ledger(watch)
         is_ours = isinstance(of.ref(), compat.BorrowedScaler)  # it tells of a division before it divides
         if watch.copy is None or is_ours or stage not in (Stage.SCALED, Stage.UNSCALED):
             watch.copy = None
             return
-        by, scale = watch.divided_by(), float(of.current_scale())
+        compared = compared or watch.compared()
+        by, scale = compared.divided_by if compared is not None else None, float(of.current_scale())
         if by is None and moves.scale_was_read and _is_about(watch.shrunk_by(), scale):
             by = scale  # divided, and put together with others (a mean over models)
         watch.copy = None
@@ -158,11 +160,15 @@ class CloseLook:
             first = ledger.unscaled_at if stage is Stage.UNSCALED else last
             self._tell("double-unscale", watch, of, (first, frame), scale, facts)
 
-    def _tell_replaced(self, watch: OptimizerWatch, of: ScalerWatch) -> None:
+    def _tell_replaced(self, watch: OptimizerWatch, of: ScalerWatch) -> Comparison | None:
         """The script hides an overflow from the scaler (`nan_to_num`), which would have lowered the scale."""
         moves, optimizer = self._moves, watch.ref()
-        if optimizer is not None and moves.machine.stage(watch) is Stage.SCALED and watch.was_made_finite():
+        if optimizer is None or moves.machine.stage(watch) is not Stage.SCALED:
+            return None
+        compared = watch.compared()
+        if compared is not None and compared.was_made_finite:
             moves.recorder.gradients.replaced(optimizer, float(of.current_scale()))
+        return compared
 
     def note_division(self, watch: OptimizerWatch) -> None:
         """The script may have divided the gradients by the scale itself, before more are added or before its own step."""

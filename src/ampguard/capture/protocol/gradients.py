@@ -5,8 +5,10 @@ Asked of a few of its parameters, by the identity and the version counter of the
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -34,6 +36,31 @@ Seen = tuple[Tensor | None, int]
 def is_empty(parameter: Tensor) -> bool:
     """Whether nothing of it is here: FSDP1 leaves a rank the names of parameters that other ranks hold."""
     return not torch.nn.parameter.is_lazy(parameter) and parameter.numel() == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A gradient beside what backward left: in double precision, where no finite one's square leaves the range."""
+
+    square: float
+    """Of the gradient's length."""
+    ratio: float
+    off: float
+    """How far the old one is from so many times the new one."""
+    length_before: float
+    divided: float
+
+    @property
+    def divided_by(self) -> float | None:
+        """By what it was divided by hand; None where that is not one number."""
+        if not self.square or not math.isfinite(self.length_before):
+            return None
+        return self.ratio * self.divided if self.off <= 1e-2 * self.length_before else None
+
+    @property
+    def was_made_finite(self) -> bool:
+        """Whether it was not finite, and is now."""
+        return not math.isfinite(self.length_before) and math.isfinite(self.square)
 
 
 class OptimizerWatch:
@@ -220,8 +247,9 @@ class OptimizerWatch:
             with compat.unseen():
                 self.copy = (smallest, smallest.grad.detach().clone())
 
-    def divided_by(self) -> float | None:
-        """By what the gradient was divided by hand; None where that is not one number. Waits for the device."""
+    def compared(self) -> Comparison | None:
+        """The gradient as it is now, beside the copy of what backward left; None where there is none. Waits for the device,
+        once."""
         if self.copy is None:
             return None
         parameter, old = self.copy
@@ -230,18 +258,15 @@ class OptimizerWatch:
             return None
         with torch.no_grad(), compat.unseen():
             a, b = old.double().flatten(), new.detach().double().flatten()
-            dot = float(b @ b)
-            if not dot or not bool(a.isfinite().all()):
-                return None
-            ratio = float(a @ b) / dot
-            return ratio * self.divided if float((a - ratio * b).norm()) <= 1e-2 * float(a.norm()) else None
+            across, length = a @ b, b @ b
+            ratio = across / length
+            square, by, off, before = torch.stack([length, ratio, (a - ratio * b).norm(), a.norm()]).tolist()
+        return Comparison(square, by, off, before, self.divided)
 
-    def was_made_finite(self) -> bool:
-        """Whether the gradient was not finite as backward left it, and is now. Waits for the device."""
-        if self.copy is None or self.copy[0].grad is None:
-            return False
-        with torch.no_grad(), compat.unseen():
-            return not is_finite(self.copy[1]) and is_finite(self.copy[0].grad.detach())
+    def divided_by(self) -> float | None:
+        """By what the gradient was divided by hand; None where that is not one number. Waits for the device."""
+        compared = self.compared()
+        return compared.divided_by if compared is not None else None
 
     def shrunk_by(self) -> float | None:
         """By what the gradient's length was divided, where its direction has changed as well. Waits for the device."""

@@ -79,7 +79,12 @@ class DeviceScale:
 
     def __float__(self) -> float:
         value = self._value if self._value is not None else self._live
-        return float(value) if value is not None else math.nan
+        if value is None:
+            return math.nan
+        number = float(value)
+        if isinstance(value, Tensor) and not value.is_cpu:
+            self._value = number  # a device is waited for once
+        return number
 
 
 class SquaredScale:

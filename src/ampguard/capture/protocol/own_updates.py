@@ -52,14 +52,17 @@ class _Followed:
     version: int
     before: Tensor
     gradient: Tensor
+    is_written: bool = False
+    """Whether the script was seen to write to its memory."""
 
     def rate(self) -> float | None:
         """By how many times its gradient it was moved against it (negative: along it); None where it was not.
 
         Waits for the device.
         """
-        if version_of(self.parameter) == self.version and torch.equal(self.parameter.detach(), self.before):
-            return None
+        may_be_same = not self.is_written and version_of(self.parameter) == self.version
+        if may_be_same and (not self.parameter.is_cpu or torch.equal(self.parameter.detach(), self.before)):
+            return None  # (on a device, what was written by `.data` was seen)
         change = (self.before.double() - self.parameter.detach().double()).flatten()
         g = self.gradient.double().flatten()
         square = float(g @ g)
@@ -138,6 +141,8 @@ class OwnUpdates:
             key = compat.storage_key(target)
             if key in self._lines:
                 self._lines[key] = self._lines[key] or where
+                for each in (*self._followed, *self._of_optimizers):
+                    each.is_written = each.is_written or compat.storage_key(each.parameter) == key
 
     def settle(self) -> None:
         """The iteration is over, or it goes on to other gradients: were they moved along those that still carry the scale?"""
