@@ -278,3 +278,20 @@ def test_the_line_that_wrote_bad_values_into_a_weight(
     )
     assert "The script itself has given it these values in this step" in incident.explanation
     assert [fix.action for fix in incident.fixes if fix.verified] == ["initialise-parameter"]
+
+
+def test_running_statistics_are_written_to_though_pytorch_counts_it_nowhere(guard: Guard) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for step in range(3):
+        model(torch.full((5, 4), math.nan) if step == 1 else torch.randn(5, 4))
+    model.eval()
+
+    def body() -> float:
+        with torch.no_grad():
+            return float(model(torch.randn(5, 4)).sum())
+
+    incident = guard(body).first
+    assert (incident.cause, incident.evidence["batches_tracked"]) == ("nonfinite-parameter", 3)
+    assert "updated it in 3 batches of training" in incident.explanation
+    assert "no write to it" not in incident.explanation

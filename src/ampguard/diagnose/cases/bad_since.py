@@ -65,6 +65,11 @@ class BadSince:
             where = f"{Path(loaded['file']).name}:{loaded['line']}"
             text = f"These values were loaded at {where}: {loaded['code']}. Nothing has written to it since."
             text += _held_in(facts)
+        elif facts.get("role") == "buffer" and facts.get("batches_tracked"):
+            text = (
+                f"Its module has updated it in {facts['batches_tracked']} batches of training: one that was not finite gave "
+                f"it these values."
+            )
         elif facts.get("role") == "buffer" and facts.get("times_written") == 0:
             text = (
                 "PyTorch has counted no write to it since it was made: its construction, a checkpoint or an assignment gave it "

@@ -66,6 +66,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             "is_trained": state.held.requires_grad,
             "is_only_evaluated": _is_only_evaluated(evidence, state.held),
             "times_written": version_of(state.held),
+            "batches_tracked": _batches_tracked(evidence, state.held),
             "gradients_were_looked_at": state.held.requires_grad and state.held.is_cpu,
             "written_at": {"file": at.file, "line": at.line, "code": at.code} if at is not None else None,
             "last_written_at": {"file": last.file, "line": last.line, "code": last.code} if last is not None else None,
@@ -98,6 +99,14 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         ),
         phase="parameters",
     )
+
+
+def _batches_tracked(evidence: Evidence, state: torch.Tensor) -> int | None:
+    """In how many batches a normalisation has updated this running statistic: writes of which PyTorch counts none."""
+    modules = (m for e in evidence.events() if isinstance(e, RootCall) for m in e.module.modules())
+    owner = next((m for m in modules if any(b is state for b in compat.buffers_of(m).values())), None)
+    count = compat.buffers_of(owner).get("num_batches_tracked") if owner is not None else None
+    return int(count) if count is not None and count is not state and count.numel() == 1 else None
 
 
 def _uninitialised_at(evidence: Evidence, state: torch.Tensor) -> Location | None:
