@@ -68,7 +68,7 @@ def test_float16_is_a_grad_scaler_loop() -> None:
         loss = loss_of(amp, number)
         amp.backward(loss)
         result = amp.step()
-        assert result.loss_scale == scales[number]
+        assert result.loss_scale == result.scale == scales[number]
         assert result.skipped is not bool(torch.isfinite(torch.tensor(norms[number])))
         if not result.skipped:
             assert result.grad_norm == pytest.approx(norms[number], rel=1e-4)

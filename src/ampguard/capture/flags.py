@@ -33,10 +33,12 @@ class FiniteFlag:
             return
         self._answer = None
         with torch.no_grad():
-            finite = _are_finite([compat.elements_here(t.detach()) for t in floats])
-        self._host = torch.empty((), dtype=torch.bool, pin_memory=finite.is_cuda)
-        self._host.copy_(finite, non_blocking=True)
-        if finite.is_cuda:
+            values = [compat.elements_here(t.detach()) for t in floats]
+            # a single number is looked at where it arrives
+            found = values[0].reshape(()) if len(values) == 1 and values[0].numel() == 1 else _are_finite(values)
+            self._host = torch.empty((), dtype=found.dtype, pin_memory=found.is_cuda)
+            self._host.copy_(found, non_blocking=True)
+        if found.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -51,7 +53,7 @@ class FiniteFlag:
             if self._event is not None:
                 self._event.synchronize()
             assert self._host is not None
-            self._answer = bool(self._host)
+            self._answer = bool(self._host) if self._host.dtype == torch.bool else is_finite(self._host)
         return self._answer
 
 

@@ -58,6 +58,11 @@ class StepResult:
         return 1.0 if self._scale is None else float(self._scale)
 
     @property
+    def scale(self) -> float:
+        """`loss_scale`, by the name that `GradScaler.scale` gives it."""
+        return self.loss_scale
+
+    @property
     def nonfinite(self) -> tuple[str, ...] | None:
         """Names of the parameters whose gradients were not finite.
 
