@@ -1,9 +1,9 @@
 """Gradients on an accelerator that no scaler looks at: are they finite? asked without holding the script up.
 
-A flag is queued behind the backward pass. Where the device had nothing left to do when the step began (the script itself
+A flag is queued behind the backward pass. Where the device has come to the end of the last step by then (the script itself
 waits for it in each step, by `loss.item()` for one, or is what takes the time), its answer is waited for before the optimizer
-changes the parameters, and a bad step can be run again. Elsewhere waiting would cost what the script gains by running ahead: the
-answer is read when it is there, behind the update.
+changes the parameters, and a bad step can be run again. Elsewhere waiting would cost what the script gains by running ahead
+by more than a step: the answer is read when it is there, behind the update.
 """
 
 from __future__ import annotations
@@ -40,17 +40,8 @@ class DeviceGradients:
         self.late: list[LateFlag] = []
         self._end: Any = None
         """An event behind the last update."""
-        self._is_open = False
-        """Whether the device was not asked yet, in the running step, if it has come to that event."""
-        self._was_idle = True
         self.has_asked = False
         """Whether gradients of the running step lie on a device."""
-
-    def step_begins(self) -> None:
-        """The first module of a step is called."""
-        if self._is_open:
-            self._is_open = False
-            self._was_idle = not is_capturing() and bool(self._end.query())
 
     def are_finite(self, parameters: Iterable[Tensor], step: int) -> bool:
         """Whether they are, as far as it is known now: those whose gradients lie on a device are asked for in any case."""
@@ -59,7 +50,7 @@ class DeviceGradients:
             return True
         self.has_asked = True
         flag = FiniteFlag([p.grad for p in held if p.grad is not None])
-        if self._was_idle or self.waits_always:
+        if self.waits_always or self._end is None or self._end.query():
             return flag.is_set()
         self.late.append(LateFlag(flag, step, held))
         return True
@@ -72,7 +63,6 @@ class DeviceGradients:
         if self._end is None:
             self._end = torch.cuda.Event()
         self._end.record()
-        self._is_open, self._was_idle = True, False
 
     def take_bad(self, waits: bool) -> list[LateFlag]:
         """Those that the device has found bad since. `waits`: for all that it was asked."""

@@ -154,8 +154,6 @@ class FlightRecorder:
             self.before_training.keep_from(self.log)
         self._has_root = self.turns.has_begun = True
         log = self.log
-        if HAS_CUDA and self.between_steps:
-            self.gradients.on_device.step_begins()
         if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
             self._look_at_written()
         modes = current_modes()
