@@ -39,9 +39,9 @@ class DeviceGradients:
         """Whether a bad update is to be stopped or held off, whatever the waiting costs."""
         self.late: list[LateFlag] = []
         self._end: Any = None
-        """An event behind the last update."""
+        """An event behind the last iteration's updates."""
         self.has_asked = False
-        """Whether gradients of the running step lie on a device."""
+        """Whether gradients of the running iteration lie on a device."""
 
     def are_finite(self, parameters: Iterable[Tensor], step: int) -> bool:
         """Whether they are, as far as it is known now: those whose gradients lie on a device are asked for in any case."""
@@ -55,8 +55,8 @@ class DeviceGradients:
         self.late.append(LateFlag(flag, step, held))
         return True
 
-    def stepped(self) -> None:
-        """The optimizer's update is queued."""
+    def iteration_ends(self) -> None:
+        """The update that ends it is queued."""
         self.has_asked = False
         if not is_in_use() or is_capturing():
             return

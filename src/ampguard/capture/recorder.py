@@ -411,10 +411,10 @@ class FlightRecorder:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""
         if self.judge.has_flags:
             self.judge.read_flags(wait=True)
-        if self.gradients.on_device.has_asked:
-            self.gradients.on_device.stepped()
         self._in_update = None
         if self.steps.attempted(optimizer, skipped):
+            if self.gradients.on_device.has_asked:
+                self.gradients.on_device.iteration_ends()
             self._end_iteration(hangs_together=False)
 
     @property
