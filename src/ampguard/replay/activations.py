@@ -185,10 +185,12 @@ class ActivationSampling:
 def is_narrow(dtype: torch.dtype) -> bool:
     """Whether values of this type can outgrow it in an ordinary training: float16, not bfloat16.
 
-    >>> is_narrow(torch.float16), is_narrow(torch.bfloat16), is_narrow(torch.int8)
-    (True, False, False)
+    Nor float8: what is stored in it was scaled to fill its range.
+
+    >>> is_narrow(torch.float16), is_narrow(torch.bfloat16), is_narrow(torch.int8), is_narrow(torch.float8_e4m3fn)
+    (True, False, False, False)
     """
-    return dtype.is_floating_point and largest(dtype) < NARROW
+    return dtype.is_floating_point and dtype.itemsize > 1 and largest(dtype) < NARROW
 
 
 def is_compiled(module: nn.Module) -> bool:
