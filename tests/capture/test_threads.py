@@ -157,6 +157,42 @@ def test_a_thread_looks_at_its_own_optimizers_only(guard: Guard, monkeypatch: An
     assert all(len(threads) == 1 for threads in asked.values())
 
 
+class Asked(nn.Parameter):
+    """Notes which threads ask for its gradient."""
+
+    by: dict[int, set[int]]
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        self.by.setdefault(id(self), set()).add(threading.get_ident())
+        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["all are held", "a part is in no optimizer"])
+def test_a_thread_asks_for_the_gradients_of_its_own_weights_only(forgets: bool, guard: Guard, monkeypatch: Any) -> None:
+    """In any look that is taken while two train: the engine may be writing to those of the other's."""
+    asked: dict[int, set[int]] = {}
+    monkeypatch.setattr(Asked, "by", asked, raising=False)
+
+    def body() -> list[int]:
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+        for module in (part for m in models for part in m):
+            module.weight, module.bias = Asked(module.weight.detach()), Asked(module.bias.detach())
+        held = [[m[0].weight, *m[1].parameters()] if forgets else list(m.parameters()) for m in models]
+        optimizers = [torch.optim.SGD(p, lr=0.01) for p in held]
+        asked.clear()
+        in_turns(*(trainer(m, o, steps=40) for m, o in zip(models, optimizers, strict=True)))
+        return [len(threads) for threads in asked.values()]
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert set(run.result) == {1}
+
+
 def scaled(clips: bool, wait: Callable[[], None], steps: int = 6) -> list[bytes]:
     """A loop with a scaler; `clips`: the norm of gradients that are still scaled."""
     generator = torch.Generator().manual_seed(7)
