@@ -48,7 +48,7 @@ class _Left:
     @staticmethod
     def of(parameter: Tensor, inside: str | None) -> _Left:
         with compat.unseen():
-            value = parameter.detach().clone() if parameter.numel() <= SMALL else None
+            value = compat.local_part(parameter.detach()).clone() if parameter.numel() <= SMALL else None
         return _Left(weakref.ref(parameter), version_of(parameter), value, inside)
 
     def is_left(self, held: set[int], has_ended: bool = False) -> bool:
@@ -56,7 +56,7 @@ class _Left:
         p = self.parameter()
         if p is None or id(p) in held or version_of(p) != self.version or not (has_ended or _has_gradient(p)):
             return False
-        return self.value is None or bool(p.detach().equal(self.value))
+        return self.value is None or bool(compat.local_part(p.detach()).equal(self.value))
 
 
 class NeverHeld:
@@ -164,7 +164,7 @@ def _is_new(parameter: Tensor, held: list[Tensor]) -> bool:
 def _has_gradient(parameter: Tensor) -> bool:
     """Waits for the device."""
     gradient = parameter.grad
-    return gradient is not None and not gradient.is_sparse and bool(gradient.any())
+    return gradient is not None and not gradient.is_sparse and bool(compat.local_part(gradient).any())
 
 
 def _hidden_in(roots: Iterable[nn.Module], held: set[int]) -> Iterator[tuple[Tensor, str]]:
