@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from watching import Watched, bits
 
 import warm
+from ampguard.capture.glue import schedule
 from ampguard.capture.protocol.gradients import OptimizerWatch
 
 Guard = Callable[..., Watched]
@@ -153,6 +155,42 @@ def test_a_thread_looks_at_its_own_optimizers_only(guard: Guard, monkeypatch: An
     assert run.faults == 0, run.stderr
     assert asked
     assert all(len(threads) == 1 for threads in asked.values())
+
+
+class Asked(nn.Parameter):
+    """Notes which threads ask for its gradient."""
+
+    by: dict[int, set[int]]
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        self.by.setdefault(id(self), set()).add(threading.get_ident())
+        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["all are held", "a part is in no optimizer"])
+def test_a_thread_asks_for_the_gradients_of_its_own_weights_only(forgets: bool, guard: Guard, monkeypatch: Any) -> None:
+    """In any look that is taken while two train: the engine may be writing to those of the other's."""
+    asked: dict[int, set[int]] = {}
+    monkeypatch.setattr(Asked, "by", asked, raising=False)
+
+    def body() -> list[int]:
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+        for module in (part for m in models for part in m):
+            module.weight, module.bias = Asked(module.weight.detach()), Asked(module.bias.detach())
+        held = [[m[0].weight, *m[1].parameters()] if forgets else list(m.parameters()) for m in models]
+        optimizers = [torch.optim.SGD(p, lr=0.01) for p in held]
+        asked.clear()
+        in_turns(*(trainer(m, o, steps=40) for m, o in zip(models, optimizers, strict=True)))
+        return [len(threads) for threads in asked.values()]
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert set(run.result) == {1}
 
 
 def scaled(clips: bool, wait: Callable[[], None], steps: int = 6) -> list[bytes]:
@@ -290,8 +328,16 @@ def modes_on() -> int:
 
 
 @pytest.mark.parametrize("comes_back", ["with a module", "with a batch", "with an optimizer"])
-def test_the_tape_of_a_thread_that_trains_no_more_is_taken_off(comes_back: str, guard: Guard) -> None:
-    """The main thread has computed a loss, and another one trains: the next thing of ours that is called here cleans up."""
+@pytest.mark.parametrize("long_step", [0.0, math.inf], ids=["long steps", "short steps"])
+def test_the_tape_of_a_thread_that_trains_no_more_is_taken_off(
+    long_step: float, comes_back: str, guard: Guard, monkeypatch: Any
+) -> None:
+    """The main thread has computed a loss, and another one trains: the next thing of ours that is called here cleans up.
+
+    That of the other thread is on its stack then: one of calls where its steps are short, else one of operators.
+    """
+    monkeypatch.setattr(schedule, "LONG_STEP", long_step)
+    monkeypatch.setattr(schedule, "MUCH_GLUE", math.inf)
     model = nn.Linear(4, 2)
     x = torch.ones(2, 4)
     has_trained, ends = threading.Event(), threading.Event()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from ampguard.capture.glue import schedule
 
 Guard = Callable[..., Any]
 
@@ -52,8 +55,11 @@ def test_a_bad_checkpoint(assign: bool, steps: int, guard: Guard) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 6])
-def test_an_average_that_is_none_yet(steps: int, guard: Guard) -> None:
-    """Seen as it was computed, or told where it was loaded."""
+@pytest.mark.parametrize("long_step", [0.0, math.inf], ids=["by operators", "by calls"])
+def test_an_average_that_is_none_yet(long_step: float, steps: int, guard: Guard, monkeypatch: Any) -> None:
+    """Seen as it was computed, or told where it was loaded: in the evaluation that uses it."""
+    monkeypatch.setattr(schedule, "LONG_STEP", long_step)
+    monkeypatch.setattr(schedule, "MUCH_GLUE", math.inf)
 
     def body() -> None:
         model, opt, x = made()

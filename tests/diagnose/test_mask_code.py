@@ -44,6 +44,11 @@ def written(scores: Tensor) -> Tensor:
     return scores
 
 
+def written_rows(scores: Tensor) -> Tensor:
+    scores[PADDED.all(-1)] = -math.inf
+    return scores
+
+
 def closed_twice(scores: Tensor) -> Tensor:
     scores = scores.masked_fill(torch.tensor([True, False, False]), float("-inf"))
     return scores.masked_fill(torch.tensor([False, True, True]), float("-inf"))
@@ -90,6 +95,13 @@ def test_the_masking_line_is_changed(mask: Callable[[Tensor], Tensor], opened: s
 def test_one_of_two_masks_is_no_cure_by_itself(guard: Guard) -> None:
     fixes = fixes_of(guard, closed_twice)
     assert fixes["fix-mask"].startswith("give every row at least one key")
+
+
+def test_a_mask_of_rows_has_no_row_to_leave_open(guard: Guard) -> None:
+    """`scores[rows] = ...` is `index_put_`, or (since PyTorch 2.15) a `masked_fill_` of the rows' elements."""
+    fixes = fixes_of(guard, written_rows)
+    assert fixes["fix-mask"].startswith("give every row at least one key")
+    assert fixes["mask-value"] == "scores[PADDED.all(-1)] = torch.finfo(scores.dtype).min"
 
 
 def test_a_log_of_a_determinant_is_written_with_slogdet(guard: Guard) -> None:

@@ -18,7 +18,7 @@ class Rate(nn.Module):
         self.rate = nn.Parameter(torch.tensor([0.5, 0.2]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return -self.rate * x.clamp(min=0) ** 0.5
+        return -self.rate * x.abs() ** 0.5
 
 
 class Adjoint(torch.autograd.Function):
@@ -67,7 +67,7 @@ def test_the_line_is_that_of_the_forward_pass(guard: Callable[..., Watched]) -> 
         "aten.pow.Tensor_Scalar",
     )
     assert incident.location is not None
-    assert incident.location.code == "return -self.rate * x.clamp(min=0) ** 0.5"
+    assert incident.location.code == "return -self.rate * x.abs() ** 0.5"
     assert [fix.verified for fix in incident.fixes] == [True, True]
     assert not run.faults
 

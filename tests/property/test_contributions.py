@@ -198,3 +198,22 @@ def test_coordinates_are_those_of_unravel(shape: list[int]) -> None:
     for flat in range(count):
         expected = [int(c) for c in torch.unravel_index(torch.tensor(flat), shape)]
         assert coordinates(flat, tuple(shape)) == expected
+
+
+@given(seeds, sizes, sizes, st.data())
+def test_what_is_written_into_a_tensor_leaves_the_rest_where_it_is(seed: int, n: int, m: int, data: Any) -> None:
+    x, y = operands(seed, (n, m), (1, m))
+    at = data.draw(st.integers(0, n - 1))
+    row, rows = torch.tensor([at]), torch.full((1, m), at)
+    is_row = (torch.arange(n) == at).unsqueeze(1)
+    check(aten.index_fill.int_Scalar, x, 0, row, 2.0, tight=False)
+    check(aten.index_put.default, x, [row], y, tight=False, known=False)
+    check(aten.index_put.default, x, [row], y, True, tight=False, known=False)
+    check(aten.index_add.default, x, 0, row, y, tight=False, known=False)
+    check(aten.index_copy.default, x, 0, row, y, tight=False, known=False)
+    check(aten.scatter.src, x, 0, rows, y, tight=False, known=False)
+    check(aten.scatter_add.default, x, 0, rows, y, tight=False, known=False)
+    check(aten.scatter_reduce.two, x, 0, rows, y, "amax", tight=False, known=False)
+    check(aten.select_scatter.default, x, y[0], 0, at, tight=False, known=False)
+    check(aten.slice_scatter.default, x, y, 0, at, at + 1, tight=False, known=False)
+    check(aten.masked_scatter.default, x, is_row.expand(n, m), y, tight=False, known=False)

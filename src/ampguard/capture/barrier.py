@@ -36,20 +36,22 @@ class FaultBarrier:
         self.is_hiding = False
         """True while the script's own modes are switched off, so that they do not see our operators."""
         self.before_hiding: Callable[[], None] | None = None
-        """Called first where modes are active: one may be ours, left on the stack of a thread that trained before."""
+        """Called first where modes are active: one may be ours, left on the stack of a thread that trained before. (One of
+        the thread that trains now may be on its own stack: `own_modes` tells nothing of another's.)"""
 
     def call(self, function: Callable[..., T], *args: Any) -> T | None:
         """`function(*args)`, or None where the guard is off or has just failed."""
         if self.tripped:
             return None
         try:
-            depth = function_modes_on()
-            if (not depth and dispatch_modes_on() <= self.own_modes) or self.is_hiding:
+            depth, modes = function_modes_on(), dispatch_modes_on()
+            is_clear = not depth and modes <= self.own_modes and not (modes and self.before_hiding)
+            if is_clear or self.is_hiding:
                 return function(*args)
             calls = self.calls
             if calls is not None and calls.step_aside(depth):
                 try:
-                    if depth == 1 and dispatch_modes_on() <= self.own_modes:
+                    if depth == 1 and modes <= self.own_modes:
                         return function(*args)
                     return self.call(function, *args)
                 finally:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -154,9 +154,9 @@ class FlightRecorder:
             self.before_training.keep_from(self.log)
         self._has_root = self.turns.has_begun = True
         log = self.log
-        if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
-            self._look_at_written()
         modes = current_modes()
+        if self.between_steps and (log.written.writes or not self.steps.count & FEW_STEPS):
+            self._look_at_written("train" if modes.grad else "eval")
         if not modes.grad:
             self.pace.count(self.steps.backwards)
             self.pace.enter(log.kept)
@@ -244,15 +244,15 @@ class FlightRecorder:
         self.pace.attend(steps > 0)
         self.passed_over = -1
 
-    def _look_at_written(self) -> None:
-        """A step begins, and the script has written to weights since the last one, or may have made averages of them."""
+    def _look_at_written(self, mode: Literal["train", "eval"]) -> None:
+        """A call begins, the first behind a step: the script may have written to weights, or made averages of them."""
         self.barrier.call(self.on_written, self.log.written.weights, self.log.slice)
         if not self.log.written.writes:
             return
         self.schedule.kept_for_weights(self.log.size_of_iteration)
         bad = self.log.written.take_bad(self.log.slice)
         if bad is not None:
-            self.judge.gradients.written_weights_are_bad(bad)
+            self.judge.gradients.written_weights_are_bad(bad, mode)
 
     def root_raised(self, root: RootCall, error: BaseException) -> None:
         """A module raised."""

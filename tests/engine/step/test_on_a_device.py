@@ -94,6 +94,9 @@ def test_dampening_that_spares_the_first_gradient_is_not_fused(fake_cuda: Any) -
         assert way_of(optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5)) is Way.PLAIN
 
 
+@pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="PyTorch makes a context for fake tensors too: no second GPU"
+)
 def test_several_devices(fake_cuda: Any) -> None:
     with fake_cuda:
         held = [nn.Parameter(torch.empty(4, device=d)) for d in ("cpu", "cuda:1", "cuda:0")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -108,19 +108,18 @@ class GradientJudge:
         self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
         self.spoilt.note(parameters)
 
-    def written_weights_are_bad(self, parameter: Tensor) -> None:
+    def written_weights_are_bad(self, parameter: Tensor, mode: Literal["train", "eval"]) -> None:
         """The script itself has written to weights that were finite until then: what made it bad is told.
 
-        Bad values that it was given and only handed on (a checkpoint's) are told where the weights are used.
+        `mode`: that of the call that is about to use them. Bad values that the script was given and only handed on (a
+        checkpoint's) are told where the weights are used.
         """
         made_by = self._log.lookup(parameter)
         if made_by is None or self._losses.suspects:
             return
         given = lineage.given_to(self._log.record, made_by)
         if all(isinstance(t, nn.Parameter) or not is_immediate(t) or is_finite(t) for t in given):
-            self._report(
-                BadResult("loss", "train", self._steps.count, self._log.slice(), (made_by,), is_of_weights=True)
-            )
+            self._report(BadResult("loss", mode, self._steps.count, self._log.slice(), (made_by,), is_of_weights=True))
 
     def made_backward_raise(
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int

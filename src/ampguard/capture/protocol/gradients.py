@@ -245,7 +245,7 @@ class OptimizerWatch:
             smallest = min(with_grad, key=lambda p: (p.numel() < FEWEST, p.numel()))
             assert smallest.grad is not None
             with compat.unseen():
-                self.copy = (smallest, smallest.grad.detach().clone())
+                self.copy = (smallest, compat.local_part(smallest.grad.detach()).clone())
 
     def compared(self) -> Comparison | None:
         """The gradient as it is now, beside the copy of what backward left; None where there is none. Waits for the device,
@@ -253,7 +253,7 @@ class OptimizerWatch:
         if self.copy is None:
             return None
         parameter, old = self.copy
-        new: Any = parameter.grad
+        new = compat.local_part(parameter.grad) if parameter.grad is not None else None
         if new is None or new.shape != old.shape:
             return None
         with torch.no_grad(), compat.unseen():
@@ -273,22 +273,25 @@ class OptimizerWatch:
         if self.copy is None or self.divided_by() is not None:
             return None
         parameter, old = self.copy
-        if parameter.grad is None or parameter.grad.shape != old.shape or old.numel() < FEWEST:
+        new = compat.local_part(parameter.grad) if parameter.grad is not None else None
+        if new is None or new.shape != old.shape or old.numel() < FEWEST:
             return None
         with torch.no_grad(), compat.unseen():
-            length = float(parameter.grad.detach().double().norm())
+            length = float(new.detach().double().norm())
             return float(old.double().norm()) / length * self.divided if length else None
 
     def keep_weights(self) -> None:
         """Note the sampled parameters, to tell later whether the script has moved them itself."""
         with compat.unseen():
-            self.weights = [(p, version_of(p), p.detach().clone() if p.numel() <= SMALL else None) for p in self.sample]
+            weights = [(p, version_of(p), compat.local_part(p.detach())) for p in self.sample]
+            self.weights = [(p, version, w.clone() if p.numel() <= SMALL else None) for p, version, w in weights]
 
     def weights_moved(self) -> bool:
         """Whether somebody wrote to them since (SAM's ascent, also by `.data`). Waits for the device."""
         with compat.unseen():
             return any(
-                version_of(p) != version or (old is not None and not bool(torch.equal(p.detach(), old)))
+                version_of(p) != version
+                or (old is not None and not bool(torch.equal(compat.local_part(p.detach()), old)))
                 for p, version, old in self.weights
             )
 
@@ -296,4 +299,4 @@ class OptimizerWatch:
         """Whether all small sampled gradients are zero (they were cleared in place). Waits for the device."""
         grads = [p.grad for p in self.sample if p.grad is not None and p.grad.numel() <= SMALL]
         with compat.unseen():
-            return bool(grads) and not any(bool(g.detach().any()) for g in grads)
+            return bool(grads) and not any(bool(compat.local_part(g.detach()).any()) for g in grads)

@@ -48,12 +48,14 @@ class _Scaled:
 
     def ratio(self) -> float | None:
         """What it was over what it is now; None where that is not one number. Waits for the device."""
-        return ratio_of(self.kept, self.parameter.grad)
+        now = self.parameter.grad
+        return ratio_of(self.kept, compat.local_part(now)) if now is not None else None
 
     def keep(self) -> None:
         if self.parameter.grad is not None:
             with torch.no_grad(), compat.unseen():
-                self.kept = self.parameter.grad.detach().flatten()[: self.kept.numel()].clone()
+                here = compat.local_part(self.parameter.grad.detach())
+                self.kept = here.flatten()[: self.kept.numel()].clone()
 
     def clipped(self, limit: float | None, where: Line | None) -> None:
         """A call that clips is over."""
@@ -114,7 +116,8 @@ class HandScale:
                 p = min(held, key=lambda p: p.numel())
                 assert p.grad is not None
                 with torch.no_grad(), compat.unseen():
-                    self._scaled[watch] = _Scaled(factor, where, p, p.grad.detach().flatten().clone())
+                    kept = compat.local_part(p.grad.detach()).flatten().clone()
+                    self._scaled[watch] = _Scaled(factor, where, p, kept)
         if not reached:
             self._loose = LooseGradients.of(self.roots(), factor, where)
 

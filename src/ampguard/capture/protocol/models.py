@@ -24,6 +24,8 @@ class Models:
     def __init__(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._callers: list[int] = []
+        """The thread that each of them was seen to be called by last."""
         self.trained_in_half = False
         """A module was called under float16 autocast, with gradients."""
         self.made_half = False
@@ -44,9 +46,12 @@ class Models:
                 self.made_half = torch.float16 in [tensor.dtype for tensor in made]
             if type(event) is not RootCall:
                 continue
-            known = any(ref() is event.module for ref, _ in self._roots)
-            if not known and len(self._roots) < MAX_ROOTS:
+            known = next((n for n, (ref, _) in enumerate(self._roots) if ref() is event.module), None)
+            if known is not None:
+                self._callers[known] = get_ident()
+            elif len(self._roots) < MAX_ROOTS:
                 self._roots.append((weakref.ref(event.module), event.prefix))
+                self._callers.append(get_ident())
             if event.modes.grad:
                 self.autocasts |= {str(dtype) for _, enabled, dtype in event.modes.autocast if enabled}
         self._looked_until = self._recorder.log.next_index
@@ -92,11 +97,17 @@ class Models:
         for module, _ in self.roots():
             yield from module.parameters()
 
+    def mine(self) -> list[nn.Module]:
+        """Those that the calling thread has called last: of others', no gradient is ever looked at."""
+        called = [ref for (ref, _), caller in zip(self._roots, self._callers, strict=False) if caller == get_ident()]
+        return [module for ref in called if (module := ref()) is not None]
+
 
 def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
-    """Parameters of called modules that receive gradients and that no optimizer holds."""
+    """Parameters of called modules that receive gradients and that no optimizer holds (`held`: those of all threads)."""
     ids = {id(p) for p in held}
-    return [p for p in models.parameters() if p.requires_grad and p.is_leaf and p.grad is not None and id(p) not in ids]
+    found = [p for module in models.mine() for p in module.parameters() if id(p) not in ids]
+    return [p for p in found if p.requires_grad and p.is_leaf and p.grad is not None]
 
 
 def unowned_plain(leaves: list[Tensor], held: Iterable[Tensor], lost: Iterable[Tensor]) -> list[Tensor]:

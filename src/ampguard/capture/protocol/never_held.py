@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class _Left:
     @staticmethod
     def of(parameter: Tensor, inside: str | None) -> _Left:
         with compat.unseen():
-            value = parameter.detach().clone() if parameter.numel() <= SMALL else None
+            value = compat.local_part(parameter.detach()).clone() if parameter.numel() <= SMALL else None
         return _Left(weakref.ref(parameter), version_of(parameter), value, inside)
 
     def is_left(self, held: set[int], has_ended: bool = False) -> bool:
@@ -55,7 +56,7 @@ class _Left:
         p = self.parameter()
         if p is None or id(p) in held or version_of(p) != self.version or not (has_ended or _has_gradient(p)):
             return False
-        return self.value is None or bool(p.detach().equal(self.value))
+        return self.value is None or bool(compat.local_part(p.detach()).equal(self.value))
 
 
 class NeverHeld:
@@ -66,6 +67,8 @@ class NeverHeld:
         self._models = models
         self._leaves = LastingLeaves()
         self._left: list[_Left] | None = None
+        self._thread = 0
+        """The thread that has found them, and that alone looks at their gradients."""
         self._by: weakref.ref[OptimizerWatch] | None = None
         """Whose steps are counted."""
         self._is_told = False
@@ -77,8 +80,8 @@ class NeverHeld:
             with compat.unseen():
                 self._leaves.see(self._models.plain_leaves())
                 if steps == SECOND_LOOK:
-                    self._left = self._look()
-        elif self._left:
+                    self._left, self._thread = self._look(), get_ident()
+        elif self._left and self._thread == get_ident():
             with compat.unseen():
                 self._judge(watch)
 
@@ -102,8 +105,9 @@ class NeverHeld:
     def _look(self) -> list[_Left]:
         held = self._held()
         self._models.look()
-        trained = sum(p.numel() for p in held if p.grad is not None)
-        hidden = dict(_hidden_in([root for root, _ in self._models.roots()], {id(p) for p in held}))
+        mine = [p for watch in self._moves.mine() for p in watch.parameters()]
+        trained = sum(p.numel() for p in mine if p.grad is not None)
+        hidden = dict(_hidden_in(self._models.mine(), {id(p) for p in held}))
         found = [_Left.of(p, inside) for p, inside in hidden.items()]
         others = [p for p in unowned(self._models, held) if p not in hidden and _has_gradient(p)]
         plain = [p for p in self._leaves.lasting() if isinstance(p, nn.Parameter) and p not in hidden]
@@ -160,7 +164,7 @@ def _is_new(parameter: Tensor, held: list[Tensor]) -> bool:
 def _has_gradient(parameter: Tensor) -> bool:
     """Waits for the device."""
     gradient = parameter.grad
-    return gradient is not None and not gradient.is_sparse and bool(gradient.any())
+    return gradient is not None and not gradient.is_sparse and bool(compat.local_part(gradient).any())
 
 
 def _hidden_in(roots: Iterable[nn.Module], held: set[int]) -> Iterator[tuple[Tensor, str]]:

@@ -23,6 +23,7 @@ CLEANING = frozenset(
         "clip",
         "gather",
         "index",
+        "index_fill",
         "index_put",
         "index_select",
         "masked_fill",

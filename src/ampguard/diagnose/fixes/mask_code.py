@@ -24,6 +24,8 @@ from ampguard.replay.variants import Intervention, Variant
 
 CASTS = frozenset({"to", "type", "type_as", "half", "bfloat16"})
 MASKING = frozenset({"masked_fill", "where", "index_put"})
+ASSIGNING = frozenset({"masked_fill", "index_put"})
+"""What PyTorch makes of `u[mask] = -math.inf`, which differs between its versions."""
 
 
 def open_rows(evidence: Evidence) -> Proposal | None:
@@ -31,11 +33,10 @@ def open_rows(evidence: Evidence) -> Proposal | None:
     op = masking_operator(evidence)
     line = _line_of(op)
     call = evidence.capture(op.index) if op is not None and line is not None else None
-    masks = _true_masks(op, call.args) if op is not None and call is not None else None
-    if op is None or line is None or masks is None:
+    if op is None or line is None or call is None:
         return None
-    found = _condition(line, op.short_name)
-    if found is None:
+    masks, found = _true_masks(op, call.args), _condition(line, op.short_name, call.args)
+    if masks is None or found is None:
         return None
     shown, condition = found
     written = line.source.written(condition)
@@ -64,7 +65,7 @@ def finite_constant(evidence: Evidence) -> Proposal | None:
         return None
     found = _call(line, op.short_name)
     receiver = found[0].func.value if found is not None and isinstance(found[0].func, ast.Attribute) else None
-    if op.short_name == "index_put" and (index := _index(line)) is not None:
+    if found is None and op.short_name in ASSIGNING and (index := _index(line)) is not None:
         (target,) = (t for t in index[0].targets if isinstance(t, ast.Subscript))
         receiver = target.value
     is_known = isinstance(receiver, ast.Name) and receiver.id not in line.source.torch_names
@@ -117,13 +118,17 @@ def _true_masks(op: TracedOp, args: tuple[Any, ...]) -> bool | None:
     """Whether True of the condition means masked; None where neither side is -Inf."""
     if op.short_name == "masked_fill":
         return True
-    if op.short_name == "index_put":  # `u[visited] = float("-inf")`
-        written, indices, value = args[:3]
-        mask = indices[0] if len(indices) == 1 else None
-        is_whole = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == written.shape
-        return True if is_whole and _is_minus_inf(value) else None
+    if op.short_name == "index_put":
+        return True if _is_minus_inf(args[2]) else None
     first, second = (_is_minus_inf(a) for a in args[1:3]) if len(args) > 2 else (False, False)
     return None if first == second else first
+
+
+def _is_whole(written: Tensor, mask: Any) -> bool:
+    """Whether the mask tells of each element: one of rows alone has no rows to be left open."""
+    if isinstance(mask, (list, tuple)):
+        mask = mask[0] if len(mask) == 1 else None
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == written.shape
 
 
 def _is_minus_inf(value: Any) -> bool:
@@ -147,13 +152,11 @@ def _with_rows_open(operator: str, masks: bool) -> Intervention:
     return intervention
 
 
-def _condition(line: LineOfCode, operator: str) -> tuple[ast.stmt | ast.expr, ast.expr] | None:
-    """(what is shown of the line, the condition in it) of the only call there that masks."""
-    if operator == "index_put":
-        return _index(line)
+def _condition(line: LineOfCode, operator: str, args: tuple[Any, ...]) -> tuple[ast.stmt | ast.expr, ast.expr] | None:
+    """(what is shown of the line, the condition in it) of the only call there that masks, or of `u[mask] = ...`."""
     found = _call(line, operator)
     if found is None:
-        return None
+        return _index(line) if operator in ASSIGNING and _is_whole(*args[:2]) else None
     call, statement = found
     function = call.func
     is_function = not isinstance(function, ast.Attribute) or _is_of_torch(line, function.value)

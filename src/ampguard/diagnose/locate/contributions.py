@@ -45,6 +45,22 @@ SAME_PLACE = frozenset(
         "logit",
     ]
 )
+WRITTEN_INTO = frozenset(
+    [
+        "diagonal_scatter",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_put",
+        "masked_scatter",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "select_scatter",
+        "slice_scatter",
+    ]
+)
+"""Operators that leave what they do not write of their first operand where it is."""
 ROWS_AND_COLUMNS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0, "dot": 0}
 ALONG_ONE_DIM = frozenset(
     [
@@ -122,6 +138,8 @@ def contributing(op: TracedOp, operand: int, result: int, flat: int | None) -> C
     if name in BY_SAMPLE and operand == 0 and source and target:
         place = coordinates(flat, target)
         return _match(source, [place[0]] + [None] * (len(source) - 1), free=set())
+    if name in WRITTEN_INTO and operand == 0 and source == target:
+        return _broadcast(source, target, flat)
     if name in BATCH_NORMS:
         return _batch_norm(op, operand, result, flat)
     if _is_pointwise(op, name):

@@ -47,6 +47,7 @@ COPIES: frozenset[str] = frozenset(
         "embedding",
         "index_select",
         "index_put",
+        "index_fill",
         "scatter",
         "select_backward",
         "slice_scatter",
