@@ -31,6 +31,7 @@ from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.tape import GlueTape
 from ampguard.capture.glue.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.gradients import GradientWatch
+from ampguard.capture.graph_captures import GraphCaptures
 from ampguard.capture.judging.judge import Judge
 from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
@@ -118,6 +119,7 @@ class FlightRecorder:
         self.has_compiled_before = False
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
         self._step_started = time.perf_counter()
+        self.captures = GraphCaptures(self)
         self.functions = AppliedFunctions(self.log, self.steps, self.turns)
         self.undecided: list[Callable[[], None]] = []
         """What is to be noted of gradients that a transform of torch.func gave, if they are used and not differentiated."""
