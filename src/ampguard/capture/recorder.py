@@ -36,7 +36,7 @@ from ampguard.capture.judging.judge import Judge
 from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.ranks.collectives import Collectives
-from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Ref, RootCall
+from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Line, Ref, RootCall
 from ampguard.capture.remade import gradients_of
 from ampguard.capture.root_calls.drivers import Drivers
 from ampguard.capture.root_calls.given_objects import with_objects
@@ -120,6 +120,7 @@ class FlightRecorder:
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
         self._step_started = time.perf_counter()
         self.captures = GraphCaptures(self)
+        self.judge.gradients.behind_graph = self.captures.behind
         self.functions = AppliedFunctions(self.log, self.steps, self.turns)
         self.undecided: list[Callable[[], None]] = []
         """What is to be noted of gradients that a transform of torch.func gave, if they are used and not differentiated."""
@@ -211,6 +212,7 @@ class FlightRecorder:
             self.schedule.begins(before)
             self._first_root = index
             self.between_steps = False
+            self.captures.iteration = None
         root.started = time.perf_counter() if modes.grad else time.thread_time()
         return root
 
@@ -301,6 +303,7 @@ class FlightRecorder:
             self.before_training.end()
         if self.undecided:
             self.undecided.clear()
+        self.captures.last = None
         self.pace.is_open = False
         self.turns.differentiates()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
@@ -413,6 +416,19 @@ class FlightRecorder:
         if self.steps.attempted(optimizer, skipped):
             self._end_iteration(hangs_together=False)
 
+    def updated_in_graph(self, optimizer: torch.optim.Optimizer) -> None:
+        """A replay of a CUDA graph has made an optimizer's step. The device is not waited for: the script does not, either."""
+        self.judge.read_flags(wait=False)
+        if self.steps.attempted(optimizer, False):
+            self._end_iteration(hangs_together=False)
+
+    def differentiated_in_graph(self, place: Line | None) -> None:
+        """A replay of a CUDA graph has made a backward pass, and perhaps by that a step, where no optimizer is known."""
+        self.tells_forward = True
+        self.steps.backwards += 1
+        if self.steps.counts_backwards and self.steps.differentiated(place):
+            self._end_iteration(hangs_together=True)
+
     @property
     def is_in_closure(self) -> bool:
         """Whether an optimizer is in the middle of a step, and has called its closure."""
@@ -445,6 +461,7 @@ class FlightRecorder:
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
+        self.captures.iteration_ends()
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional

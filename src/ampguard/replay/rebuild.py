@@ -114,6 +114,8 @@ class Replayer:
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
+        if self.bad.graph is not None and not self.events:
+            raise ReplayError("it was computed by a CUDA graph, and no pass like it was recorded before the capture")
         complete = self.bad.record.complete
         preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact, complete)
         check_what_was_sent(self.events, self._recorder.collectives)
@@ -246,6 +248,7 @@ class Replayer:
             traced and variant is AS_IT_RAN
         ) or compiled is not None:  # only now: a result may have been written to later, as in the step itself
             exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
+        exact = exact and self.bad.graph is None  # what ran in a graph left no results to compare
         exact = (
             exact and not values.is_approximate and not (self.keeps_graph and self._casts.differ(trace, self.events))
         )

@@ -115,6 +115,10 @@ class Moves:
         self.scale_was_read = True
         self.usual_backward.forget()
 
+    def scales_in_graph(self, scaler: Any) -> None:
+        """A CUDA graph holds the scaling of a loss."""
+        self.watches.scaler(scaler).uses += 1
+
     # --- scaling and backward -----------------------------------------------------------------------------------------
 
     def created(self, optimizer: Optimizer, frame: Frame) -> None:
