@@ -89,10 +89,22 @@ class EmulatedGraph:
             raise RuntimeError(LOST)
         if operator._schema.name.partition("::")[2] in WAITING:
             self.refuse(REFUSED)
+        args = tuple(
+            torch.scalar_tensor(value, dtype=torch.float64) if _is_number_for(argument, value) else value
+            for argument, value in zip(operator._schema.arguments, args, strict=False)
+        )
         given = {_storage(t) for t in _tensors((args, kwargs))}
+        read = {
+            _storage(t)
+            for argument, value in _bound(operator, args, kwargs)
+            if not argument.is_out
+            for t in _tensors(value)
+        }
         for argument, value in _bound(operator, args, kwargs):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(value):
+                    if argument.is_out and _storage(tensor) not in read | self._before.keys():
+                        self._made[_storage(tensor)] = tensor  # by the operator that this one is a part of
                     self._keep(tensor)
         results = operator.redispatch(CPU, *args, **kwargs)
         self._operators.append((operator, args, kwargs, results))
@@ -115,6 +127,11 @@ def _bound(operator: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
             yield argument, args[position]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
+
+
+def _is_number_for(argument: Any, value: Any) -> bool:
+    """A plain number where the operator wants a tensor: PyTorch hands it to Python as that."""
+    return isinstance(value, (int, float)) and isinstance(argument.type, torch._C.TensorType)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -159,9 +176,11 @@ def _wait(*_: Any) -> None:
 @pytest.fixture
 def device_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedGraph]]:
     """Lets PyTorch's functions for CUDA graphs work on the CPU; gives the stand-in for `CUDAGraph`."""
-    library, copying = (torch.library.Library(name, "IMPL") for name in ("_", "aten"))  # noqa: TOR901
+    library, copying = (torch.library.Library(name, "IMPL") for name in ("_", "aten"))
     library.fallback(_fallback, KEY)
-    copying.impl("copy_", functools.partial(_fallback, torch.ops.aten.copy_.default), KEY)  # (it asks no other operator)
+    copying.impl(
+        "copy_", functools.partial(_fallback, torch.ops.aten.copy_.default), KEY
+    )  # (it asks no other operator)
     for place in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(place, "CUDAGraph", EmulatedGraph)
         monkeypatch.setattr(place, "graph_pool_handle", lambda: (0, 0))

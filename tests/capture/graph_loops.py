@@ -38,13 +38,17 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def forward_and_backward(
-    steps: int = 24, warm_up_steps: bool = True, spoil: Callable[[int, Tensor], None] = lambda step, x: None, every: int = 8
+    steps: int = 24,
+    warm_up: int = 3,
+    warm_up_steps: bool = True,
+    spoil: Callable[[int, Tensor], None] = lambda step, x: None,
+    init_scale: float = 1024.0,
 ) -> tuple[nn.Module, list[float], float]:
     """Forward and backward are captured under autocast with a scaler; the scaler steps outside."""
     torch.manual_seed(8)
     model = Sensors()
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     static_x, static_y = batch(0)
 
     def forward_backward() -> Tensor:
@@ -55,7 +59,7 @@ def forward_and_backward(
 
     side = side_stream()
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(warm_up):
             opt.zero_grad(set_to_none=True)
             forward_backward()
             if warm_up_steps:
@@ -77,12 +81,14 @@ def forward_and_backward(
         graph.replay()
         scaler.step(opt)
         scaler.update()
-        if step % every == 0:
+        if step % 8 == 0:
             losses.append(static_loss.item())
     return model, losses, scaler.get_scale()
 
 
-def whole_step(steps: int = 24) -> tuple[nn.Module, list[float], float]:
+def whole_step(
+    steps: int = 24, spoil: Callable[[int, Tensor], None] = lambda step, x: None
+) -> tuple[nn.Module, list[float], float]:
     """Forward, backward and the optimizer's step are one graph."""
     torch.manual_seed(0)
     model = Sensors()
@@ -109,6 +115,7 @@ def whole_step(steps: int = 24) -> tuple[nn.Module, list[float], float]:
     losses = []
     for step in range(steps):
         x, y = batch(step)
+        spoil(step, x)
         static_x.copy_(x)
         static_y.copy_(y)
         graph.replay()
@@ -160,7 +167,9 @@ def graphed_callables(
     return model, losses, scaler.get_scale()
 
 
-def by_hand(steps: int = 24) -> tuple[nn.Module, list[float], float]:
+def by_hand(
+    steps: int = 24, spoil: Callable[[int, Tensor], None] = lambda step, x: None
+) -> tuple[nn.Module, list[float], float]:
     """`capture_begin` and `capture_end`, without a context."""
     torch.manual_seed(3)
     model = Sensors()
@@ -179,6 +188,7 @@ def by_hand(steps: int = 24) -> tuple[nn.Module, list[float], float]:
     losses = []
     for step in range(steps):
         x, y = batch(step)
+        spoil(step, x)
         static_x.copy_(x)
         static_y.copy_(y)
         graph.replay()

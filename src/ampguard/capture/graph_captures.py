@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ampguard.capture.barrier import captures_underway
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import held_in, refs_in
+from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, StepRecord
@@ -32,6 +33,9 @@ from ampguard.compat import version_of
 
 if TYPE_CHECKING:
     from ampguard.capture.recorder import FlightRecorder
+
+_GONE: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
+"""Of a result that nobody has held on to."""
 
 WARM_UP = 16
 """Iterations at most that are made before a capture; `DistributedDataParallel` wants 11."""
@@ -48,7 +52,7 @@ class CapturedGraph:
         self.losses: list[weakref.ref[Tensor]] = []
         """What they differentiate, without a scaler's factor. A loss that nobody holds has no memory of its own."""
         self.optimizers: list[weakref.ref[Optimizer]] = []
-        """Those that step in it, as often as they do."""
+        """Those that step in it, as often as they do: the weights are then no longer those that its passes began with."""
         self._before = before
         """What the script has computed right before."""
         self._events: list[Event] = []
@@ -63,10 +67,15 @@ class CapturedGraph:
     def captured(self, is_scaled: bool) -> None:
         """The capture has ended."""
         before, self._before = self._before, StepRecord()
-        if self.optimizers or not self.passes:  # (a step that is in the graph changes what the pass began with)
+        if not self.passes:
             return
         self._events, self._loss = _last_passes(before, self.passes, is_scaled)
         self._held = [held.tensor for event in self._events for held in held_in((event.args, event.kwargs))]
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether its replay leaves other weights than it began with."""
+        return bool(self.optimizers)
 
     def replayed(self, attempts: int) -> None:
         """It is replayed, after so many steps of optimizers."""
@@ -112,6 +121,7 @@ class GraphCaptures:
         self._silenced: dict[int, CapturedGraph] = {}
         """Those that are being captured; with them, calls that capture some by themselves."""
         self._known: weakref.WeakKeyDictionary[Any, CapturedGraph] = weakref.WeakKeyDictionary()
+        self._is_unseen = False
         self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """Losses that are scaled in the capture that is underway."""
         self.iteration: StepRecord | None = None
@@ -135,26 +145,43 @@ class GraphCaptures:
 
     # --- the capture ------------------------------------------------------------------------------------------------
 
-    def begin(self, graph: Any) -> None:
-        """A capture begins: from here on the guard is silent."""
+    def begin(self, graph: Any, is_one: bool = True) -> None:
+        """A capture begins: from here on the guard is silent. `is_one`: not a call that captures some by itself."""
         recorder = self._recorder
         if not (recorder.active or self._silenced):
             return
         before, line = StepRecord(), None
-        if not self._silenced:
-            before = recorder.barrier.call(self._before_silence) or before
+        if not (self._silenced or recorder.paused):
+            recorder.barrier.call(self._before_silence)
+            before = (recorder.barrier.call(self._step_before) if is_one else None) or before
             line = recorder.barrier.call(user_line, sys._getframe(2))
         self._silenced[id(graph)] = CapturedGraph(before, line)
         captures_underway.add(id(graph))
         recorder.active = False
 
-    def _before_silence(self) -> StepRecord:
+    def begin_unseen(self) -> None:
+        """A capture is underway that was not begun by Python, or before the guard was on. Nobody will tell of its end."""
+        self._recorder.barrier.call(self._before_silence)
+        self._is_unseen = True
+        self._silenced[id(self)] = CapturedGraph(StepRecord(), None)
+        captures_underway.add(id(self))
+        self._recorder.active = False
+
+    def _may_be_over(self) -> None:
+        if self._is_unseen and not is_capturing():
+            self._is_unseen = False
+            self.end(self, is_captured=False)
+
+    def _before_silence(self) -> None:
         for close in self.before_silence:
             close()
         recorder = self._recorder
         recorder.tape.leave()
         if recorder.before_training.is_on:
             recorder.before_training.end()
+
+    def _step_before(self) -> StepRecord:
+        recorder = self._recorder
         if recorder.counting:
             return StepRecord()
         if self.iteration is None:
@@ -173,6 +200,7 @@ class GraphCaptures:
             recorder = self._recorder
             is_scaled, self._scaled = bool(self._scaled), {}
             recorder.active = not recorder.barrier.tripped
+            recorder.barrier.call(self.on_training)  # gradients were cleared for it, or made; other threads went unseen
             if is_captured:
                 recorder.barrier.call(captured.captured, is_scaled)
                 self._known[graph] = captured
@@ -194,6 +222,7 @@ class GraphCaptures:
 
     def differentiates(self, losses: Any) -> None:
         """Something is differentiated."""
+        self._may_be_over()
         for captured in self._silenced.values():
             captured.passes += 1
             for loss in losses if isinstance(losses, (tuple, list)) else (losses,):
@@ -204,6 +233,7 @@ class GraphCaptures:
 
     def steps(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
+        self._may_be_over()
         for captured in self._silenced.values():
             captured.optimizers.append(weakref.ref(optimizer))
 
@@ -277,16 +307,12 @@ def _last_passes(record: StepRecord, passes: int, is_scaled: bool) -> tuple[list
 
 def _copied(event: Event, known: dict[Ref, Held | None]) -> Event:
     args, kwargs = _mapped((event.args, event.kwargs), lambda held: held, lambda ref: known.get(ref, ref))
-    nothing = [_gone for _ in event.outputs]
+    nothing = [_GONE for _ in event.outputs]
     if isinstance(event, RootCall):
         return dataclasses.replace(event, args=args, kwargs=kwargs, buffers=[], attributes=[], outputs=nothing)
     if isinstance(event, BackwardCall):
         return dataclasses.replace(event, args=args, outputs=nothing)
     return dataclasses.replace(event, args=args, kwargs=kwargs, outputs=nothing)
-
-
-def _gone() -> None:
-    """What a weak reference says of a tensor that is gone."""
 
 
 def _loss_of(events: list[Event], is_scaled: bool) -> Ref | None:

@@ -302,9 +302,12 @@ class StepRecord:
 
 
 class GraphOrigin(Protocol):
-    """A CUDA graph. `line`: where its capture began."""
+    """A CUDA graph. `line`: where its capture began. `changes_weights`: an optimizer steps in it."""
 
     line: Line | None
+
+    @property
+    def changes_weights(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class FlightRecorder:
         if graph_task() != -1 or in_functorch() or self.turns.thread != thread:
             return None
         if HAS_CUDA and is_capturing():
+            self.captures.begin_unseen()
             return None
         if self.tape.is_barred:
             return None  # a part of a compiled step, which is the call

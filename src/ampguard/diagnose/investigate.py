@@ -127,7 +127,7 @@ def _of_graph(bad: BadResult) -> dict[str, Any]:
 
 def _were_inputs_finite(bad: BadResult, roots: list[RootCall]) -> bool | None:
     """Whether what the modules were given from outside was finite; None where not all of it is there any more."""
-    inputs: list[Tensor | None] = []
+    inputs: list[Tensor | None] = [None] if bad.graph is not None and not roots else []
     for root in roots:
         inputs += [held.value for held in held_in((root.args, root.kwargs))]
         for ref in refs_in((root.args, root.kwargs)):
@@ -140,14 +140,14 @@ def _were_inputs_finite(bad: BadResult, roots: list[RootCall]) -> bool | None:
 
 
 def _why_unknown(bad: BadResult, reason: str, saw_bad_weights: bool) -> str:
-    if bad.is_of_gradients and reason.startswith("run again"):
-        return f"The step was {reason} (a hook, the script itself)."
     if bad.graph is not None:
         return (
-            f"It was computed in the replay of a CUDA graph, which runs without Python, and the step could not be run again "
-            f"({reason}). Run the script without the graph (the warm-up passes as they are, in every step) to see where it "
-            f"begins."
+            f"It was computed in the replay of a CUDA graph, which runs without Python, and could not be computed again "
+            f"without the graph ({reason}). To see where it begins, run what is captured as it is in every step, without a "
+            f"graph."
         )
+    if bad.is_of_gradients and reason.startswith("run again"):
+        return f"The step was {reason} (a hook, the script itself)."
     if saw_bad_weights:
         return (
             f"The step could not be run again ({reason}), and the steps after it only read weights that it had spoiled."

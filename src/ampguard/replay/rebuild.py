@@ -114,8 +114,13 @@ class Replayer:
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
-        if self.bad.graph is not None and not self.events:
-            raise ReplayError("it was computed by a CUDA graph, and no pass like it was recorded before the capture")
+        graph = self.bad.graph
+        if graph is not None and not self.events:
+            raise ReplayError("no pass like that of the graph was recorded before the capture")
+        if graph is not None and graph.changes_weights:
+            raise ReplayError(
+                "an optimizer steps in the graph, and the weights are no longer those that its pass began with"
+            )
         complete = self.bad.record.complete
         preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact, complete)
         check_what_was_sent(self.events, self._recorder.collectives)

@@ -79,7 +79,7 @@ class DeviceGraphProbe(Probe):
         def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:
             plain = guarded(compat.forwards_of, callables) or []
             token = object()
-            captures.begin(token)
+            captures.begin(token, is_one=False)
             try:
                 made = original(callables, *args, **kwargs)
             finally:
