@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ LOOPS: dict[str, tuple[Callable[..., Any], int]] = {
     "callables": (graphed_callables, 24),
     "by hand": (by_hand, 2 + 24),
 }
+
+
+class Late(FiniteFlag):
+    """As on a device: the answer is not there yet when the script goes on."""
+
+    @property
+    def is_known(self) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -97,9 +106,9 @@ def test_stand_in_computes_nothing_until_the_replay() -> None:
     assert (y.tolist(), x.tolist(), x._version) == ([2.0] * 3, [2.0] * 3, 1)
 
 
-def test_guard_is_silent_from_the_beginning_to_the_end_of_a_capture() -> None:
+def test_guard_is_silent_from_the_beginning_to_the_end_of_a_capture(tmp_path: Path) -> None:
     heard: list[str] = []
-    with ampguard.watch() as session:
+    with ampguard.watch(out=tmp_path / "run") as session:
         model, x = Sensors(), batch(0)[0]
         model(x).sum().backward()
         guard, graph = session._recorder, torch.cuda.CUDAGraph()
@@ -136,21 +145,21 @@ def test_guard_is_back_after_a_capture_that_failed(tmp_path: Path, capsys: pytes
     assert not barrier.captures_underway
 
 
-def test_a_guard_that_ends_amid_a_capture_leaves_no_silence() -> None:
+def test_a_guard_that_ends_amid_a_capture_leaves_no_silence(tmp_path: Path) -> None:
     graph = torch.cuda.CUDAGraph()
-    with ampguard.watch():
+    with ampguard.watch(out=tmp_path / "run"):
         graph.capture_begin()
     graph.capture_end()
     assert not barrier.captures_underway
 
 
-def test_capture_that_nobody_began_is_noticed_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_that_nobody_began_is_noticed_and_its_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a C++ library, say: the stream is asked at the next call of a module."""
     is_on = False
     for module in (recorder, graph_captures):
         monkeypatch.setattr(module, "is_capturing", lambda: is_on)
     monkeypatch.setattr(recorder, "HAS_CUDA", True)
-    with ampguard.watch() as session:
+    with ampguard.watch(out=tmp_path / "run") as session:
         model, x = Sensors(), batch(0)[0]
         opt = torch.optim.SGD(model.parameters(), lr=0.01)
         is_on = True
@@ -190,11 +199,7 @@ def test_loss_of_a_replay_is_never_waited_for(
     waited: list[str] = []
     has_ended = False
 
-    class Late(FiniteFlag):
-        @property
-        def is_known(self) -> bool:
-            return False
-
+    class Noting(Late):
         def is_set(self) -> bool:
             waited.append("end" if has_ended else "training")
             return super().is_set()
@@ -202,7 +207,7 @@ def test_loss_of_a_replay_is_never_waited_for(
     def body() -> None:
         nonlocal has_ended
         monkeypatch.setattr(judge.Judge, "is_healthy", lambda self, losses: False)
-        monkeypatch.setattr(judge, "FiniteFlag", Late)
+        monkeypatch.setattr(judge, "FiniteFlag", Noting)
         whole_step(8)
         has_ended = True
 
@@ -239,3 +244,33 @@ def test_modules_run_without_their_graphs_in_an_investigation(
     assert run.first.step == 10
     assert run.first.module == "lower.0"
     assert run.report.steps == 24
+
+
+@pytest.mark.parametrize("warm_up_steps", [True, False])
+def test_no_pass_of_the_warm_up_is_held_on_to(
+    warm_up_steps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd adds up gradients on the stream where it first did, as long as anything of that pass is there."""
+    nodes: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    cross_entropy, begin = F.cross_entropy, EmulatedGraph.capture_begin
+
+    def noting(*args: Any) -> torch.Tensor:
+        loss = cross_entropy(*args)
+        assert loss.grad_fn is not None
+        loss.grad_fn.metadata["alive"] = token = nn.Module()
+        nodes.append(weakref.ref(token))
+        return loss
+
+    def capture_begin(self: EmulatedGraph, *args: Any, **kwargs: Any) -> None:
+        alive.append(sum(ref() is not None for ref in nodes))
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(F, "cross_entropy", noting)
+    monkeypatch.setattr(EmulatedGraph, "capture_begin", capture_begin)
+    forward_and_backward(4, warm_up_steps=warm_up_steps)
+    monkeypatch.setattr(judge.Judge, "is_healthy", lambda self, losses: False)
+    monkeypatch.setattr(judge, "FiniteFlag", Late)
+    with ampguard.watch(out=tmp_path / "run"):
+        forward_and_backward(4, warm_up_steps=warm_up_steps)
+    assert alive == [0, 0]

@@ -129,7 +129,7 @@ class GraphCaptures:
         self.last: CapturedGraph | None = None
         """The graph that has differentiated last, if nothing else has since."""
         self.before_silence: list[Callable[[], None]] = []
-        """Who wants to close something before a capture begins."""
+        """Who wants to close something, or let it go, before a capture begins."""
         self.on_scaler: Callable[[Any], None] = lambda scaler: None
         """Told of a scaler that has scaled a loss in a capture."""
         self.on_training: Callable[[], None] = lambda: None
@@ -155,6 +155,7 @@ class GraphCaptures:
             recorder.barrier.call(self._before_silence)
             before = (recorder.barrier.call(self._step_before) if is_one else None) or before
             line = recorder.barrier.call(user_line, sys._getframe(2))
+            recorder.barrier.call(self._let_go)
         self._silenced[id(graph)] = CapturedGraph(before, line)
         captures_underway.add(id(graph))
         recorder.active = False
@@ -179,6 +180,13 @@ class GraphCaptures:
         recorder.tape.leave()
         if recorder.before_training.is_on:
             recorder.before_training.end()
+        recorder.judge.read_flags(wait=True, is_end=True)  # (`torch.cuda.graph` has waited for the device already)
+
+    def _let_go(self) -> None:
+        """Hold on to nothing that was differentiated: autograd adds gradients up on the stream of the first pass that is
+        still there, and a capture may not depend on another stream."""
+        self.iteration = None
+        self._recorder.log.clear()
 
     def _step_before(self) -> StepRecord:
         recorder = self._recorder
