@@ -28,6 +28,9 @@ CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_unique2", "masked_select")
 """Operators that give the host a number."""
 
+BY_THEMSELVES = (torch.ops.aten.copy_, torch.ops.aten.native_layer_norm)
+"""Operators with one kernel for all devices, which asks no other operator, or others than on a real one."""
+
 REFUSED = "CUDA error: operation not permitted when stream is capturing"
 LOST = "CUDA error: operation failed due to a previous error during capture"
 
@@ -176,11 +179,10 @@ def _wait(*_: Any) -> None:
 @pytest.fixture
 def device_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedGraph]]:
     """Lets PyTorch's functions for CUDA graphs work on the CPU; gives the stand-in for `CUDAGraph`."""
-    library, copying = (torch.library.Library(name, "IMPL") for name in ("_", "aten"))
+    library, kernels = (torch.library.Library(name, "IMPL") for name in ("_", "aten"))
     library.fallback(_fallback, KEY)
-    copying.impl(
-        "copy_", functools.partial(_fallback, torch.ops.aten.copy_.default), KEY
-    )  # (it asks no other operator)
+    for operator in BY_THEMSELVES:
+        kernels.impl(operator.__name__, functools.partial(_fallback, operator.default), KEY)
     for place in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(place, "CUDAGraph", EmulatedGraph)
         monkeypatch.setattr(place, "graph_pool_handle", lambda: (0, 0))
@@ -197,4 +199,4 @@ def device_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedGrap
         torch._C._dispatch_tls_set_dispatch_key_included(KEY, False)
         _underway.clear()
         library._destroy()
-        copying._destroy()
+        kernels._destroy()

@@ -196,3 +196,46 @@ def by_hand(
         opt.step()
         losses.append(static_loss.item())
     return model, losses, 1.0
+
+
+class GraphInside(nn.Module):
+    """Captures its own forward pass when it is first called, and replays it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Sensors().requires_grad_(False)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.graph is None:
+            self.x = x.clone()
+            self.net(self.x)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.out = self.net(self.x)
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.out
+
+
+def graph_inside(
+    steps: int = 24, spoil: Callable[[int, Tensor], None] = lambda step, x: None
+) -> tuple[nn.Module, list[float], float]:
+    """A frozen teacher replays a graph in its forward pass, and returns the graph's own memory."""
+    torch.manual_seed(5)
+    teacher, student = GraphInside(), nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
+    opt = torch.optim.SGD(student.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        x, _ = batch(step)
+        spoil(step, x)
+        with torch.no_grad():
+            target = teacher(x)
+        opt.zero_grad()
+        loss = F.mse_loss(student(torch.ones(8, 16)), target)
+        loss.backward()
+        if loss.isfinite():
+            opt.step()
+        losses.append(loss.item())
+        losses.append(target.sum().item())
+    return student, losses, 1.0

@@ -12,7 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from emulated_graphs import LOST, REFUSED, EmulatedGraph, device_graphs
-from graph_loops import Gated, Sensors, batch, by_hand, forward_and_backward, graphed_callables, whole_step
+from graph_loops import (
+    Gated,
+    Sensors,
+    batch,
+    by_hand,
+    forward_and_backward,
+    graph_inside,
+    graphed_callables,
+    whole_step,
+)
+from graph_styles import STYLES
 from torch import nn
 from watching import bits, fingerprint, watched
 
@@ -57,6 +67,45 @@ def test_loop_is_as_if_unwatched(name: str, tmp_path: Path, capsys: pytest.Captu
     assert all(loss == loss for loss in losses)
     assert run.causes == []
     assert run.report.steps == steps
+
+
+@pytest.mark.parametrize(("style", "warm_up"), STYLES)
+def test_style_is_healthy(
+    style: Callable[[int], nn.Module], warm_up: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = style(34)
+    run = watched(lambda: style(34), tmp_path / "run", capsys)
+    assert run.faults == 0
+    assert fingerprint(run.result) == fingerprint(plain)
+    assert run.causes == []
+    assert run.report.steps == warm_up + 34
+
+
+def test_graph_that_a_model_replays_is_never_replayed_by_us(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would write over what the model has returned."""
+    replays: list[int] = []
+
+    def spoil(step: int, x: torch.Tensor) -> None:
+        if step == 10:
+            x[3] = 0.5
+
+    plain, plain_losses, _ = graph_inside(spoil=spoil)
+    original = EmulatedGraph.replay
+
+    def replay(self: EmulatedGraph) -> None:
+        replays.append(1)
+        original(self)
+
+    EmulatedGraph.replay = replay  # type: ignore[method-assign]
+    try:
+        run = watched(lambda: graph_inside(spoil=spoil), tmp_path / "run", capsys)
+    finally:
+        EmulatedGraph.replay = original  # type: ignore[method-assign]
+    model, losses, _ = run.result
+    assert len(replays) == 24
+    assert (fingerprint(model), repr(losses)) == (fingerprint(plain), repr(plain_losses))
+    assert run.faults == 0
+    assert "a CUDA graph" in "".join(incident.explanation + str(incident.evidence) for incident in run.report.incidents)
 
 
 def test_stand_in_trains_as_without_a_graph() -> None:

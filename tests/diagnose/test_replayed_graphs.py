@@ -37,6 +37,30 @@ def test_division_in_a_captured_pass(guard: Callable[..., Any], warm_up_steps: b
     assert run.faults == 0
 
 
+def test_answer_that_comes_when_the_scaler_has_waited(
+    guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device it is not there yet when the replay has been queued."""
+    from graph_loops import forward_and_backward
+
+    from ampguard.capture.flags import FiniteFlag
+    from ampguard.capture.judging import judge
+
+    class Later(FiniteFlag):
+        asked = 0
+
+        @property
+        def is_known(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    monkeypatch.setattr(judge.Judge, "is_healthy", lambda self, losses: False)
+    monkeypatch.setattr(judge, "FiniteFlag", Later)
+    run = guard(lambda: forward_and_backward(spoil=lost_contact))
+    assert run.causes == ["division-by-zero"]
+    assert (run.first.step, run.first.occurrences, run.first.module) == (3 + FIRST, 14, "standardize")
+
+
 def test_division_without_a_scaler_ends_the_training(guard: Callable[..., Any]) -> None:
     from graph_loops import by_hand
 

@@ -25,7 +25,7 @@ from ampguard.compat.compilers import (
     without_device_graphs,
     without_onednn,
 )
-from ampguard.compat.device_graphs import forwards_of, note_graphed, without_graphs_in_modules
+from ampguard.compat.device_graphs import forwards_of, is_without_graphs, note_graphed, without_graphs_in_modules
 from ampguard.compat.functions import apply_of, bound_type, is_bound_apply
 from ampguard.compat.modes import (
     HAS_CUDA,
@@ -295,6 +295,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "is_wanting_leaf",
+    "is_without_graphs",
     "is_wrapper",
     "keeping_version",
     "leaves_behind",

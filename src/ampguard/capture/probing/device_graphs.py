@@ -11,6 +11,7 @@ import torch
 from ampguard import compat
 from ampguard.capture.probing.aliases import names_of
 from ampguard.capture.probing.probe import Probe
+from ampguard.errors import ReplayError
 
 
 class DeviceGraphProbe(Probe):
@@ -31,6 +32,7 @@ class DeviceGraphProbe(Probe):
 
         @functools.wraps(original)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            _refuse_in_a_replay_of_ours("captures")
             captures.begin(graph)
             try:
                 return original(graph, *args, **kwargs)
@@ -61,6 +63,7 @@ class DeviceGraphProbe(Probe):
 
         @functools.wraps(original)
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            _refuse_in_a_replay_of_ours("replays")
             is_followed = recorder.active and not recorder.paused
             if is_followed:
                 guarded(captures.before_replay, graph)
@@ -88,3 +91,9 @@ class DeviceGraphProbe(Probe):
             return made
 
         return make_graphed_callables
+
+
+def _refuse_in_a_replay_of_ours(does: str) -> None:
+    """A graph of the script's would write over results that the script still holds, and read its weights, not ours."""
+    if compat.is_without_graphs():
+        raise ReplayError(f"the model {does} a CUDA graph in its forward pass, which writes into memory of the script")
