@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ import ampguard
 from ampguard.capture import barrier, graph_captures, recorder
 from ampguard.capture.flags import FiniteFlag
 from ampguard.capture.judging import judge
+from ampguard.errors import StopRun
 from ampguard.run.overrides.asked import Overrides
 from ampguard.run.session import RunOptions, Session
 
@@ -323,3 +325,19 @@ def test_no_pass_of_the_warm_up_is_held_on_to(
     with ampguard.watch(out=tmp_path / "run"):
         forward_and_backward(4, warm_up_steps=warm_up_steps)
     assert alive == [0, 0]
+
+
+@pytest.mark.parametrize("loop", [whole_step, forward_and_backward])
+def test_steps_of_replays_are_counted_and_kept(loop: Callable[[], Any], tmp_path: Path) -> None:
+    session = Session(RunOptions(out=tmp_path / "run", steps=12))
+    session.start()
+    with pytest.raises(StopRun) as stop:
+        loop()
+    session.finish(stop.value)
+    assert session.report is not None
+    assert session.report.steps == 12
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / "history.sqlite")) as history:
+        losses = [loss for (loss,) in history.execute("SELECT loss FROM steps ORDER BY step")]
+    assert len(losses) == 12
+    assert all(isinstance(loss, float) and 1.0 < loss < 3.0 for loss in losses)
+    assert len(set(losses)) > 8

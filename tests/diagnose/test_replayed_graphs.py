@@ -69,6 +69,31 @@ def test_division_without_a_scaler_ends_the_training(guard: Callable[..., Any]) 
     assert (run.first.step, run.first.module) == (2 + FIRST, "standardize")
 
 
+def test_derivative_in_a_captured_pass(guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import graph_loops
+
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lower, self.upper = torch.nn.Linear(16, 8), torch.nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.lower(x)
+            length = (x.sum(1, keepdim=True) * h.sum(1, keepdim=True)).pow(2).sqrt()
+            return self.upper(h) + length
+
+    def spoil(step: int, x: Tensor) -> None:
+        if step >= FIRST:
+            x[3] = 0.0
+
+    monkeypatch.setattr(graph_loops, "Sensors", Normed)
+    run = guard(lambda: graph_loops.forward_and_backward(spoil=spoil))
+    assert run.causes == ["singular-gradient"]
+    assert run.first.location.code == "length = (x.sum(1, keepdim=True) * h.sum(1, keepdim=True)).pow(2).sqrt()"
+    assert (run.first.step, run.first.occurrences) == (3 + FIRST, 14)
+    assert run.first.evidence["in_cuda_graph"].startswith("graph_loops.py:")
+
+
 def test_batch_that_holds_nan(guard: Callable[..., Any]) -> None:
     from graph_loops import forward_and_backward
 

@@ -134,8 +134,6 @@ class GraphCaptures:
         """Told of a scaler that has scaled a loss in a capture."""
         self.on_training: Callable[[], None] = lambda: None
         """Told of each replay that differentiates or changes weights: of its gradients nothing is known."""
-        self.on_update: Callable[[Optimizer], None] = lambda optimizer: None
-        """Told of an optimizer that has stepped in a replay."""
 
     def iteration_ends(self) -> None:
         """An iteration is about to end: as one of the first it may be a warm-up, and the next thing a capture."""
@@ -204,6 +202,8 @@ class GraphCaptures:
         if captured is None:
             return
         captures_underway.discard(id(graph))
+        if self._silenced and is_captured:  # one of several that a call has captured: autograd tells of what they do
+            self._known[graph] = CapturedGraph(StepRecord(), None)
         if not self._silenced:
             recorder = self._recorder
             is_scaled, self._scaled = bool(self._scaled), {}
@@ -274,7 +274,6 @@ class GraphCaptures:
         for ref in known.optimizers:
             optimizer = ref()
             if optimizer is not None:
-                self.on_update(optimizer)
                 recorder.updated_in_graph(optimizer)
         if known.passes and not known.optimizers:
             recorder.differentiated_in_graph(known.line)
