@@ -61,6 +61,39 @@ def test_answer_that_comes_when_the_scaler_has_waited(
     assert (run.first.step, run.first.occurrences, run.first.module) == (3 + FIRST, 14, "standardize")
 
 
+def test_answer_that_comes_after_the_update_blames_nothing(
+    guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are spoilt by then, and the next batch is there: run again, the pass would blame one of them."""
+    from graph_loops import by_hand
+
+    from ampguard.capture.flags import FiniteFlag
+    from ampguard.capture.judging import judge
+
+    class NextTime(FiniteFlag):
+        latest: NextTime | None = None
+
+        def __init__(self, tensors: Any) -> None:
+            super().__init__(tensors)
+            self.is_good = super().is_set()
+            NextTime.latest = self
+
+        @property
+        def is_known(self) -> bool:
+            return NextTime.latest is not self
+
+        def is_set(self) -> bool:
+            return self.is_good
+
+    monkeypatch.setattr(judge.Judge, "is_healthy", lambda self, losses: False)
+    monkeypatch.setattr(judge, "FiniteFlag", NextTime)
+    monkeypatch.setattr("ampguard.capture.gradients.all_finite_on_cpu", lambda gradients: True)
+    run = guard(lambda: by_hand(spoil=lost_contact))
+    assert run.causes == ["unexplained"]
+    assert run.first.step == 2 + FIRST
+    assert "changed" in run.first.explanation
+
+
 def test_division_without_a_scaler_ends_the_training(guard: Callable[..., Any]) -> None:
     from graph_loops import by_hand
 

@@ -60,9 +60,6 @@ class CapturedGraph:
         self._loss: Ref | None = None
         self._held: list[Tensor] = []
         """What that pass was given."""
-        self._versions: dict[int, int] = {}
-        """By identity, their versions when the graph was replayed last."""
-        self._attempts = 0
 
     def captured(self, is_scaled: bool) -> None:
         """The capture has ended."""
@@ -72,24 +69,18 @@ class CapturedGraph:
         self._events, self._loss = _last_passes(before, self.passes, is_scaled)
         self._held = [held.tensor for event in self._events for held in held_in((event.args, event.kwargs))]
 
-    @property
-    def changes_weights(self) -> bool:
-        """Whether its replay leaves other weights than it began with."""
-        return bool(self.optimizers)
-
-    def replayed(self, attempts: int) -> None:
+    def replayed(self, attempts: int) -> GraphReplay:
         """It is replayed, after so many steps of optimizers."""
-        self._attempts = attempts
-        self._versions = {id(tensor): version_of(tensor) for tensor in self._held}
+        return GraphReplay(self, {id(tensor): version_of(tensor) for tensor in self._held}, attempts)
 
-    def of_replay(self, bad: BadResult, log: EventLog) -> BadResult:
-        """The bad result, with the record of what the replay must have computed; an empty one where that is not known.
+    def with_record(self, bad: BadResult, log: EventLog, versions: dict[int, int], attempts: int) -> BadResult:
+        """The bad result, with the record of what a replay must have computed; an empty one where that is not known.
 
-        Its events get numbers of their own: another replay is another step.
+        Its events get numbers of their own: another replay is another step. `versions`: of what it was given, by identity.
         """
         if not self._events:
-            return dataclasses.replace(bad, record=StepRecord(), targets=(), graph=self)
-        versions, first, last = self._versions, self._events[0].index, self._events[-1].index
+            return dataclasses.replace(bad, record=StepRecord(), targets=())
+        first, last = self._events[0].index, self._events[-1].index
         shift = log.next_index - first
         log.next_index += last + 1 - first
         log.set_aside += last + 1 - first
@@ -104,13 +95,36 @@ class CapturedGraph:
             if not isinstance(event, BackwardCall):
                 changed["kwargs"] = given[1]
             if not isinstance(event, GlueOp):
-                changed["updates_before"] = self._attempts
+                changed["updates_before"] = attempts
             events.append(dataclasses.replace(event, **changed))
         targets: tuple[Ref, ...] = ()
         if bad.kind == "loss" and self._loss is not None:
             targets = (Ref(self._loss.event + shift, self._loss.output),)
         record = StepRecord(events, iteration_start=events[0].index)
-        return dataclasses.replace(bad, record=record, targets=targets, graph=self, since=0)
+        return dataclasses.replace(bad, record=record, targets=targets, since=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphReplay:
+    """One replay of a graph. `versions`: of the graph's static inputs, by identity; `attempts`: optimizers' steps before it."""
+
+    graph: CapturedGraph
+    versions: dict[int, int]
+    attempts: int
+
+    @property
+    def line(self) -> Line | None:
+        """Where the graph's capture began."""
+        return self.graph.line
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether it leaves other weights than it began with."""
+        return bool(self.graph.optimizers)
+
+    def with_record(self, bad: BadResult, log: EventLog) -> BadResult:
+        """A bad result of this replay, with the record of what it must have computed."""
+        return self.graph.with_record(dataclasses.replace(bad, graph=self), log, self.versions, self.attempts)
 
 
 class GraphCaptures:
@@ -126,8 +140,8 @@ class GraphCaptures:
         """Losses that are scaled in the capture that is underway."""
         self.iteration: StepRecord | None = None
         """The last one, as long as it may turn out to have been a warm-up; until the next one begins."""
-        self.last: CapturedGraph | None = None
-        """The graph that has differentiated last, if nothing else has since."""
+        self.last: GraphReplay | None = None
+        """The replay that has differentiated last, if nothing else has since."""
         self.before_silence: list[Callable[[], None]] = []
         """Who wants to close something, or let it go, before a capture begins."""
         self.on_scaler: Callable[[Any], None] = lambda scaler: None
@@ -261,13 +275,12 @@ class GraphCaptures:
         if known is None:
             return
         if known.passes:
-            known.replayed(recorder.steps.attempts)
-            self.last = known
+            self.last = known.replayed(recorder.steps.attempts)
             recorder.turns.differentiates()
             losses = [loss for ref in known.losses if (loss := ref()) is not None]
             recorder.paused = True  # the tape is not to take our look for the script's doing
             try:
-                recorder.judge.judge_replayed(losses, known)
+                recorder.judge.judge_replayed(losses, self.last)
             finally:
                 recorder.paused = False
             recorder.gradients.replayed()
@@ -280,7 +293,7 @@ class GraphCaptures:
 
     def behind(self, bad: BadResult) -> BadResult:
         """Bad gradients, with what is known of the graph that made them, if one has."""
-        return bad if self.last is None else self.last.of_replay(bad, self._recorder.log)
+        return bad if self.last is None else self.last.with_record(bad, self._recorder.log)
 
 
 def _last_passes(record: StepRecord, passes: int, is_scaled: bool) -> tuple[list[Event], Ref | None]:

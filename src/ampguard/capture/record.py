@@ -302,10 +302,10 @@ class StepRecord:
 
 
 class GraphOrigin(Protocol):
-    """A CUDA graph. `line`: where its capture began. `changes_weights`: an optimizer steps in it."""
+    """The replay of a CUDA graph. `line`: where its capture began. `changes_weights`: an optimizer steps in it."""
 
-    line: Line | None
-
+    @property
+    def line(self) -> Line | None: ...
     @property
     def changes_weights(self) -> bool: ...
 

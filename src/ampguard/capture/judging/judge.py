@@ -20,7 +20,7 @@ from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_capturing
 from ampguard.capture.glue.told import tell_calls
-from ampguard.capture.graph_captures import CapturedGraph
+from ampguard.capture.graph_captures import GraphReplay
 from ampguard.capture.judging import figures, undifferentiated
 from ampguard.capture.judging.gradients import GradientJudge
 from ampguard.capture.judging.outputs import OutputJudge
@@ -142,7 +142,7 @@ class Judge:
             self._log.iteration_start = self._log.closed_until
         return self.own_scale.note(factor, len(self.losses))
 
-    def judge_replayed(self, losses: Sequence[Tensor], graph: CapturedGraph) -> None:
+    def judge_replayed(self, losses: Sequence[Tensor], replay: GraphReplay) -> None:
         """Judge what the replay of a CUDA graph has differentiated. It is never waited for: that would leave the device idle.
 
         The next replay overwrites it.
@@ -152,7 +152,7 @@ class Judge:
         with torch.no_grad():
             self._note([loss.detach().clone() for loss in losses])
         flag = FiniteFlag(losses)
-        bad = BadResult("loss", "train", self._steps.count, StepRecord(), (), graph=graph)
+        bad = BadResult("loss", "train", self._steps.count, StepRecord(), (), graph=replay)
         if flag.is_known:
             self._judge(flag, bad)
         else:
@@ -175,8 +175,8 @@ class Judge:
             self.bad_loss_step = bad.step
             if self.bad_since is None or self.bad_since < (self.last_good_step or 0):
                 self.bad_since = bad.step
-            if isinstance(bad.graph, CapturedGraph):
-                bad = bad.graph.of_replay(bad, self._log)
+            if isinstance(bad.graph, GraphReplay):
+                bad = bad.graph.with_record(bad, self._log)
             tell_calls(bad.record)
             self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
