@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,9 @@ def test_guard_is_silent_from_the_beginning_to_the_end_of_a_capture(tmp_path: Pa
             assert not guard.active
             guard.barrier.call(heard.append, "call")
             guard.barrier.note(heard.append, "note")
+            elsewhere = threading.Thread(target=guard.barrier.call, args=(heard.append, "from another thread"))
+            elsewhere.start()
+            elsewhere.join()
             before = guard.log.next_index
             model(x).sum().backward()
             assert guard.log.next_index == before
@@ -207,6 +211,15 @@ def test_a_guard_that_ends_amid_a_capture_leaves_no_silence(tmp_path: Path) -> N
 def test_capture_that_nobody_began_is_noticed_and_its_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a C++ library, say: the stream is asked at the next call of a module."""
     is_on = False
+    asked: list[bool] = []
+    read_flags = judge.Judge.read_flags
+
+    def asking(self: judge.Judge, wait: bool, is_end: bool = False) -> None:
+        if is_on:
+            asked.append(wait)
+        read_flags(self, wait, is_end)
+
+    monkeypatch.setattr(judge.Judge, "read_flags", asking)
     for module in (recorder, graph_captures):
         monkeypatch.setattr(module, "is_capturing", lambda: is_on)
     monkeypatch.setattr(recorder, "HAS_CUDA", True)
@@ -217,6 +230,7 @@ def test_capture_that_nobody_began_is_noticed_and_its_end_too(tmp_path: Path, mo
         loss = model(x).sum()
         assert not session._recorder.active
         is_on = False
+        assert not asked
         loss.backward()
         opt.step()
         assert session._recorder.active

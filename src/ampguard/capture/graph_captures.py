@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -163,8 +164,11 @@ class GraphCaptures:
         if not (recorder.active or self._silenced):
             return
         before, line = StepRecord(), None
-        if not (self._silenced or recorder.paused):
+        if not (self._silenced or recorder.paused or recorder.turns.thread != threading.get_ident()):
             recorder.barrier.call(self._before_silence)
+            recorder.barrier.call(
+                recorder.judge.read_flags, True, True
+            )  # `torch.cuda.graph` has waited for the device already
             before = (recorder.barrier.call(self._step_before) if is_one else None) or before
             line = recorder.barrier.call(user_line, sys._getframe(2))
             recorder.barrier.call(self._let_go)
@@ -186,13 +190,13 @@ class GraphCaptures:
             self.end(self, is_captured=False)
 
     def _before_silence(self) -> None:
+        """Nothing here asks a device for anything: perhaps the capture is underway."""
         for close in self.before_silence:
             close()
         recorder = self._recorder
         recorder.tape.leave()
         if recorder.before_training.is_on:
             recorder.before_training.end()
-        recorder.judge.read_flags(wait=True, is_end=True)  # (`torch.cuda.graph` has waited for the device already)
 
     def _let_go(self) -> None:
         """Hold on to nothing that was differentiated: autograd adds gradients up on the stream of the first pass that is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class DeviceGraphProbe(Probe):
         @functools.wraps(original)
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             _refuse_in_a_replay_of_ours("replays")
-            is_followed = recorder.active and not recorder.paused
+            is_followed = recorder.active and not recorder.paused and recorder.turns.thread == get_ident()
             if is_followed:
                 guarded(captures.before_replay, graph)
             result = original(graph, *args, **kwargs)
