@@ -15,6 +15,10 @@ sys.path.append(str(Path(__file__).parents[1] / "capture"))
 
 torch.set_num_threads(1)
 
+from emulated_graphs import device_graphs  # noqa: E402  (it lies beside the tests of `capture`)
+
+__all__ = ["device_graphs"]
+
 
 @pytest.fixture
 def guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:

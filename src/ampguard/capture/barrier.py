@@ -7,13 +7,19 @@ and the script goes on as if it had never been watched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 from ampguard import compat
 from ampguard.compat import dispatch_modes_on, function_modes_on
 
 T = TypeVar("T")
+
+captures_underway: set[int] = set()
+"""CUDA graphs that are being captured in this process, by identity. For as long nothing may be queued, allocated, read
+or waited for that the script did not ask for: one such call of ours, from any thread, and the capture is lost."""
+
+_NONE: frozenset[int] = frozenset()
 
 
 class OwnMode(Protocol):
@@ -26,8 +32,10 @@ class OwnMode(Protocol):
 class FaultBarrier:
     """Catches every exception but `StopRun`, `KeyboardInterrupt` and `SystemExit`."""
 
-    def __init__(self, on_fault: Callable[[Exception], None]) -> None:
+    def __init__(self, on_fault: Callable[[Exception], None], acts_in_captures: bool = False) -> None:
+        """`acts_in_captures`: what goes through it was asked for by the user (another precision), in CUDA graphs as well."""
         self._on_fault = on_fault
+        self._captures: Set[int] = _NONE if acts_in_captures else captures_underway
         self.tripped = False
         self.own_modes = 0
         """Dispatch modes of ours on the stack (the tape): they need no hiding from."""
@@ -40,8 +48,8 @@ class FaultBarrier:
         the thread that trains now may be on its own stack: `own_modes` tells nothing of another's.)"""
 
     def call(self, function: Callable[..., T], *args: Any) -> T | None:
-        """`function(*args)`, or None where the guard is off or has just failed."""
-        if self.tripped:
+        """`function(*args)`, or None where the guard is off, has just failed, or stays out of a capture."""
+        if self.tripped or self._captures:
             return None
         try:
             depth, modes = function_modes_on(), dispatch_modes_on()
@@ -72,7 +80,7 @@ class FaultBarrier:
 
     def note(self, function: Callable[..., T], *args: Any) -> T | None:
         """The same for what asks no tensor for anything, and so needs no hiding: at half the cost."""
-        if self.tripped:
+        if self.tripped or self._captures:
             return None
         try:
             return function(*args)

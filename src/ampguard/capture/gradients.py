@@ -67,6 +67,13 @@ class GradientWatch:
             self._close_looks -= 1
             self._versions = [(p, version_of(p)) for p in self._judge.parameters_of_modules() if p.requires_grad]
 
+    def replayed(self) -> None:
+        """The replay of a CUDA graph has made gradients; those of the replay before are overwritten."""
+        self._known_finite = []
+        self._judge.are_good()
+        self._judge.spoil()
+        self._is_unjudged = False
+
     def raised(self, error: BaseException, scaler: Any) -> None:
         """A backward pass raised. What it left in the parameters is nothing that anybody will use."""
         self._has_raised = True

@@ -15,6 +15,7 @@ from ampguard.capture.probing.clipping import ClippingProbe
 from ampguard.capture.probing.collectives import CollectiveProbe
 from ampguard.capture.probing.compilers import CompilerProbe
 from ampguard.capture.probing.derivatives import DerivativeProbe
+from ampguard.capture.probing.device_graphs import DeviceGraphProbe
 from ampguard.capture.probing.edges import EdgeProbe
 from ampguard.capture.probing.forward_mode import ForwardModeProbe
 from ampguard.capture.probing.functions import FunctionProbe
@@ -35,6 +36,7 @@ PROBES = (
     CollectiveProbe,
     LoadingProbe,
     WarningProbe,
+    DeviceGraphProbe,
 )
 
 
@@ -58,6 +60,7 @@ class Probes:
 
     def undo(self) -> None:
         """Put back every patched attribute and take the tape off the stack."""
+        self._recorder.captures.give_up()
         self._recorder.active = False
         self._patches.undo()
         for handle in self._updates.handles:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import CodeType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -301,6 +301,15 @@ class StepRecord:
         return found if found is not None and found.index == index else None
 
 
+class GraphOrigin(Protocol):
+    """The replay of a CUDA graph. `line`: where its capture began. `changes_weights`: an optimizer steps in it."""
+
+    @property
+    def line(self) -> Line | None: ...
+    @property
+    def changes_weights(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BadResult:
     """A result that must not be: what `investigate` starts from.
@@ -338,6 +347,8 @@ class BadResult:
     may_be_meant: Literal["", "array", "count"] = ""
     """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), of counts (a precision) or
     given to a metric that passes over NaN."""
+    graph: GraphOrigin | None = None
+    """The CUDA graph in whose replay it was computed; the record, if any, is of a pass like it."""
 
     @property
     def is_of_gradients(self) -> bool:

@@ -31,11 +31,12 @@ from ampguard.capture.glue.schedule import TapeSchedule
 from ampguard.capture.glue.tape import GlueTape
 from ampguard.capture.glue.taped_preprocessing import TapedPreprocessing
 from ampguard.capture.gradients import GradientWatch
+from ampguard.capture.graph_captures import GraphCaptures
 from ampguard.capture.judging.judge import Judge
 from ampguard.capture.listeners import Listener, LiveTracer
 from ampguard.capture.loaded import LoadedWeights
 from ampguard.capture.ranks.collectives import Collectives
-from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Ref, RootCall
+from ampguard.capture.record import BackwardCall, BadResult, GlueOp, Line, Ref, RootCall
 from ampguard.capture.remade import gradients_of
 from ampguard.capture.root_calls.drivers import Drivers
 from ampguard.capture.root_calls.given_objects import with_objects
@@ -118,6 +119,8 @@ class FlightRecorder:
         self.has_compiled_before = False
         """Whether something was compiled before the guard began: a step that differentiates must not be entered taped."""
         self._step_started = time.perf_counter()
+        self.captures = GraphCaptures(self)
+        self.judge.gradients.behind_graph = self.captures.behind
         self.functions = AppliedFunctions(self.log, self.steps, self.turns)
         self.undecided: list[Callable[[], None]] = []
         """What is to be noted of gradients that a transform of torch.func gave, if they are used and not differentiated."""
@@ -139,6 +142,7 @@ class FlightRecorder:
         if graph_task() != -1 or in_functorch() or self.turns.thread != thread:
             return None
         if HAS_CUDA and is_capturing():
+            self.captures.begin_unseen()
             return None
         if self.tape.is_barred:
             return None  # a part of a compiled step, which is the call
@@ -209,6 +213,7 @@ class FlightRecorder:
             self.schedule.begins(before)
             self._first_root = index
             self.between_steps = False
+            self.captures.iteration = None
         root.started = time.perf_counter() if modes.grad else time.thread_time()
         return root
 
@@ -299,6 +304,7 @@ class FlightRecorder:
             self.before_training.end()
         if self.undecided:
             self.undecided.clear()
+        self.captures.last = None
         self.pace.is_open = False
         self.turns.differentiates()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
@@ -417,6 +423,19 @@ class FlightRecorder:
                 self.gradients.on_device.iteration_ends()
             self._end_iteration(hangs_together=False)
 
+    def updated_in_graph(self, optimizer: torch.optim.Optimizer) -> None:
+        """A replay of a CUDA graph has made an optimizer's step. The device is not waited for: the script does not, either."""
+        self.judge.read_flags(wait=False)
+        if self.steps.attempted(optimizer, False):
+            self._end_iteration(hangs_together=False)
+
+    def differentiated_in_graph(self, place: Line | None) -> None:
+        """A replay of a CUDA graph has made a backward pass, and perhaps by that a step, where no optimizer is known."""
+        self.tells_forward = True
+        self.steps.backwards += 1
+        if self.steps.counts_backwards and self.steps.differentiated(place):
+            self._end_iteration(hangs_together=True)
+
     @property
     def is_in_closure(self) -> bool:
         """Whether an optimizer is in the middle of a step, and has called its closure."""
@@ -449,6 +468,7 @@ class FlightRecorder:
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
+        self.captures.iteration_ends()
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional

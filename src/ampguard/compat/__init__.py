@@ -25,6 +25,7 @@ from ampguard.compat.compilers import (
     without_device_graphs,
     without_onednn,
 )
+from ampguard.compat.device_graphs import forwards_of, is_without_graphs, note_graphed, without_graphs_in_modules
 from ampguard.compat.functions import apply_of, bound_type, is_bound_apply
 from ampguard.compat.modes import (
     HAS_CUDA,
@@ -239,6 +240,7 @@ __all__ = [
     "force_eager",
     "forget_functions",
     "forget_optimizer",
+    "forwards_of",
     "found_inf",
     "fsdp_groups",
     "fsdp_hooks",
@@ -294,6 +296,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "is_wanting_leaf",
+    "is_without_graphs",
     "is_wrapper",
     "keeping_version",
     "largest_of",
@@ -313,6 +316,7 @@ __all__ = [
     "node_number",
     "norms_in",
     "norms_of",
+    "note_graphed",
     "observing",
     "only_forwards_to_call_impl",
     "optimizer_step_hooks",
@@ -361,6 +365,7 @@ __all__ = [
     "versions_of",
     "whole_of",
     "without_device_graphs",
+    "without_graphs_in_modules",
     "without_onednn",
     "without_transforms",
 ]

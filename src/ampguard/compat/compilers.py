@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ampguard.compat.device_graphs import without_graphs_in_modules
 from ampguard.compat.modes import DYNAMO, HAS_CUDA, cuda_is_in_use
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -24,9 +25,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
-def force_eager() -> Any:
-    """A context in which compiled callables run eagerly, so that a replay sees every operator."""
-    return _with_stance("force_eager")
+@contextlib.contextmanager
+def force_eager() -> Iterator[None]:
+    """A context in which compiled callables and graphed modules run eagerly, so that a replay sees every operator."""
+    with without_graphs_in_modules(), _with_stance("force_eager"):
+        yield
 
 
 def has_compiled() -> bool:

@@ -36,6 +36,8 @@ def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding 
         assert isinstance(evidence, GradientEvidence)
         finding = with_terms(finding, terms_of(evidence))
         finding = dataclasses.replace(finding, explanation=finding.explanation + evidence.boundary())
+    if evidence.bad.graph is not None:
+        finding = dataclasses.replace(finding, explanation=finding.explanation + _where_captured(evidence.bad))
     if isinstance(evidence, CompiledFault):
         budget = Budget(max(budget.deadline, evidence.search.end))
     fixes = verified_fixes(evidence, finding, budget)
@@ -43,6 +45,16 @@ def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding 
         evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact"
     )
     return incident if not isinstance(evidence, CompiledFault) else evidence.named(incident)
+
+
+def _where_captured(bad: BadResult) -> str:
+    """Of what was replayed without Python: how it is known."""
+    line = bad.graph.line if bad.graph is not None else None
+    captured = f", captured at {_named(line)}" if line is not None else ""
+    return (
+        f" The step ran as a CUDA graph{captured}; it was run again without the graph, as before the capture, on what the "
+        f"graph's static inputs held."
+    )
 
 
 def explain_at_once(evidence: Evidence, finding: Finding, rank: int) -> Incident:
@@ -89,6 +101,7 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int, saw_bad_weights
     finite = _were_inputs_finite(bad, roots)
     known = {} if finite is None else {"inputs_are_finite": finite}
     low = last.modes.autocast_dtype if last is not None else None
+    line = last.line if last is not None else bad.graph.line if bad.graph is not None else None
     return Incident(
         step=bad.step,
         rank=rank,
@@ -99,15 +112,22 @@ def unexplained_incident(bad: BadResult, reason: str, rank: int, saw_bad_weights
         module=last.prefix if last is not None else None,
         op=None,
         dtype=dtype_name(low),
-        location=last.line.location() if last is not None and last.line is not None else None,
+        location=line.location() if line is not None else None,
         explanation=f"{what[bad.kind]} of step {bad.step} was not finite. {_why_unknown(bad, reason, saw_bad_weights)}",
-        evidence={"rung": "none", "not_replayed_because": reason} | known,
+        evidence={"rung": "none", "not_replayed_because": reason} | known | _of_graph(bad),
     )
+
+
+def _of_graph(bad: BadResult) -> dict[str, Any]:
+    """In which CUDA graph it was computed, if in any."""
+    if bad.graph is None:
+        return {}
+    return {"in_cuda_graph": _named(bad.graph.line) if bad.graph.line is not None else True}
 
 
 def _were_inputs_finite(bad: BadResult, roots: list[RootCall]) -> bool | None:
     """Whether what the modules were given from outside was finite; None where not all of it is there any more."""
-    inputs: list[Tensor | None] = []
+    inputs: list[Tensor | None] = [None] if bad.graph is not None and not roots else []
     for root in roots:
         inputs += [held.value for held in held_in((root.args, root.kwargs))]
         for ref in refs_in((root.args, root.kwargs)):
@@ -120,6 +140,12 @@ def _were_inputs_finite(bad: BadResult, roots: list[RootCall]) -> bool | None:
 
 
 def _why_unknown(bad: BadResult, reason: str, saw_bad_weights: bool) -> str:
+    if bad.graph is not None:
+        return (
+            f"It was computed in the replay of a CUDA graph, which runs without Python, and could not be computed again "
+            f"without the graph ({reason}). To see where it begins, run what is captured as it is in every step, without a "
+            f"graph."
+        )
     if bad.is_of_gradients and reason.startswith("run again"):
         return f"The step was {reason} (a hook, the script itself)."
     if saw_bad_weights:
@@ -178,7 +204,7 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
     line = finding.line or op.line
     is_hidden = finding.line is not None and line is evidence.op.line
     place = evidence.op if is_hidden else op  # a hidden value's module goes with its line
-    facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung}
+    facts: dict[str, Any] = {**evidence.numbers(), **finding.evidence, "rung": rung, **_of_graph(bad)}
     if "disable-amp" in evidence.losses_with:
         facts["loss_in_float32"] = evidence.losses_with["disable-amp"]
     if evidence.own_casts:

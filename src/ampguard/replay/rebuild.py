@@ -114,6 +114,13 @@ class Replayer:
 
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
+        graph = self.bad.graph
+        if graph is not None and not self.events:
+            raise ReplayError("no pass like that of the graph was recorded before the capture")
+        if graph is not None and graph.changes_weights:
+            raise ReplayError(
+                "an optimizer steps in the graph, and the weights are no longer those that its pass began with"
+            )
         bad = self.bad
         preconditions.check(
             self.events, self._recorder, self.keeps_graph, self.is_exact, bad.record.complete, bad.is_late
@@ -248,6 +255,7 @@ class Replayer:
             traced and variant is AS_IT_RAN
         ) or compiled is not None:  # only now: a result may have been written to later, as in the step itself
             exact = exact and all(self._is_same_as_before(event, outputs) for event, outputs in ran)
+        exact = exact and self.bad.graph is None  # what ran in a graph left no results to compare
         exact = (
             exact and not values.is_approximate and not (self.keeps_graph and self._casts.differ(trace, self.events))
         )

@@ -49,6 +49,8 @@ class GradientJudge:
         self._losses = losses
         self._report = report
         self._plain_leaves = PlainLeaves()
+        self.behind_graph: Callable[[BadResult], BadResult] = lambda bad: bad
+        """Adds what is known of the CUDA graph that made bad gradients, where one has."""
 
     def are_bad(
         self,
@@ -69,22 +71,21 @@ class GradientJudge:
             loss_scale = self._losses.last_scale
         self._losses.suspects = [bad for bad in self._losses.suspects if bad.kind == "buffer"]
         self.told_until = self._log.next_index
-        self._report(
-            BadResult(
-                "gradient",
-                "train",
-                self._steps.count,
-                self._log.slice(),
-                targets,
-                parameters=tuple(parameters),
-                loss_scale=loss_scale,
-                is_held_off=is_held_off,
-                since=since,
-                is_past_scaler=is_past_scaler,
-                has_ended_run=self.is_ended_by_numbers,
-                is_replaced=is_replaced,
-            )
+        bad = BadResult(
+            "gradient",
+            "train",
+            self._steps.count,
+            self._log.slice(),
+            targets,
+            parameters=tuple(parameters),
+            loss_scale=loss_scale,
+            is_held_off=is_held_off,
+            since=since,
+            is_past_scaler=is_past_scaler,
+            has_ended_run=self.is_ended_by_numbers,
+            is_replaced=is_replaced,
         )
+        self._report(self.behind_graph(bad))
         self.spoilt.note(parameters)
 
     @property

@@ -20,6 +20,7 @@ from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_capturing
 from ampguard.capture.glue.told import tell_calls
+from ampguard.capture.graph_captures import GraphReplay
 from ampguard.capture.judging import figures, undifferentiated
 from ampguard.capture.judging.gradients import GradientJudge
 from ampguard.capture.judging.outputs import OutputJudge
@@ -141,6 +142,22 @@ class Judge:
             self._log.iteration_start = self._log.closed_until
         return self.own_scale.note(factor, len(self.losses))
 
+    def judge_replayed(self, losses: Sequence[Tensor], replay: GraphReplay) -> None:
+        """Judge what the replay of a CUDA graph has differentiated. It is never waited for: that would leave the device idle.
+
+        The next replay overwrites it.
+        """
+        if not losses:
+            return
+        with torch.no_grad():
+            self._note([loss.detach().clone() for loss in losses])
+        flag = FiniteFlag(losses)
+        bad = BadResult("loss", "train", self._steps.count, StepRecord(), (), graph=replay)
+        if flag.is_known:
+            self._judge(flag, bad)
+        else:
+            self._unread.append((flag, bad))
+
     def take_losses(self) -> list[float | Tensor]:
         """The losses of the iteration that ends; those of a device as tensors."""
         losses, self.losses = self.losses, []
@@ -158,6 +175,8 @@ class Judge:
             self.bad_loss_step = bad.step
             if self.bad_since is None or self.bad_since < (self.last_good_step or 0):
                 self.bad_since = bad.step
+            if isinstance(bad.graph, GraphReplay):
+                bad = bad.graph.with_record(bad, self._log)
             tell_calls(bad.record)
             self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
@@ -167,11 +186,17 @@ class Judge:
         """Whether losses of a device are yet to be judged."""
         return bool(self._unread)
 
-    def read_flags(self, wait: bool) -> None:
-        """Judge the losses of a GPU, before anything that they were made from changes."""
-        while self._unread and (wait or self._unread[0][0].is_known):
+    def read_flags(self, wait: bool, is_end: bool = False) -> None:
+        """Judge the losses of a GPU, before anything that they were made from changes.
+
+        Those of a graph's replay are waited for at the end only: behind them in the queue there is nothing yet.
+        """
+        while self._unread and (self._may_wait(wait, is_end) or self._unread[0][0].is_known):
             flag, bad = self._unread.pop(0)
             self._judge(flag, bad)
+
+    def _may_wait(self, wait: bool, is_end: bool) -> bool:
+        return wait and (is_end or self._unread[0][1].graph is None)
 
     def count_losses(self, losses: Sequence[Tensor]) -> None:
         """Losses after the last investigation: a bad one is counted."""
@@ -307,7 +332,7 @@ class Judge:
         """The script ends, perhaps with an error: judge what is left."""
         if isinstance(error, Exception) and not self.suspects and id(error) != self._told_error:
             self._suspect_locals(error)
-        self.read_flags(wait=True)
+        self.read_flags(wait=True, is_end=True)
         self.outputs.read(wait=True)
         self._suspect_discarded_losses(None)
         self.settle_all()

@@ -24,6 +24,7 @@ class DerivativeProbe(Probe):
     def _watch_backward(self) -> None:
         recorder = self._recorder
         guarded, turns, lock = recorder.barrier.call, recorder.turns, recorder.turns.lock
+        captures = recorder.captures
 
         def watch_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -32,6 +33,7 @@ class DerivativeProbe(Probe):
                     if not recorder.active:  # a fault inside an operator could not take the tape off
                         with contextlib.suppress(Exception):
                             recorder.tape.leave()
+                            captures.differentiates(tensors)
                     return original(tensors, *args, **kwargs)
                 me = get_ident()
                 if (me == turns.thread or guarded(turns.follows, tensors)) and lock.acquire(False):
@@ -67,9 +69,11 @@ class DerivativeProbe(Probe):
         def watch_grad(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def grad(*args: Any, **kwargs: Any) -> Any:
-                if recorder.paused or not recorder.active or compat.is_compiling():
-                    return original(*args, **kwargs)
                 what = args[0] if args else kwargs.get("outputs")
+                if recorder.paused or not recorder.active or compat.is_compiling():
+                    if not recorder.active:
+                        captures.differentiates(what)
+                    return original(*args, **kwargs)
                 if compat.in_functorch() or compat.is_of_transform(what):
                     return original(*args, **kwargs)  # of torch.func's: its operators are taped as they come
                 me = get_ident()

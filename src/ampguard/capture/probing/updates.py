@@ -45,7 +45,9 @@ class UpdateProbe(Probe):
             @functools.wraps(original)
             def scale(self: Any, outputs: Any) -> Any:
                 if not recorder.active or (turns.are_several and turns.passes_over()):
-                    return original(self, outputs)
+                    scaled = original(self, outputs)
+                    recorder.captures.scaled(outputs, scaled, self)
+                    return scaled
 
                 if is_torchs and recorder.tape.is_on_stack:
                     scaled = recorder.tape.scale(original, self, outputs)
@@ -102,6 +104,7 @@ class UpdateProbe(Probe):
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             if not recorder.active or (turns.are_several and turns.passes_over()):
+                recorder.captures.steps(optimizer)
                 return None
             closure = kwargs.get("closure") if len(args) < 2 else args[1]
             scaler = scaling[-1] if scaling and scaling[-1].is_enabled() else None

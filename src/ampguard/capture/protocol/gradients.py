@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
 
 import torch
 from torch import Tensor

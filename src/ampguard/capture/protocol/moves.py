@@ -115,6 +115,17 @@ class Moves:
         self.scale_was_read = True
         self.usual_backward.forget()
 
+    def let_go(self) -> None:
+        """A CUDA graph is about to be captured: nothing may be left of what was differentiated before."""
+        self.lose_track()
+        self.carried.losses.forget_dead()
+        self.close.forget()
+        self.penalties.forget()
+
+    def scales_in_graph(self, scaler: Any) -> None:
+        """A CUDA graph holds the scaling of a loss."""
+        self.watches.scaler(scaler).uses += 1
+
     # --- scaling and backward -----------------------------------------------------------------------------------------
 
     def created(self, optimizer: Optimizer, frame: Frame) -> None:

@@ -54,6 +54,10 @@ class CallProbes:
     def install(self) -> None:
         """Begin to observe; after the recorder's probes."""
         witness, habits = self._witness, self.habits
+        captures = witness.recorder.captures
+        captures.before_silence += [witness.close_window, witness.moves.let_go]
+        captures.on_training = witness.moves.lose_track
+        captures.on_scaler = witness.moves.scales_in_graph
         for probe in PROBES:
             probe(witness).install()
         place = compat.functional_gradient()

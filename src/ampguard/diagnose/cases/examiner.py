@@ -397,5 +397,7 @@ class Examiner:
             known.came_back(bad.step)
         else:
             self._arming.keep(bad, reason)
+        if bad.graph is not None:
+            return  # its replays run no Python: there is nothing to watch
         if not self._unrecorded.attends(bad):
             self._arming.arm(bad, reason)

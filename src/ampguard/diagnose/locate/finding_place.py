@@ -50,6 +50,8 @@ class FindingPlace:
             behind = self._behind_an_update(evidence, bad, budget) or self._computed_again(evidence, bad, budget)
             return behind or evidence
         except ChangedSinceError as changed:
+            if bad.graph is not None:  # looked at late: what it has spoilt by now would be taken for what spoilt it
+                raise
             self._recorder.log.arguments.copies_large = True
             try:
                 return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))

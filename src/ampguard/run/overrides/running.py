@@ -70,7 +70,7 @@ class RunningOverrides:
         self._regions = Regions(plan, self.ledger)
         self._forced = Forced(asked.force_fp32, self.ledger, plan)
         self._lines = LinesInFloat32()
-        self._barrier = FaultBarrier(self._on_fault)
+        self._barrier = FaultBarrier(self._on_fault, acts_in_captures=True)
         not_borne = NotBorne(plan, self.ledger, self._forced)
         self._roots = RootCalls(self._regions, not_borne, self._barrier, self._on_root, self._on_gain)
         self._evaluations: Evaluations | None = None
