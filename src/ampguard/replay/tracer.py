@@ -185,7 +185,7 @@ class ReplayMode(compat.DispatchMode):
         precision = self._precision() if self._may_convert else None
         if precision is not None:
             if self._forced and numerics.is_low_precision(kwargs.get("dtype")):
-                self._note_own_cast(sys._getframe(1))
+                self._note_own_cast(sys._getframe())
             args, kwargs = converted(func, args, kwargs, precision)
         key: RunKey | None = None
         if self._intervenes and self.changed_operands.differentiated:
@@ -228,7 +228,7 @@ class ReplayMode(compat.DispatchMode):
         self.transformed.note(self.event, index)
         op = None
         if self.writer is not None:
-            op = self._traced(self.writer, index, func, facts, sys._getframe(2))
+            op = self._traced(self.writer, index, func, facts, sys._getframe())
             self.writer.begin(op, facts, args, kwargs)
         before = None
         if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
@@ -253,7 +253,7 @@ class ReplayMode(compat.DispatchMode):
 
     def _seek(self, func: Any, output: Any) -> None:
         """Is this result one that the step later read without a module having returned it?"""
-        line = self._line(sys._getframe(3))
+        line = self._line(sys._getframe())
         place = (str(func), line.code.co_filename, line.number) if line is not None else (str(func), None, None)
         run = self._runs_of[place] = self._runs_of.get(place, 0) + 1
         known = self.hidden.get((place, run))
@@ -285,7 +285,7 @@ class ReplayMode(compat.DispatchMode):
             return None if self.variant.keeps_own_casts else torch.float32
         event = self.event
         is_glue = isinstance(event, GlueOp) or self._is_outside
-        line = self._line(sys._getframe(2)) if is_glue and self.variant.fp32_lines else None
+        line = self._line(sys._getframe()) if is_glue and self.variant.fp32_lines else None
         in_region = line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
         return torch.float32 if in_region else None
 
@@ -306,7 +306,7 @@ class ReplayMode(compat.DispatchMode):
         by_run = self._intervention_at_run(name) if self.variant.interventions else None
         if by_run is not None or all(place[0] != name for place in self.variant.at_places):
             return by_run
-        frame = sys._getframe(2)
+        frame = sys._getframe()
         is_derivative = isinstance(self.event, BackwardCall)  # (of another operator, often by one of the same name)
         line = user_line(frame, stop=self.boundary) if is_derivative else self._line(frame)
         if line is None and is_derivative:
@@ -321,7 +321,10 @@ class ReplayMode(compat.DispatchMode):
         return self.variant.interventions.get((event, name, run))
 
     def _traced(self, writer: TraceWriter, index: int, func: Any, facts: OperatorFacts, frame: FrameType) -> TracedOp:
-        """An operator that is about to run, and where it does."""
+        """An operator that is about to run, and where it does.
+
+        `frame` is the guard's own: on a thread of the device, which runs derivatives there, none need be above it.
+        """
         event = self.event
         if isinstance(event, BackwardCall):
             return self._derivative(writer, index, event, func, facts, frame)
