@@ -42,11 +42,12 @@ class OutputJudge:
             return
         floats = [(i, t) for i, t in enumerate(outputs) if t.is_floating_point()]
         flag = FiniteFlag([t for _, t in floats])
-        if (flag.is_known and flag.is_set()) or _keeps_a_tally(root):
+        is_known = flag.is_known  # asked once: the device may answer meanwhile
+        if (is_known and flag.is_set()) or _keeps_a_tally(root):
             return
         refs = tuple(Ref(root.index, i) for i, t in floats if not is_immediate(t) or not is_finite(t))
         bad = BadResult("output", "eval", self._steps.count, self._log.slice(), refs)
-        if not flag.is_known:
+        if not is_known:
             self.unread.append((flag, bad))
         elif root.modes.inference:  # its results cannot be a teacher's in a training step
             self._report(bad)
