@@ -79,6 +79,8 @@ class ReplayMode(compat.DispatchMode):
         self.boundary: CodeType | None = None
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
         self.stack: list[nn.Module] = []
+        self._arguments: list[tuple[Any, Any]] = []
+        """What each of the modules that are running was called with."""
         self._names = names
         self._here: tuple[str | None, int | None] = (None, None)
         self._is_outside = False
@@ -123,6 +125,7 @@ class ReplayMode(compat.DispatchMode):
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call under its name; in float32, outside autocast, where the variant says so."""
         self.enter_module(module)
+        self._arguments.append((args, kwargs))
         try:
             if self.writer is not None and not self._forced:
                 of_root = self.event.line if isinstance(self.event, RootCall) else None
@@ -131,6 +134,7 @@ class ReplayMode(compat.DispatchMode):
                 return self._call_in_float32(original, module, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
+            self._arguments.pop()
             self.leave_module()
 
     def enter_module(self, module: nn.Module) -> None:
@@ -230,6 +234,9 @@ class ReplayMode(compat.DispatchMode):
         if self.writer is not None:
             op = self._traced(self.writer, index, func, facts, sys._getframe())
             self.writer.begin(op, facts, args, kwargs)
+            if facts.allocates:
+                given = flat_tensors(*self._arguments[-1]) if self._arguments else []
+                self.writer.note_around(op, flat_tensors(args, kwargs), given)
         before = None
         if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
             before = values_before(args, facts.writes or facts.hidden_writes)

@@ -16,6 +16,7 @@ from ampguard.diagnose.givens.model_calls import model_calls
 from ampguard.diagnose.givens.naming import buffer_behind
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
 from ampguard.diagnose.locate.chain import Chain, Link
+from ampguard.diagnose.locate.opaque import opaque_evidence
 from ampguard.diagnose.locate.rows import is_masks_doing
 from ampguard.diagnose.locate.slicing import COPIES, at_the_data, chain_from
 from ampguard.errors import ReplayError
@@ -48,6 +49,9 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     chain = chain_of(outcome)
     if chain is None:
         raise ReplayError(NOT_MADE)
+    opaque = opaque_evidence(bad, chain, outcome, replayer)
+    if opaque is not None:
+        return opaque
     if _was_computed_unseen(outcome, chain) or _was_divided_by_zero(Evidence(bad, chain, outcome, replayer)):
         chain.intended = False
     models = [event.index for event in model_calls(replayer.events)]
@@ -100,6 +104,9 @@ def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
         chain = earliest_chain(outcome)
         return GradientEvidence(bad, chain, outcome, None) if chain is not None else None
     chain = chain_of(outcome)
+    opaque = opaque_evidence(bad, chain, outcome, None) if chain is not None else None
+    if opaque is not None:
+        return opaque
     if chain is None or is_on_purpose(bad, chain):
         return None
     return evidence_of(bad, chain, outcome, None)

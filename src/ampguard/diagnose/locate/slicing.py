@@ -329,9 +329,33 @@ def _origin(
     offset, flat, kind = int(bad.offsets[hit]), int(bad.flat[hit]), int(bad.kinds[hit])
     writer = trace.writer_of(tensor.storage, offset, before=reader.index)
     if writer is None:
-        return Given(tensor, flat, kind, reader, operand)
+        memory = trace.memory_of(tensor)
+        beyond = _beyond_opaque(trace, memory[0], tensor, flat, kind) if memory is not None else None
+        return beyond or Given(tensor, flat, kind, reader, operand, memory)
     op, result, position = writer
     return Link(op, result, position, kind)
+
+
+def _beyond_opaque(trace: Trace, memory: TracedOp, written: TracedTensor, flat: int, kind: int) -> Link | Given | None:
+    """Where the bad element comes from that something unseen wrote to `memory`: from a bad one that it may have read.
+
+    Of a tensor of the same shape the element itself, or one of its row; of another, any.
+    """
+    for operand, tensor in enumerate(memory.around):
+        bad = tensor.bad
+        if bad is None:
+            continue
+        hits = torch.arange(bad.flat.numel())
+        if tensor.shape == written.shape:
+            same, width = (bad.flat == flat).nonzero().reshape(-1), tensor.shape[-1] if tensor.shape else 1
+            hits = same if same.numel() else (bad.flat // width == flat // width).nonzero().reshape(-1)
+        hits = hits[bad.kinds[hits] != NAN] if kind != NAN else hits
+        if not hits.numel():
+            continue
+        step = _origin(trace, memory, operand, tensor, bad, int(hits[0]))
+        if isinstance(step, Link) or step.reader is not memory or operand < len(memory.inputs):
+            return step
+    return None
 
 
 def makes_infinity_on_purpose(link: Link) -> bool:
