@@ -11,6 +11,7 @@ from torch import Tensor
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judging.judge import Judge
+from ampguard.capture.late_gradients import LateGradients
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
 from ampguard.compat import version_of, versions_of
@@ -30,6 +31,7 @@ class GradientWatch:
         """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
         self.remade = RemadeGradients(log)
+        self.late = LateGradients(log, judge.gradients.were_bad)
         self._log = log
         self._judge = judge.gradients
         self._judge_of_losses = judge
@@ -104,6 +106,9 @@ class GradientWatch:
             self._judge.are_bad(
                 parameters_of(optimizer), scale, is_held_off=False, since=since, is_past_scaler=is_scaled
             )
+        is_scaled = self.scaler is not None and self.scaler.is_enabled()
+        if not is_scaled and self._judge_of_losses.bad_loss_step != self._judge.step:
+            self.late.about_to_be_used(optimizer, self._judge.step, self._cleared_since(optimizer))
         if self.suspects_underflow:
             self.look_for_underflow(optimizer, None)
 

@@ -367,6 +367,8 @@ class FlightRecorder:
     ) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        if self.gradients.late.is_waiting:
+            self.gradients.late.read()
         if self.undecided:
             self._decided()
         if self.judge.suspects:
@@ -471,6 +473,7 @@ class FlightRecorder:
     def flush(self, error: BaseException | None = None) -> None:
         """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
+        self.gradients.late.read()
         self.judge.settle_last(error)
         if error is not None and not self.turns.has_begun:
             self._ended_before_training(error)
@@ -483,6 +486,8 @@ class FlightRecorder:
             self._report(BadResult("loss", "train", 0, record, (ref,), is_of_preparation=True, has_ended_run=True))
 
     def _report(self, bad: BadResult) -> None:
+        if self.gradients.late.is_waiting:
+            self.gradients.late.read()  # what came before it
         paused, self.paused = self.paused, True
         self.tape.leave()
         started = time.perf_counter()

@@ -79,7 +79,9 @@ class Replayer:
         """Whether a module takes derivatives in its own forward pass: what that saves is needed then."""
         self.scale_factor = 1.0
         """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
-        self.base = AS_IT_RAN
+        self.base = (
+            Variant(tensors={id(parameter): value for parameter, value in bad.weights}) if bad.weights else AS_IT_RAN
+        )
         """A change that every replay has."""
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
@@ -115,7 +117,8 @@ class Replayer:
     def check(self) -> None:
         """Raise ReplayError where the step's givens are no longer what they were."""
         complete = self.bad.record.complete
-        preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact, complete)
+        known = {id(parameter) for parameter, _ in self.bad.weights}
+        preconditions.check(self.events, self._recorder, self.keeps_graph, self.is_exact, complete, known)
         check_what_was_sent(self.events, self._recorder.collectives)
 
     @cached_property

@@ -87,6 +87,16 @@ class GradientJudge:
         )
         self.spoilt.note(parameters)
 
+    @property
+    def step(self) -> int:
+        """The running iteration."""
+        return self._steps.count
+
+    def were_bad(self, bad: BadResult) -> None:
+        """The gradients of an earlier update were not finite. What a bad loss brought about is no news."""
+        if self._losses.bad_loss_step != bad.step:
+            self._report(bad)
+
     def remade_are_bad(self, parameters: Iterable[Tensor], targets: tuple[Ref, ...]) -> None:
         """Gradients were finite until the script computed others from them."""
         parameters = self._with_gradient(parameters)

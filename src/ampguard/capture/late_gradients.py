@@ -1,0 +1,115 @@
+"""Gradients on a device that no scaler looks at: whether they were finite is read a step later, so that nobody waits.
+
+Before an optimizer uses them their norm is computed behind the work that is queued already, and its weights are copied, if
+there is room. When the next step's loss has come, the answer lies ahead of it in the queue. If the gradients were bad, the
+step is run again with the copies in the place of the weights that it has spoilt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ampguard import compat
+from ampguard.capture.events.log import EventLog
+from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
+from ampguard.capture.glue.told import tell_calls
+from ampguard.capture.record import BadResult
+from ampguard.capture.sampling.memory import available_bytes
+from ampguard.capture.sampling.weights import norm_of
+from ampguard.numerics import is_finite
+
+MEMORY_SHARE = 1 / 32
+"""Of what is left, the copies of one optimizer's weights may take."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Room for the weights of one optimizer."""
+
+    parameters: list[weakref.ref[Tensor]]
+    values: list[Tensor]
+
+    def are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the very parameters, and as large as they were."""
+        return len(parameters) == len(self.values) and all(
+            known() is p and value.shape == p.shape and value.dtype == p.dtype
+            for known, value, p in zip(self.parameters, self.values, parameters, strict=True)
+        )
+
+
+class LateGradients:
+    """Asks whether gradients on a device are finite, and tells of bad ones when that is known."""
+
+    def __init__(self, log: EventLog, report: Callable[[BadResult], None]) -> None:
+        self._log = log
+        self._report = report
+        self._waiting: tuple[FiniteFlag, BadResult, _Copies] | None = None
+        self._copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Copies | None] = weakref.WeakKeyDictionary()
+        """By optimizer; None where there was no room."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._waiting is not None
+
+    def about_to_be_used(self, optimizer: torch.optim.Optimizer, step: int, since: int) -> None:
+        """An optimizer is about to use gradients at which nobody has looked. Waits for nothing."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if _is_watched(p)]
+        if not parameters or is_capturing():
+            return
+        norm = norm_of([p.grad for p in parameters])
+        copies = self._copied(optimizer, parameters) if norm is not None else None
+        if norm is None or copies is None:
+            return
+        found = tuple(parameters)
+        bad = BadResult("gradient", "train", step, self._log.snapshot(), (), parameters=found, since=since)
+        self._waiting = FiniteFlag([norm]), bad, copies
+
+    def read(self) -> None:
+        """Tell of the last update's gradients if they were bad. Waits for the device to have come to that update."""
+        if self._waiting is None:
+            return
+        (flag, bad, copies), self._waiting = self._waiting, None
+        if flag.is_set() or all(is_finite(p.detach()) for p in bad.parameters):
+            return  # (a norm may overflow although the gradients are finite)
+        tell_calls(bad.record)
+        weights = tuple(zip(bad.parameters, copies.values, strict=True))
+        self._copies.clear()  # what is told of keeps these
+        self._report(dataclasses.replace(bad, weights=weights))
+
+    def _copied(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> _Copies | None:
+        """The weights as they are. None where there is no room for them."""
+        known = self._copies.get(optimizer)
+        if known is None or not known.are_of(parameters):
+            if optimizer in self._copies and known is None:
+                return None
+            known = self._copies[optimizer] = self._room_for(parameters)
+        if known is not None:
+            with torch.no_grad():
+                compat.copy_together(known.values, [p.detach() for p in parameters])
+        return known
+
+    def _room_for(self, parameters: list[Tensor]) -> _Copies | None:
+        room = available_bytes(parameters)
+        if room is not None and sum(p.numel() * p.element_size() for p in parameters) > MEMORY_SHARE * room:
+            return None
+        return _Copies([weakref.ref(p) for p in parameters], [torch.empty_like(p.detach()) for p in parameters])
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return (
+        gradient is not None
+        and type(parameter) in (nn.Parameter, Tensor)
+        and type(gradient) is Tensor
+        and not is_immediate(gradient)
+        and gradient.layout == torch.strided
+        and gradient.is_floating_point()
+        and parameter.numel() > 0
+        and compat.has_values(gradient)
+    )
