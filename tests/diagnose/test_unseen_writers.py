@@ -206,3 +206,69 @@ def test_a_mask_that_is_filled_unseen_is_meant(guard: Guard) -> None:
 
     run = guard(body)
     assert run.causes == ["masked-softmax"], run.stderr
+
+
+class Squared(torch.autograd.Function):
+    """A kernel in both directions. Its derivative reaches further than itself where `boost` is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, boost: float) -> Tensor:
+        y = torch.empty_like(x)
+        applied(lambda values: np.maximum(values, 0) ** 2, x, y)
+        ctx.save_for_backward(x)
+        ctx.boost = boost
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)  # <- the derivative's memory
+        factor = grad.numpy().astype(np.float32) * ctx.boost
+        applied(lambda values: 2 * np.maximum(values, 0) * factor, x, dx)
+        return dx, None
+
+
+class Square(nn.Module):
+    boost = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squared.apply(x, self.boost)  # type: ignore[no-any-return]
+
+
+def differentiate(ends: str) -> Callable[[], None]:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Square(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(BAD + 2):
+            x = torch.randn(16, 4)
+            model[1].boost = 1e8 if step == BAD and ends == "kernel" else 1.0
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(x).float()
+                if step == BAD and ends == "loss":
+                    out = torch.cat([out[:5] * 0.0, out[5:]])
+                loss = out.square().sum(1).sqrt().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return body
+
+
+def test_a_derivative_that_does_not_fit_float16(guard: Guard) -> None:
+    run = guard(differentiate("kernel"))
+    first = run.first
+    assert (run.faults, run.causes) == (0, ["gradient-overflow"]), run.stderr
+    assert (first.step, first.module, first.op, first.dtype) == (BAD, "1", None, "float16")
+    assert first.location is not None
+    assert "the derivative's memory" in first.location.code or "dx = torch.empty_like(x)" in first.location.code
+    assert first.evidence["max_abs_fp32"] > 65504
+
+
+def test_a_derivative_that_is_given_bad(guard: Guard) -> None:
+    """It hands on what the loss's own derivative is."""
+    run = guard(differentiate("loss"))
+    assert (run.faults, run.causes) == (0, ["singular-gradient"]), run.stderr
+    assert (run.first.step, run.first.module) == (BAD, None)

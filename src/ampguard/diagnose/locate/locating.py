@@ -14,7 +14,7 @@ from ampguard.diagnose.compiled.fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.model_calls import model_calls
 from ampguard.diagnose.givens.naming import buffer_behind
-from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
+from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, gradient_evidence, locate_gradient
 from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.diagnose.locate.opaque import opaque_evidence
 from ampguard.diagnose.locate.rows import is_masks_doing
@@ -102,7 +102,7 @@ def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
         outcome.gradients = [(p, p.grad) for p in bad.parameters if p.grad is not None]
         outcome.targets = [("", gradient) for _, gradient in outcome.gradients]
         chain = earliest_chain(outcome)
-        return GradientEvidence(bad, chain, outcome, None) if chain is not None else None
+        return gradient_evidence(bad, chain, outcome, None) if chain is not None else None
     chain = chain_of(outcome)
     opaque = opaque_evidence(bad, chain, outcome, None) if chain is not None else None
     if opaque is not None:

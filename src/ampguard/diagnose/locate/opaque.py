@@ -131,7 +131,7 @@ def opaque_evidence(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Re
     """
     given = chain.given
     if given is None or given.memory is None or given.memory[0].in_backward:
-        return None
+        return None  # (see `OpaqueGradient`)
     evidence = OpaqueEvidence(bad, chain, outcome, replayer)
     if given.kind == NEG_INF and (replayer is None or not evidence.is_finite_in_float32):
         return None
