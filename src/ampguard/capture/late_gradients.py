@@ -33,14 +33,14 @@ class _Copies:
     """Room for the weights of one optimizer."""
 
     parameters: list[weakref.ref[Tensor]]
+    kinds: list[tuple[torch.Size, torch.dtype]]
     values: list[Tensor]
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the very parameters, and as large as they were."""
-        return len(parameters) == len(self.values) and all(
-            known() is p and value.shape == p.shape and value.dtype == p.dtype
-            for known, value, p in zip(self.parameters, self.values, parameters, strict=True)
-        )
+        """Whether these are the very parameters, and what they were."""
+        if len(parameters) != len(self.values) or _kinds(parameters) != self.kinds:
+            return False
+        return all(known() is p for known, p in zip(self.parameters, parameters, strict=True))
 
 
 class LateGradients:
@@ -49,9 +49,9 @@ class LateGradients:
     def __init__(self, log: EventLog, report: Callable[[BadResult], None]) -> None:
         self._log = log
         self._report = report
-        self._waiting: tuple[FiniteFlag, BadResult, _Copies] | None = None
+        self._waiting: tuple[FiniteFlag, BadResult, _Copies, weakref.ref[torch.optim.Optimizer]] | None = None
         self._copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Copies | None] = weakref.WeakKeyDictionary()
-        """By optimizer; None where there was no room."""
+        """By optimizer; None where there is no room, and where its weights were told to be bad."""
 
     @property
     def is_waiting(self) -> bool:
@@ -59,46 +59,49 @@ class LateGradients:
 
     def about_to_be_used(self, optimizer: torch.optim.Optimizer, step: int, since: int) -> None:
         """An optimizer is about to use gradients at which nobody has looked. Waits for nothing."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if _is_watched(p)]
-        if not parameters or is_capturing():
+        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not with_gradient or is_immediate(with_gradient[0].grad) or is_capturing():
             return
+        copies = self._copies.get(optimizer)
+        if copies is None and optimizer in self._copies:
+            return
+        parameters = with_gradient
+        if copies is None or not copies.are_of(with_gradient):
+            parameters = list(filter(_is_watched, with_gradient))
+            copies = self._copies[optimizer] = self._room_for(parameters)
         norm = norm_of([p.grad for p in parameters])
-        copies = self._copied(optimizer, parameters) if norm is not None else None
         if norm is None or copies is None:
-            return
+            return  # there is none, they are on several devices, or there is no room
+        with torch.no_grad():
+            compat.copy_together(copies.values, [p.detach() for p in parameters])
         found = tuple(parameters)
         bad = BadResult("gradient", "train", step, self._log.snapshot(), (), parameters=found, since=since)
-        self._waiting = FiniteFlag([norm]), bad, copies
+        self._waiting = FiniteFlag([norm]), bad, copies, weakref.ref(optimizer)
 
     def read(self) -> None:
         """Tell of the last update's gradients if they were bad. Waits for the device to have come to that update."""
         if self._waiting is None:
             return
-        (flag, bad, copies), self._waiting = self._waiting, None
+        (flag, bad, copies, known), self._waiting = self._waiting, None
         if flag.is_set() or all(is_finite(p.detach()) for p in bad.parameters):
             return  # (a norm may overflow although the gradients are finite)
         tell_calls(bad.record)
         weights = tuple(zip(bad.parameters, copies.values, strict=True))
-        self._copies.clear()  # what is told of keeps these
+        optimizer = known()
+        if optimizer is not None:
+            self._copies[optimizer] = None  # what is told of keeps these; the weights are bad from here on
         self._report(dataclasses.replace(bad, weights=weights))
-
-    def _copied(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> _Copies | None:
-        """The weights as they are. None where there is no room for them."""
-        known = self._copies.get(optimizer)
-        if known is None or not known.are_of(parameters):
-            if optimizer in self._copies and known is None:
-                return None
-            known = self._copies[optimizer] = self._room_for(parameters)
-        if known is not None:
-            with torch.no_grad():
-                compat.copy_together(known.values, [p.detach() for p in parameters])
-        return known
 
     def _room_for(self, parameters: list[Tensor]) -> _Copies | None:
         room = available_bytes(parameters)
         if room is not None and sum(p.numel() * p.element_size() for p in parameters) > MEMORY_SHARE * room:
             return None
-        return _Copies([weakref.ref(p) for p in parameters], [torch.empty_like(p.detach()) for p in parameters])
+        values = [torch.empty_like(p.detach()) for p in parameters]
+        return _Copies([weakref.ref(p) for p in parameters], _kinds(parameters), values)
+
+
+def _kinds(parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(p.shape, p.dtype) for p in parameters]
 
 
 def _is_watched(parameter: Tensor) -> bool:
