@@ -68,7 +68,8 @@ class LateGradients:
         parameters = with_gradient
         if copies is None or not copies.are_of(with_gradient):
             parameters = list(filter(_is_watched, with_gradient))
-            copies = self._copies[optimizer] = self._room_for(parameters)
+            if copies is None or not copies.are_of(parameters):
+                copies = self._copies[optimizer] = self._room_for(parameters)
         norm = norm_of([p.grad for p in parameters])
         if norm is None or copies is None:
             return  # there is none, they are on several devices, or there is no room
