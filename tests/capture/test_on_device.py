@@ -37,8 +37,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[Events]:
     monkeypatch.setattr(gradients, "all_finite_on_cpu", lambda tensors: True)
     for module in (flags, on_device):
         monkeypatch.setattr(module, "is_immediate", lambda tensor: False)
-    for module in (gradients, recorder):
-        monkeypatch.setattr(module, "HAS_CUDA", True)
+    monkeypatch.setattr(gradients, "HAS_CUDA", True)
     for module in (recorder, on_device):
         monkeypatch.setattr(module, "is_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", Here)
@@ -77,8 +76,11 @@ def test_they_are_looked_at_before_the_update_where_the_device_waits_for_the_scr
     assert any(fix.verified for fix in incident.fixes)
 
 
-def test_a_script_that_runs_ahead_is_not_held_up(device: type[Events], tmp_path: Path) -> None:
+def test_a_script_that_runs_ahead_is_not_held_up(
+    device: type[Events], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device.is_ahead = True
+    monkeypatch.setattr(on_device, "available_bytes", lambda like: 0)
     (incident,) = guarded(tmp_path).incidents
     assert (incident.cause, incident.step, incident.phase) == ("unexplained", BAD, "backward")
     assert "the script runs ahead of it" in incident.evidence["not_replayed_because"]

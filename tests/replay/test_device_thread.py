@@ -14,7 +14,6 @@ import torch
 
 import ampguard
 import warm
-from ampguard.capture import frames
 from ampguard.capture.judging import outputs
 from ampguard.report.store import read_report
 
@@ -96,15 +95,6 @@ def test_a_backward_pass_in_a_devices_thread_is_run_again(tmp_path: Path) -> Non
     assert incident.location is not None
     assert incident.location.code == "loss = out.pow(2).sum(1).sqrt().mean()"
     assert any(fix.verified for fix in incident.fixes)
-
-
-def test_the_frame_above_is_the_outermost_where_there_are_fewer() -> None:
-    def outer() -> object:
-        return frames.frame_above(1), frames.frame_above(10_000)
-
-    above, outermost = outer()  # type: ignore[misc]
-    assert above is sys._getframe()
-    assert outermost.f_back is None
 
 
 class Answering(outputs.FiniteFlag):

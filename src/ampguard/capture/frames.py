@@ -82,18 +82,6 @@ def _shows_lines(code: CodeType) -> bool:
     return is_shown
 
 
-def frame_above(depth: int) -> FrameType:
-    """The frame `depth` above the caller; the outermost where there are fewer.
-
-    An operator of a backward pass on an accelerator runs in the device's own thread, where nobody called it from Python.
-    """
-    frame = sys._getframe(1)
-    while depth and frame.f_back is not None:
-        frame = frame.f_back
-        depth -= 1
-    return frame
-
-
 def user_line(frame: FrameType | None = None, stop: CodeType | None = None) -> Line | None:
     """The user's line above `frame` (default: the caller); None where there is none, or none below a frame of `stop`."""
     current = frame if frame is not None else sys._getframe(1)

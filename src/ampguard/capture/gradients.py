@@ -31,7 +31,7 @@ class GradientWatch:
         """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
         self.remade = RemadeGradients(log)
-        self.on_device = DeviceGradients()
+        self.on_device = DeviceGradients(log, judge.gradients.were_bad)
         self._log = log
         self._judge = judge.gradients
         self._judge_of_losses = judge
@@ -132,12 +132,12 @@ class GradientWatch:
 
     def _are_finite_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
         """Those on an accelerator, as far as that is known before they are used."""
-        return not HAS_CUDA or self.on_device.are_finite(parameters_of(optimizer), self._judge.step)
-
-    def settle_late(self, waits: bool) -> None:
-        """What a device has found of gradients that were used before it had come to them."""
-        for late in self.on_device.take_bad(waits):
-            self._judge.were_bad(late.parameters, late.step)
+        if not HAS_CUDA:
+            return True
+        is_scaled = self.scaler is not None and self.scaler.is_enabled()
+        may_tell_late = not is_scaled and self._judge_of_losses.bad_loss_step != self._judge.step
+        since = self._cleared_since(optimizer)
+        return self.on_device.are_finite(optimizer, self._judge.step, since, may_tell_late)
 
     def held_off(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """The scaler found Inf or NaN in the optimizer's gradients and skipped its step."""

@@ -2,58 +2,97 @@
 
 A flag is queued behind the backward pass. Where the device has come to the end of the last step by then (the script itself
 waits for it in each step, by `loss.item()` for one, or is what takes the time), its answer is waited for before the optimizer
-changes the parameters, and a bad step can be run again. Elsewhere waiting would cost what the script gains by running ahead
-by more than a step: the answer is read when it is there, behind the update.
+changes the parameters, and a bad step can be run again as any other. Elsewhere waiting would cost what the script gains by
+running ahead by more than a step: the answer is read in the next step, which it lies ahead of in the queue. For that the
+weights are copied before the update, where they are small beside what the script takes; if the gradients were bad, the step is
+run again with the copies in the place of the weights that it has spoilt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ampguard import compat
+from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
+from ampguard.capture.glue.told import tell_calls
+from ampguard.capture.record import BadResult, StepRecord
+from ampguard.capture.sampling.memory import available_bytes, peak_bytes
 from ampguard.compat import cuda_is_in_use as is_in_use
+from ampguard.numerics import is_finite
 
-MOST_LATE = 2
-"""Steps whose answers are waited for at most: the script is not that far ahead of the device."""
+ROOM_SHARE = 1 / 32
+"""Of the memory that is left, the copies of one optimizer's weights may take."""
+
+PEAK_SHARE = 1 / 50
+"""The same of the memory that the script has used."""
 
 
 @dataclass(slots=True)
-class LateFlag:
-    """What a device has not answered yet of a step's gradients."""
+class _Copies:
+    """Room for the weights of one optimizer."""
 
-    flag: FiniteFlag
-    step: int
-    parameters: list[Tensor]
+    parameters: list[weakref.ref[Tensor]]
+    kinds: list[tuple[torch.Size, torch.dtype]]
+    values: list[Tensor]
+
+    def are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the very parameters, and what they were."""
+        if len(parameters) != len(self.values) or _kinds(parameters) != self.kinds:
+            return False
+        return all(known() is p for known, p in zip(self.parameters, parameters, strict=True))
 
 
 class DeviceGradients:
-    """Asked before each update that no scaler allows."""
+    """Asked before each update that no scaler allows; tells of bad gradients whose update is over when that is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: EventLog, report: Callable[[BadResult], None]) -> None:
         self.waits_always = False
         """Whether a bad update is to be stopped or held off, whatever the waiting costs."""
-        self.late: list[LateFlag] = []
-        self._end: Any = None
-        """An event behind the last iteration's updates."""
         self.has_asked = False
         """Whether gradients of the running iteration lie on a device."""
+        self._log = log
+        self._report = report
+        self._end: Any = None
+        """An event behind the last iteration's updates."""
+        self._waiting: tuple[FiniteFlag, BadResult, _Copies | None, weakref.ref[Optimizer]] | None = None
+        self._copies: weakref.WeakKeyDictionary[Optimizer, _Copies | None] = weakref.WeakKeyDictionary()
+        """By optimizer; None where there is no room, and where its weights were told to be bad."""
 
-    def are_finite(self, parameters: Iterable[Tensor], step: int) -> bool:
-        """Whether they are, as far as it is known now: those whose gradients lie on a device are asked for in any case."""
-        held = [p for p in parameters if p.grad is not None and not is_immediate(p.grad)]
-        if not held or is_capturing():
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the device has not answered yet for an update that was made."""
+        return self._waiting is not None
+
+    def are_finite(self, optimizer: Optimizer, step: int, since: int, may_tell_late: bool) -> bool:
+        """Whether they are, as far as it is known before they are used. `may_tell_late`: no loss is to blame for bad ones."""
+        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not with_gradient or is_immediate(with_gradient[0].grad) or is_capturing():
             return True
         self.has_asked = True
-        flag = FiniteFlag([p.grad for p in held if p.grad is not None])
-        if self.waits_always or self._end is None or self._end.query():
+        parameters = list(filter(_is_watched, with_gradient))
+        flag = FiniteFlag([p.grad for p in parameters])
+        if self._may_wait():
             return flag.is_set()
-        self.late.append(LateFlag(flag, step, held))
+        if may_tell_late and parameters:
+            copies = self._copied(optimizer, parameters)
+            record = self._log.snapshot() if copies is not None else StepRecord()
+            held, is_late = tuple(parameters), copies is None
+            bad = BadResult("gradient", "train", step, record, (), parameters=held, since=since, is_late=is_late)
+            self._waiting = flag, bad, copies, weakref.ref(optimizer)
         return True
+
+    def _may_wait(self) -> bool:
+        """Whether waiting costs next to nothing: the script is not ahead of the device by more than this step."""
+        return self.waits_always or self._end is None or bool(self._end.query())
 
     def iteration_ends(self) -> None:
         """The update that ends it is queued."""
@@ -64,11 +103,57 @@ class DeviceGradients:
             self._end = torch.cuda.Event()
         self._end.record()
 
-    def take_bad(self, waits: bool) -> list[LateFlag]:
-        """Those that the device has found bad since. `waits`: for all that it was asked."""
-        bad = []
-        while self.late and (waits or len(self.late) > MOST_LATE or self.late[0].flag.is_known):
-            first = self.late.pop(0)
-            if not first.flag.is_set():
-                bad.append(first)
-        return bad
+    def read(self) -> None:
+        """Tell of the last update's gradients if they were bad. Waits for the device to have come to that update."""
+        if self._waiting is None:
+            return
+        (flag, bad, copies, known), self._waiting = self._waiting, None
+        if flag.is_set() or all(is_finite(p.detach()) for p in bad.parameters):
+            return
+        optimizer = known()
+        if optimizer is not None:
+            self._copies[optimizer] = None  # what is told of keeps these; the weights are bad from here on
+        if copies is not None:
+            tell_calls(bad.record)
+            weights = tuple(zip(bad.parameters, copies.values, strict=True))
+            bad = dataclasses.replace(bad, weights=weights)
+        self._report(bad)
+
+    def _copied(self, optimizer: Optimizer, parameters: list[Tensor]) -> _Copies | None:
+        """The weights as they are; None where there is no room for them."""
+        copies = self._copies.get(optimizer)
+        if copies is None and optimizer in self._copies:
+            return None
+        if copies is None or not copies.are_of(parameters):
+            copies = self._copies[optimizer] = _room_for(parameters)
+        if copies is not None:
+            with torch.no_grad():
+                compat.copy_together(copies.values, [p.detach() for p in parameters])
+        return copies
+
+
+def _room_for(parameters: list[Tensor]) -> _Copies | None:
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    left, used = available_bytes(parameters), peak_bytes(parameters)
+    if (left is not None and size > ROOM_SHARE * left) or (used is not None and size > PEAK_SHARE * used):
+        return None
+    values = [torch.empty_like(p.detach()) for p in parameters]
+    return _Copies([weakref.ref(p) for p in parameters], _kinds(parameters), values)
+
+
+def _kinds(parameters: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(p.shape, p.dtype) for p in parameters]
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return (
+        gradient is not None
+        and type(parameter) in (nn.Parameter, Tensor)
+        and type(gradient) is Tensor
+        and not is_immediate(gradient)
+        and gradient.layout == torch.strided
+        and gradient.is_floating_point()
+        and parameter.numel() > 0
+        and compat.has_values(gradient)
+    )

@@ -344,6 +344,8 @@ class BadResult:
     """What the script computed before its first step, in place of a loss."""
     has_ended_run: bool = False
     """The script has raised an error over them."""
+    weights: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Parameters that were updated since, and what they were then."""
     may_be_meant: Literal["", "array", "count"] = ""
     """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), of counts (a precision) or
     given to a metric that passes over NaN."""

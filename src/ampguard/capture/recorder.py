@@ -316,8 +316,6 @@ class FlightRecorder:
             if not create_graph:
                 self.judge.count_losses(losses)
             return None
-        if self.gradients.on_device.late:
-            self.gradients.settle_late(waits=False)
         if not create_graph and not self.judge.is_healthy(losses):
             self.judge.judge_losses(losses)
         return self.backward_calls.keep(tensors, gradients, inputs, create_graph, line)
@@ -375,6 +373,8 @@ class FlightRecorder:
     ) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         self.tape.leave()
+        if self.gradients.on_device.is_waiting:
+            self.gradients.on_device.read()
         if self.undecided:
             self._decided()
         if self.judge.suspects:
@@ -384,8 +384,6 @@ class FlightRecorder:
         if by_scaler:
             self.gradients.are_looked_at_by_scaler(optimizer, self.scaling.is_unscaled)
             return
-        if self.gradients.on_device.late:  # (they lie before the loss in the device's queue)
-            self.gradients.settle_late(waits=self.judge.has_flags)
         self.judge.read_flags(wait=True)
         if has_closure:
             self._in_update = optimizer  # its closure calls backward: the gradients are judged then
@@ -497,7 +495,7 @@ class FlightRecorder:
     def flush(self, error: BaseException | None = None) -> None:
         """The script ends, perhaps with an error: judge what is left."""
         self.tape.leave()
-        self.gradients.settle_late(waits=True)
+        self.gradients.on_device.read()
         self.judge.settle_last(error)
         if error is not None and not self.turns.has_begun:
             self._ended_before_training(error)
@@ -510,6 +508,8 @@ class FlightRecorder:
             self._report(BadResult("loss", "train", 0, record, (ref,), is_of_preparation=True, has_ended_run=True))
 
     def _report(self, bad: BadResult) -> None:
+        if self.gradients.on_device.is_waiting:
+            self.gradients.on_device.read()  # what came before it
         paused, self.paused = self.paused, True
         self.tape.leave()
         started = time.perf_counter()

@@ -137,6 +137,7 @@ from ampguard.compat.scalers import (
 from ampguard.compat.tensors import (
     base_of,
     cast_leaf,
+    copy_together,
     elements_here,
     flattened,
     has_gradient_hooks,
@@ -223,6 +224,7 @@ __all__ = [
     "communication_hooks",
     "compilation_seconds",
     "compiling_through",
+    "copy_together",
     "counts_on_this_rank",
     "cuda_is_in_use",
     "derivative_number",

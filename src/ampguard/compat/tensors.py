@@ -82,6 +82,16 @@ def largest_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(together(tensors, float("inf")))
 
 
+def copy_together(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each of the values, in one call where PyTorch has one."""
+    together = getattr(torch, "_foreach_copy_", None)
+    if together is not None:
+        together(into, values)
+        return
+    for target, value in zip(into, values, strict=True):
+        target.copy_(value)
+
+
 def has_gradient_hooks(leaf: torch.Tensor) -> bool:
     """Whether something happens when a gradient has been added to this leaf, beside our own looking on."""
     return hooks_behind_leaf(leaf) is not None or torch.distributed.is_initialized()

@@ -63,6 +63,8 @@ class Evidence:
     """What is known about the operator where the failure begins. Costly facts are computed when first asked for."""
 
     phase = "forward"
+    called: str | None = None
+    """What made the bad value, in words, where that is not the operator."""
 
     def __init__(self, bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> None:
         self.bad = bad
@@ -99,6 +101,11 @@ class Evidence:
     @property
     def op(self) -> TracedOp:
         return self.link.op
+
+    @property
+    def remark(self) -> str:
+        """More to be said of what made the bad value."""
+        return ""
 
     @property
     def kind(self) -> str:

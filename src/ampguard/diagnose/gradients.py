@@ -15,6 +15,7 @@ from ampguard.diagnose.compiled.fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.locate import script_graph
 from ampguard.diagnose.locate.chain import Chain, Link
+from ampguard.diagnose.locate.opaque import OpaqueEvidence
 from ampguard.diagnose.locate.slicing import chain_from
 from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.errors import DoesNotRepeatError, ReplayError
@@ -183,6 +184,19 @@ class GradientEvidence(Evidence):
         return facts
 
 
+class OpaqueGradient(OpaqueEvidence, GradientEvidence):
+    """What is known of a kernel that no operator shows and that computes a derivative, in a custom function's `backward`."""
+
+    phase = "backward"
+
+
+def gradient_evidence(bad: BadResult, chain: Chain, outcome: Outcome, replayer: Replayer | None) -> GradientEvidence:
+    """The evidence about where bad gradients begin."""
+    memory = chain.given.memory if chain.given is not None else None
+    is_opaque = memory is not None and memory[0].in_backward
+    return (OpaqueGradient if is_opaque else GradientEvidence)(bad, chain, outcome, replayer)
+
+
 def locate_gradient(bad: BadResult, replayer: Replayer, deadline: float = math.inf) -> Evidence:
     """Where bad gradients begin. One or two replays, three where the loss scale has no part in it.
 
@@ -197,7 +211,7 @@ def locate_gradient(bad: BadResult, replayer: Replayer, deadline: float = math.i
     chain = earliest_chain(outcome)
     if chain is None:
         raise ReplayError("no operator of the replay made the bad gradient")
-    evidence = GradientEvidence(bad, chain, outcome, replayer)
+    evidence = gradient_evidence(bad, chain, outcome, replayer)
     if bad.loss_scale is None or bad.loss_scale <= 1:
         return evidence
     factor = 1.0 / bad.loss_scale
@@ -209,7 +223,7 @@ def locate_gradient(bad: BadResult, replayer: Replayer, deadline: float = math.i
     chain = earliest_chain(evidence.at_unit_scale)
     if chain is None:
         return evidence
-    at_one = GradientEvidence(bad, chain, evidence.at_unit_scale, replayer)
+    at_one = gradient_evidence(bad, chain, evidence.at_unit_scale, replayer)
     at_one.at_unit_scale = evidence.at_unit_scale
     return at_one
 

@@ -22,8 +22,10 @@ from ampguard.diagnose.fixes.script_casts import casts_behind
 from ampguard.diagnose.fixes.trying import OTHER_PRECISION, tried, verified_fixes
 from ampguard.diagnose.givens.vanished_before import with_what_vanished
 from ampguard.diagnose.gradients import GradientEvidence
+from ampguard.diagnose.locate.opaque import OpaqueEvidence
 from ampguard.diagnose.own_update import as_update, is_an_update
 from ampguard.diagnose.terms import Term, in_words, terms_of
+from ampguard.diagnose.unseen import unseen
 from ampguard.incident import Fix, Incident, Phase
 from ampguard.numerics import dtype_name, is_finite
 
@@ -160,6 +162,8 @@ def _why_unknown(bad: BadResult, reason: str, saw_bad_weights: bool) -> str:
 
 def unexplained(evidence: Evidence) -> Finding:
     """No rule knows this operator: say what its numbers say."""
+    if isinstance(evidence, OpaqueEvidence):
+        return unseen(evidence)
     name = words.operator(evidence)
     if isinstance(evidence, GradientEvidence) and evidence.given is not None and not evidence.intended:
         return Finding(
@@ -230,7 +234,7 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
         severity=finding.severity,
         cause=finding.cause,
         module=place.module if place.root is not None else None,
-        op=op.name,
+        op=op.name if finding.op is not None or evidence.called is None else None,
         dtype=dtype_name(dtype),
         location=line.location() if line is not None else None,
         explanation=finding.explanation,

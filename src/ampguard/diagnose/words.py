@@ -31,8 +31,8 @@ def number(value: float | None) -> str:
 
 
 def operator(evidence: Evidence) -> str:
-    """The accused operator, in short."""
-    return name(evidence.op)
+    """The accused operator, in short; else what is accused in its place."""
+    return evidence.called or name(evidence.op)
 
 
 def name(op: TracedOp) -> str:

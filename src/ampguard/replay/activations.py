@@ -8,6 +8,7 @@ sampled ends bit for bit as one that is not. Compiled code is never watched, and
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.frames import frame_above, user_line
+from ampguard.capture.frames import user_line
 from ampguard.capture.record import Event, Line, RootCall
 from ampguard.capture.sampling.allowance import Allowance
 from ampguard.capture.sampling.later import NumbersLater
@@ -108,7 +109,7 @@ class PeakMode(compat.DispatchMode):
         event = self.event
         line = event.line if event is not None else None
         if isinstance(event, RootCall):
-            line = user_line(frame_above(3)) or line
+            line = user_line(sys._getframe()) or line
         file, number = (line.code.co_filename, line.number) if line is not None else (None, None)
         self.places.append(Place(self._module(), str(func), file, number, tensor.dtype, line))
 

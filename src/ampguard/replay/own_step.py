@@ -7,6 +7,7 @@ plain counters are put back, and state that did not exist before the step is tak
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.capture.frames import frame_above, user_line
+from ampguard.capture.frames import user_line
 from ampguard.capture.protocol.own_steps import Counters
 from ampguard.capture.record import Line
 from ampguard.capture.sampling.copies import Snapshot, parameters_of, take_snapshot
@@ -128,13 +129,13 @@ class _Watching(compat.DispatchMode):
         kwargs = kwargs or {}
         at = self._at
         if at is not None and self._edit is not None and str(func) == at.op:
-            args = self._edit(func, args) if user_line(frame_above(1)) == at.line else args
+            args = self._edit(func, args) if user_line(sys._getframe()) == at.line else args
         asks = self.first is None and not facts_of(func).is_uninitialised
         before = _looked_at(args, kwargs) if asks else None
         output = func(*args, **kwargs)
         if before is not None and not all(is_finite(t) for t in _results(func, args, output)):
             largest, zero_at = before
-            line = user_line(frame_above(1))
+            line = user_line(sys._getframe())
             result = _results(func, args, output)[0]
             self.first = BadOperator(str(func), facts_of(func).name, line, result.dtype, largest, zero_at)
         return output

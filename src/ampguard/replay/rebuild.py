@@ -79,7 +79,9 @@ class Replayer:
         """Whether a module takes derivatives in its own forward pass: what that saves is needed then."""
         self.scale_factor = 1.0
         """By which the loss scale of every variant is multiplied (not that of the step as it ran)."""
-        self.base = AS_IT_RAN
+        self.base = (
+            Variant(tensors={id(parameter): value for parameter, value in bad.weights}) if bad.weights else AS_IT_RAN
+        )
         """A change that every replay has."""
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
@@ -122,8 +124,9 @@ class Replayer:
                 "an optimizer steps in the graph, and the weights are no longer those that its pass began with"
             )
         bad = self.bad
+        known = {id(parameter) for parameter, _ in bad.weights}
         preconditions.check(
-            self.events, self._recorder, self.keeps_graph, self.is_exact, bad.record.complete, bad.is_late
+            self.events, self._recorder, self.keeps_graph, self.is_exact, bad.record.complete, bad.is_late, known
         )
         check_what_was_sent(self.events, self._recorder.collectives)
 

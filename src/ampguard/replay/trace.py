@@ -16,11 +16,15 @@ from torch import Tensor
 from ampguard import compat, numerics
 from ampguard.capture.record import Line
 from ampguard.replay.module_calls import ModuleCall
+from ampguard.replay.operators import facts_of
 
 MAX_ELEMENTS = 1 << 16
 """Non-finite elements kept of one tensor."""
 
 BLOCK = 4 * MAX_ELEMENTS
+
+MAX_VIEWS = 16
+"""Views of views that are looked through."""
 
 
 Layout = tuple[tuple[int, ...], int]
@@ -103,6 +107,8 @@ class TracedOp:
     """Of what is `in_backward`: whether the derivative is taken in forward mode."""
     forward: int | None = None
     """In backward: the operator of the forward pass that is being differentiated."""
+    around: list[TracedTensor] = field(default_factory=list)
+    """Of memory that is asked for: what whoever fills it may read, which are the operands and what its module was given."""
 
     @property
     def name(self) -> str:
@@ -114,6 +120,11 @@ class TracedOp:
         if self.line is None:
             return (self.name, None, None)
         return (self.name, self.line.code.co_filename, self.line.number)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the first result is another view of the first operand."""
+        return facts_of(self.func).is_view(0) and bool(self.inputs)
 
     @property
     def is_bad(self) -> bool:
@@ -153,6 +164,23 @@ class Trace:
                     return self.ops[index], output, position
             if is_new:
                 return None
+        return None
+
+    def memory_of(self, tensor: TracedTensor) -> tuple[TracedOp, int] | None:
+        """The operator (and which of its results) that has made the memory of a tensor, or written to it last, and left it
+        finite; None where that is not known. What is not finite in there now was written by something that is no operator.
+        """
+        made = tensor.made_by
+        for _ in range(MAX_VIEWS):
+            if made is None:
+                return None
+            op = self.ops[made[0]]
+            result = op.outputs[made[1]]
+            if result.storage != tensor.storage or result.bad is not None:
+                return None
+            if not op.is_view:
+                return op, made[1]
+            made = op.inputs[0].made_by
         return None
 
     def run_key(self, index: int) -> tuple[int, str, int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ampguard import compat, numerics
 from ampguard.capture.compiled.functions import CompiledFunction
-from ampguard.capture.frames import frame_above, user_line
+from ampguard.capture.frames import user_line
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
 from ampguard.capture.root_calls.surroundings import devices_in_use, is_autocast_on
 from ampguard.capture.root_calls.trees import map_tensors
@@ -79,6 +79,8 @@ class ReplayMode(compat.DispatchMode):
         self.boundary: CodeType | None = None
         """The code of the frame that runs the replay: frames beyond it belong to the script's present, not to the step."""
         self.stack: list[nn.Module] = []
+        self._arguments: list[tuple[Any, Any]] = []
+        """What each of the modules that are running was called with."""
         self._names = names
         self._here: tuple[str | None, int | None] = (None, None)
         self._is_outside = False
@@ -123,6 +125,7 @@ class ReplayMode(compat.DispatchMode):
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call under its name; in float32, outside autocast, where the variant says so."""
         self.enter_module(module)
+        self._arguments.append((args, kwargs))
         try:
             if self.writer is not None and not self._forced:
                 of_root = self.event.line if isinstance(self.event, RootCall) else None
@@ -131,6 +134,7 @@ class ReplayMode(compat.DispatchMode):
                 return self._call_in_float32(original, module, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
+            self._arguments.pop()
             self.leave_module()
 
     def enter_module(self, module: nn.Module) -> None:
@@ -185,7 +189,7 @@ class ReplayMode(compat.DispatchMode):
         precision = self._precision() if self._may_convert else None
         if precision is not None:
             if self._forced and numerics.is_low_precision(kwargs.get("dtype")):
-                self._note_own_cast(frame_above(1))
+                self._note_own_cast(sys._getframe())
             args, kwargs = converted(func, args, kwargs, precision)
         key: RunKey | None = None
         if self._intervenes and self.changed_operands.differentiated:
@@ -228,8 +232,11 @@ class ReplayMode(compat.DispatchMode):
         self.transformed.note(self.event, index)
         op = None
         if self.writer is not None:
-            op = self._traced(self.writer, index, func, facts, frame_above(2))
+            op = self._traced(self.writer, index, func, facts, sys._getframe())
             self.writer.begin(op, facts, args, kwargs)
+            if facts.allocates:
+                given = flat_tensors(*self._arguments[-1]) if self._arguments else []
+                self.writer.note_around(op, flat_tensors(args, kwargs), given)
         before = None
         if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
             before = values_before(args, facts.writes or facts.hidden_writes)
@@ -253,7 +260,7 @@ class ReplayMode(compat.DispatchMode):
 
     def _seek(self, func: Any, output: Any) -> None:
         """Is this result one that the step later read without a module having returned it?"""
-        line = self._line(frame_above(3))
+        line = self._line(sys._getframe())
         place = (str(func), line.code.co_filename, line.number) if line is not None else (str(func), None, None)
         run = self._runs_of[place] = self._runs_of.get(place, 0) + 1
         known = self.hidden.get((place, run))
@@ -285,7 +292,7 @@ class ReplayMode(compat.DispatchMode):
             return None if self.variant.keeps_own_casts else torch.float32
         event = self.event
         is_glue = isinstance(event, GlueOp) or self._is_outside
-        line = self._line(frame_above(2)) if is_glue and self.variant.fp32_lines else None
+        line = self._line(sys._getframe()) if is_glue and self.variant.fp32_lines else None
         in_region = line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
         return torch.float32 if in_region else None
 
@@ -306,7 +313,7 @@ class ReplayMode(compat.DispatchMode):
         by_run = self._intervention_at_run(name) if self.variant.interventions else None
         if by_run is not None or all(place[0] != name for place in self.variant.at_places):
             return by_run
-        frame = frame_above(2)
+        frame = sys._getframe()
         is_derivative = isinstance(self.event, BackwardCall)  # (of another operator, often by one of the same name)
         line = user_line(frame, stop=self.boundary) if is_derivative else self._line(frame)
         if line is None and is_derivative:
@@ -321,7 +328,10 @@ class ReplayMode(compat.DispatchMode):
         return self.variant.interventions.get((event, name, run))
 
     def _traced(self, writer: TraceWriter, index: int, func: Any, facts: OperatorFacts, frame: FrameType) -> TracedOp:
-        """An operator that is about to run, and where it does."""
+        """An operator that is about to run, and where it does.
+
+        `frame` is the guard's own: on a thread of the device, which runs derivatives there, none need be above it.
+        """
         event = self.event
         if isinstance(event, BackwardCall):
             return self._derivative(writer, index, event, func, facts, frame)

@@ -51,6 +51,17 @@ class TraceWriter:
             op.key = (*key, occurrence)
         self.trace.ops.append(op)
 
+    def note_around(self, op: TracedOp, operands: list[Tensor], given: list[Tensor]) -> None:
+        """Memory is asked for, with these operands, in a module that was given these tensors."""
+        for operand, tensor in zip(op.inputs, operands, strict=False):
+            operand.bad = bad_elements(tensor)
+        op.around = list(op.inputs)
+        for tensor in given:
+            if not any(tensor is operand for operand in operands):
+                beside = traced(tensor, self._maker(tensor))
+                beside.bad = bad_elements(tensor)
+                op.around.append(beside)
+
     def stands_for(self, tensor: Tensor, made: Tensor) -> None:
         """What made `made` has made `tensor`."""
         maker = self._maker(made)

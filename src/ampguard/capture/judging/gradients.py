@@ -17,7 +17,7 @@ from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.judging.plain_leaves import PlainLeaves
 from ampguard.capture.judging.spoilt import SpoiltGradients
-from ampguard.capture.record import BadResult, Ref, RootCall, StepRecord
+from ampguard.capture.record import BadResult, Ref, RootCall
 from ampguard.capture.sampling.flat import members_for_buffers
 from ampguard.capture.steps import StepCounter
 from ampguard.numerics import is_finite
@@ -90,15 +90,13 @@ class GradientJudge:
 
     @property
     def step(self) -> int:
-        """The running step."""
+        """The running iteration."""
         return self._steps.count
 
-    def were_bad(self, parameters: list[Tensor], step: int) -> None:
-        """Gradients of a step on a device were not finite, and the optimizer has used them."""
-        if self._losses.bad_loss_step == step or self.spoilt.are_all_that_is_bad(parameters):
-            return
-        bad = tuple(p for p in parameters if not is_finite(p))
-        self._report(BadResult("gradient", "train", step, StepRecord(), (), parameters=bad, is_late=True))
+    def were_bad(self, bad: BadResult) -> None:
+        """The gradients of an earlier update were not finite. What a bad loss brought about is no news."""
+        if self._losses.bad_loss_step != bad.step:
+            self._report(bad)
 
     def remade_are_bad(self, parameters: Iterable[Tensor], targets: tuple[Ref, ...]) -> None:
         """Gradients were finite until the script computed others from them."""

@@ -74,6 +74,8 @@ class Moves:
         self.usual_backward = UsualBackward(self)
         self.attempt = 0
         """The iteration of the last attempted step."""
+        self._attempts = 0
+        """Optimizers' steps that had been attempted before it."""
         self.scale_was_read = False
         """The script asked for the scale since the last backward: it may divide by hand."""
         self.scale_read_at: Line | None = None
@@ -337,6 +339,7 @@ class Moves:
         watch = self._claimed(optimizer)
         self.close.before_direct_step(watch)
         self.attempt = self.recorder.steps.count
+        self._attempts = self.recorder.steps.attempts
         stage = self.machine.stage(watch)
         repeats = stage is Stage.USED and watch.by_scaler
         is_untouched = watch.is_untouched() and not (watch.divides_in_hook or watch.divides_by_hand)
@@ -346,6 +349,9 @@ class Moves:
         """It has stepped."""
         watch = self.watches.optimizer(optimizer)
         self.is_lost = False
+        its_own = self.recorder.steps.count - self.recorder.between_steps
+        if self.recorder.steps.attempts > self._attempts and its_own < self.attempt:
+            self.attempt -= 1  # it has joined, and belongs to the iteration that another one seemed to have ended
         watch.steps += 1
         watch.taken += 1
         found_inf = None

@@ -25,6 +25,12 @@ def available_bytes(like: Sequence[Tensor]) -> int | None:
     return min(known) if known else None
 
 
+def peak_bytes(like: Sequence[Tensor]) -> int | None:
+    """The most bytes that were in use where these tensors live, on the first of several; None on the host."""
+    device = next((t.device for t in like if t.is_cuda), None)
+    return torch.cuda.max_memory_allocated(device) if device is not None else None
+
+
 def host_bytes() -> int | None:
     """Bytes of host memory left, within the limit of the container."""
     known = [value for value in (_of_machine(), *_of_containers()) if value is not None]

@@ -85,12 +85,18 @@ def division_by_zero(evidence: Evidence) -> Finding | None:
         proposals.append(ignored_targets.leave_out(evidence))
     return Finding(
         "division-by-zero",
-        f"{name} {words.place(evidence)} divides by 0 ({what}): {_how_many(int(count), divisor.values.numel())}, in float32 as "
-        f"well.{ignored_targets.in_words(ignored) if ignored is not None else ''}",
+        f"{name} {words.place(evidence)} divides by 0 ({what}): {_how_many(int(count), divisor.values.numel())}"
+        f"{_in_float32(evidence)}.{ignored_targets.in_words(ignored) if ignored is not None else ''}",
         weight=50,
         evidence={"divisor": divisor.stats.as_dict(), "zero_divisors": count, "numerator": numerator},
         proposals=tuple(proposals),
     )
+
+
+def _in_float32(evidence: Evidence) -> str:
+    """Whether the divisor is 0 in float32 too; nothing where that was not seen."""
+    was_not_asked = evidence.replayer is None and evidence.ran_in_low_precision
+    return "" if was_not_asked else ", in float32 as well"
 
 
 def _how_many(count: int, total: int) -> str:

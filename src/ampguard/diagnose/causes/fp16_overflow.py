@@ -6,6 +6,7 @@ Why it hurts   weights and activations grow as training goes on, so it comes lat
                smaller learning rate or clipping delays it. In evaluation it comes with longer inputs.
 Instead        compute this module in float32 (leave autocast: a bare `.float()` is undone by the next matrix product),
                train in bfloat16, or scale before multiplying: `(q * scale) @ k.transpose(-2, -1)`.
+               A kernel of another library (Triton, CUDA, NumPy) that computes in float32 has to store in float32, too.
 Not this       a result that float32 cannot hold either: see overflow. A mask constant: see mask-overflow.
 """
 
@@ -27,7 +28,7 @@ SHORT_STEP = 8000
 """Operators of a step that is followed in float32 as well: some half a second."""
 
 
-@cause("fp16-overflow")
+@cause("fp16-overflow", phases=("forward", "opaque"))
 def fp16_overflow(evidence: Evidence) -> Finding | None:
     precision = evidence.precision
     if precision is None or evidence.given is not None or evidence.intended or evidence.op.refused:
@@ -39,6 +40,8 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
     name = words.operator(evidence)
     if peak is not None and peak > limit:
         what = f"{name} gives {words.number(peak)} in float32; {words.precision(evidence)} ends at {limit:g}"
+    elif evidence.called is not None:
+        return None  # whether it over- or underflows on its way, nobody sees
     else:
         what = (
             f"{name} is finite in float32 ({words.number(evidence.element(evidence.in_float32))}) and "
@@ -54,7 +57,7 @@ def fp16_overflow(evidence: Evidence) -> Finding | None:
         )
     if evidence.bad.mode == "eval":
         explanation += " It happened in evaluation, where inputs can be longer or larger than in training."
-    explanation += _in_float32_as_well(evidence)
+    explanation += evidence.remark + _in_float32_as_well(evidence)
     proposals = (*stable.proposals(evidence), *precision_fixes(evidence))
     return Finding("fp16-overflow", explanation, weight=60, evidence=facts, proposals=proposals)
 

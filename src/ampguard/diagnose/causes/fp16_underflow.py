@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from ampguard import numerics
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_of
 from ampguard.diagnose.evidence import Evidence
@@ -26,16 +27,23 @@ from ampguard.diagnose.fixes.proposals import (
     smallest_epsilon,
     spelled,
 )
+from ampguard.diagnose.locate import lineage
 from ampguard.diagnose.locate.contributions import contributing
+
+GUARDS = frozenset({"add", "sub", "rsub", "clamp", "clamp_min", "maximum"})
+"""Operators that keep a divisor from being 0 by a constant."""
 
 
 @cause("fp16-underflow")
 def fp16_underflow(evidence: Evidence) -> Finding | None:
     if evidence.given is not None or evidence.intended or evidence.op.refused or evidence.is_finite_in_float32:
         return None
-    if not evidence.ran_in_low_precision or not evidence.is_finite_in_float32_step:
+    if not evidence.ran_in_low_precision:
         return None
-    flushed = _flushed_operand(evidence)
+    if evidence.replayer is None:  # traced as it ran: there is no step to compute in float32
+        flushed = _vanished_constant(evidence)
+    else:
+        flushed = _flushed_operand(evidence) if evidence.is_finite_in_float32_step else None
     if flushed is None:
         return None
     position, value = flushed
@@ -83,3 +91,28 @@ def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
         if flushed.any():
             return position, float(there[flushed].abs().max())
     return None
+
+
+def _vanished_constant(evidence: Evidence) -> tuple[int, float] | None:
+    """A divisor that is 0 at the bad element although a constant was added to it, or it was clamped at one, which the low
+    precision rounds to 0: (which operand, the constant).
+
+    No sum of that precision's numbers and the constant is 0 in float32, the spacing of the former being larger.
+    """
+    name, position = evidence.op.short_name, divisor_of(evidence)
+    if position is None:
+        position = 0 if name in ("log", "log2", "log10") else None
+    if position is None or position >= len(evidence.operands):
+        return None
+    made_by = lineage.maker(evidence.trace, evidence.op, position)
+    if (
+        made_by is None
+        or made_by.short_name not in GUARDS
+        or not bool((evidence.operands[position].contributing == 0).any())
+    ):
+        return None
+    dtype = made_by.outputs[0].dtype
+    if not numerics.is_low_precision(dtype):
+        return None
+    gone = [abs(number) for number in made_by.scalars if number and float(torch.tensor(number, dtype=dtype)) == 0]
+    return (position, max(gone)) if gone else None

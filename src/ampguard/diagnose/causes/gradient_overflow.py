@@ -41,13 +41,15 @@ def gradient_overflow(evidence: GradientEvidence) -> Finding | None:
     name = words.operator(evidence)
     wide = evidence.element(evidence.in_float32)
     peak = evidence.largest_in_float32
+    if evidence.called is not None and not (peak is not None and peak > limit):
+        return None  # whether it over- or underflows on its way, nobody sees
     found = f"{words.number(peak)} in float32" if peak is not None else f"{words.number(wide)} in float32"
     scale = "" if evidence.at_unit_scale is None else ", even at a loss scale of 1"
     what = "all gradients of this step are finite" if evidence.bad.is_of_gradients else "this step is finite"
     return Finding(
         "gradient-overflow",
         f"In the backward pass {name} {words.place(evidence)} gives {spelled(evidence.kind)}{scale}: the gradient is {found}, "
-        f"and {words.precision(evidence)} ends at {limit:g}. In float32 {what}.",
+        f"and {words.precision(evidence)} ends at {limit:g}. In float32 {what}.{evidence.remark}",
         weight=60,
         evidence={"max_abs_fp32": peak, "limit": limit},
         proposals=(*precision_fixes(evidence), *operand_fixes(evidence)),

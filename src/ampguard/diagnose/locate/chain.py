@@ -19,13 +19,17 @@ class Link:
 
 @dataclass(slots=True)
 class Given:
-    """The chain ends at a tensor that no operator of the step made."""
+    """The chain ends at a tensor that no operator of the step made.
+
+    `memory`: the operator, and which of its results, that has made the memory in which the bad value lies, and left it finite.
+    """
 
     tensor: TracedTensor
     flat: int | None
     kind: int
     reader: TracedOp
     operand: int
+    memory: tuple[TracedOp, int] | None = None
 
 
 @dataclass(slots=True)

@@ -14,8 +14,9 @@ from ampguard.diagnose.compiled.fault import fault_of_compiled_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.model_calls import model_calls
 from ampguard.diagnose.givens.naming import buffer_behind
-from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, locate_gradient
+from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, gradient_evidence, locate_gradient
 from ampguard.diagnose.locate.chain import Chain, Link
+from ampguard.diagnose.locate.opaque import opaque_evidence
 from ampguard.diagnose.locate.rows import is_masks_doing
 from ampguard.diagnose.locate.slicing import COPIES, at_the_data, chain_from
 from ampguard.errors import ReplayError
@@ -48,6 +49,9 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     chain = chain_of(outcome)
     if chain is None:
         raise ReplayError(NOT_MADE)
+    opaque = opaque_evidence(bad, chain, outcome, replayer)
+    if opaque is not None:
+        return opaque
     if _was_computed_unseen(outcome, chain) or _was_divided_by_zero(Evidence(bad, chain, outcome, replayer)):
         chain.intended = False
     models = [event.index for event in model_calls(replayer.events)]
@@ -98,8 +102,11 @@ def locate_in_trace(bad: BadResult, trace: Trace) -> Evidence | None:
         outcome.gradients = [(p, p.grad) for p in bad.parameters if p.grad is not None]
         outcome.targets = [("", gradient) for _, gradient in outcome.gradients]
         chain = earliest_chain(outcome)
-        return GradientEvidence(bad, chain, outcome, None) if chain is not None else None
+        return gradient_evidence(bad, chain, outcome, None) if chain is not None else None
     chain = chain_of(outcome)
+    opaque = opaque_evidence(bad, chain, outcome, None) if chain is not None else None
+    if opaque is not None:
+        return opaque
     if chain is None or is_on_purpose(bad, chain):
         return None
     return evidence_of(bad, chain, outcome, None)

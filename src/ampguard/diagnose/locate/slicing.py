@@ -28,6 +28,8 @@ MAX_VISITS = 800
 """Of elements, once a beginning was found. The way to the first one may be as long as the trace: a recurrence of many steps."""
 VISITS_PER_OP = 8
 MAX_ELDERS = 4
+GRADIENTS_BEFORE = 64
+"""Bad results of a backward pass before some memory was asked for, of which one of its shape is looked for."""
 ENDS = 2
 """Bad elements of a result that are followed, where no infinite constant explains them."""
 BLOCK, MAX_BLOCKS = 1 << 20, 16
@@ -330,9 +332,53 @@ def _origin(
     offset, flat, kind = int(bad.offsets[hit]), int(bad.flat[hit]), int(bad.kinds[hit])
     writer = trace.writer_of(tensor.storage, offset, before=reader.index)
     if writer is None:
-        return Given(tensor, flat, kind, reader, operand)
+        memory = trace.memory_of(tensor)
+        beyond = _beyond_opaque(trace, memory[0], tensor, flat, kind) if memory is not None else None
+        return beyond or Given(tensor, flat, kind, reader, operand, memory)
     op, result, position = writer
     return Link(op, result, position, kind)
+
+
+def _beyond_opaque(trace: Trace, memory: TracedOp, written: TracedTensor, flat: int, kind: int) -> Link | Given | None:
+    """Where the bad element comes from that something unseen wrote to `memory`: from a bad one that it may have read.
+
+    Of a tensor of the same shape the element itself, or one of its row; of another, any.
+    """
+    for operand, tensor in enumerate(memory.around):
+        bad = tensor.bad
+        if bad is None:
+            continue
+        hits = torch.arange(bad.flat.numel())
+        if tensor.shape == written.shape:
+            same, width = (bad.flat == flat).nonzero().reshape(-1), tensor.shape[-1] if tensor.shape else 1
+            hits = same if same.numel() else (bad.flat // width == flat // width).nonzero().reshape(-1)
+        hits = hits[bad.kinds[hits] != NAN] if kind != NAN else hits
+        if not hits.numel():
+            continue
+        step = _origin(trace, memory, operand, tensor, bad, int(hits[0]))
+        if isinstance(step, Link) or step.reader is not memory or operand < len(memory.inputs):
+            return step
+    return _gradient_before(trace, memory, kind) if memory.in_backward else None
+
+
+def _gradient_before(trace: Trace, memory: TracedOp, kind: int) -> Link | None:
+    """The last bad result of the backward pass before `memory` was asked for: what a custom function's `backward` is given
+    is no operand of what it asks for. One of the same shape, if there is any.
+    """
+    before = (op for op in reversed(trace.ops[: memory.index]) if op.in_backward and op.is_bad)
+    found = [link for op in itertools.islice(before, GRADIENTS_BEFORE) if (link := _bad_of(op, kind)) is not None]
+    shape = memory.outputs[0].shape
+    return next((link for link in found if link.op.outputs[link.result].shape == shape), found[0] if found else None)
+
+
+def _bad_of(op: TracedOp, kind: int) -> Link | None:
+    """A bad element of an operator's results that can have become one of this kind."""
+    for position, made in enumerate(op.outputs):
+        hits = (made.bad.kinds != NAN).nonzero() if made.bad is not None and kind != NAN else None
+        if made.bad is not None and (hits is None or hits.numel()):
+            hit = int(hits[0]) if hits is not None else 0
+            return Link(op, position, int(made.bad.flat[hit]), int(made.bad.kinds[hit]))
+    return None
 
 
 def makes_infinity_on_purpose(link: Link) -> bool:
