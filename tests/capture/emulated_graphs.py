@@ -187,6 +187,7 @@ def device_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedGrap
         monkeypatch.setattr(place, "CUDAGraph", EmulatedGraph)
         monkeypatch.setattr(place, "graph_pool_handle", lambda: (0, 0))
         monkeypatch.setattr(place, "is_current_stream_capturing", lambda: bool(_underway))
+    monkeypatch.setattr("ampguard.capture.graph_captures.cuda_is_in_use", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -30,7 +30,7 @@ from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, StepRecord
-from ampguard.compat import version_of
+from ampguard.compat import cuda_is_in_use, version_of
 
 if TYPE_CHECKING:
     from ampguard.capture.recorder import FlightRecorder
@@ -153,7 +153,7 @@ class GraphCaptures:
     def iteration_ends(self) -> None:
         """An iteration is about to end: as one of the first it may be a warm-up, and the next thing a capture."""
         recorder = self._recorder
-        if recorder.steps.count <= WARM_UP and not recorder.counting:
+        if recorder.steps.count <= WARM_UP and cuda_is_in_use() and not recorder.counting:
             self.iteration = recorder.log.snapshot()
 
     # --- the capture ------------------------------------------------------------------------------------------------

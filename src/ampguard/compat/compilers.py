@@ -17,6 +17,7 @@ from ampguard.compat.modes import DYNAMO, HAS_CUDA, cuda_is_in_use
 
 _TORCH = os.path.dirname(torch.__file__)
 _BETWEEN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.join(_TORCH, "fx"))
+_INDUCTOR = os.path.join(_TORCH, "_inductor")
 _RUNTIME = (os.path.join(_TORCH, "_functorch"), os.path.join(_TORCH, "_dynamo", "backends"))
 
 
@@ -194,6 +195,11 @@ def forget_functions() -> None:
     for clear in (getattr(rules, "clear_lru_cache", None), getattr(handlers, "cache_clear", None)):
         if clear is not None:
             clear()
+
+
+def is_of_inductor(frame: FrameType) -> bool:
+    """Whether this is code of the compiler's own: it captures parts of compiled code as CUDA graphs, and replays them."""
+    return frame.f_code.co_filename.startswith(_INDUCTOR)
 
 
 def is_inside_compiled_code(frame: FrameType) -> bool:

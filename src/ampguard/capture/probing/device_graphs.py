@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -65,7 +66,8 @@ class DeviceGraphProbe(Probe):
         @functools.wraps(original)
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             _refuse_in_a_replay_of_ours("replays")
-            is_followed = recorder.active and not recorder.paused and recorder.turns.thread == get_ident()
+            is_mine = recorder.turns.thread == get_ident() and not compat.is_of_inductor(sys._getframe(1))
+            is_followed = recorder.active and not recorder.paused and is_mine
             if is_followed:
                 guarded(captures.before_replay, graph)
             result = original(graph, *args, **kwargs)
