@@ -67,7 +67,9 @@ def run(
         said = err.read() if isinstance(process, subprocess.Popen) else _LEAKS.sub("", err.read())
         done = subprocess.CompletedProcess(list(command), status, out.read(), said)
     if check and status:
-        raise subprocess.CalledProcessError(status, done.args, done.stdout, done.stderr)
+        failed = subprocess.CalledProcessError(status, done.args, done.stdout, done.stderr)
+        failed.add_note(done.stderr[-4000:])
+        raise failed
     return done
 
 
