@@ -244,10 +244,9 @@ class ReplayMode(compat.DispatchMode):
         return Noted(index, func, facts, op, before)
 
     def _given(self) -> list[Tensor]:
-        """The plain tensors that the innermost module was called with; under a transform of `torch.func` they are none."""
-        if not self._arguments or compat.in_functorch():
-            return []
-        return [t for t in flat_tensors(*self._arguments[-1]) if type(t) in (Tensor, nn.Parameter)]
+        """The plain tensors that the innermost module was called with, those left out that a transform has wrapped."""
+        given = flat_tensors(*self._arguments[-1]) if self._arguments else []
+        return [t for t in given if type(t) in (Tensor, nn.Parameter) and not compat.is_of_transform(t)]
 
     def note_after(self, noted: Noted, args: Any, kwargs: Any, output: Any) -> None:
         """An operator has run."""
