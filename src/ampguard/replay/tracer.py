@@ -235,14 +235,18 @@ class ReplayMode(compat.DispatchMode):
             op = self._traced(self.writer, index, func, facts, sys._getframe())
             self.writer.begin(op, facts, args, kwargs)
             if facts.allocates:
-                given = flat_tensors(*self._arguments[-1]) if self._arguments else []
-                self.writer.note_around(op, flat_tensors(args, kwargs), given)
+                self.writer.note_around(op, flat_tensors(args, kwargs), self._given())
         before = None
         if (op is not None or index in self.variant.capture) and (facts.writes or facts.hidden_writes):
             before = values_before(args, facts.writes or facts.hidden_writes)
             for operand, tensor in zip(op.inputs, flat_tensors(args, kwargs), strict=True) if op is not None else ():
                 operand.laid_out = layout_of(tensor)  # the copies made of it lie elsewhere
         return Noted(index, func, facts, op, before)
+
+    def _given(self) -> list[Tensor]:
+        """The plain tensors that the innermost module was called with, those left out that a transform has wrapped."""
+        given = flat_tensors(*self._arguments[-1]) if self._arguments else []
+        return [t for t in given if type(t) in (Tensor, nn.Parameter) and not compat.is_of_transform(t)]
 
     def note_after(self, noted: Noted, args: Any, kwargs: Any, output: Any) -> None:
         """An operator has run."""

@@ -70,12 +70,10 @@ class TraceWriter:
 
     def end(self, op: TracedOp, facts: OperatorFacts, args: Any, written: Any, kwargs: Any, output: Any) -> None:
         """It has run: its results, where they are bad, and what it wrote to."""
-        node = compat.next_node_number() - 1
-        self._nodes.setdefault(node, op.index)  # without gradients too: in a custom function
-        if self._last_node < node - 1:  # each level of a transform gives an operator a node
-            first = max(self._last_node + 1, node - MAX_LEVELS)
-            self._inner_nodes |= {number: op.index for number in range(first, node) if number not in self._nodes}
-        self._last_node = node
+        if (
+            torch.is_grad_enabled() or not op.in_backward
+        ):  # else it has no node, and a device's thread has numbers of its own
+            self._note_node(op)
         results = output if isinstance(output, (tuple, list)) else (output,)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):
@@ -103,6 +101,15 @@ class TraceWriter:
         if op.is_bad:
             self._keep_operands(op, args, kwargs)
             op.taken = _taken(op, args)
+
+    def _note_node(self, op: TracedOp) -> None:
+        """The node that the operator has made; without gradients too: in a custom function."""
+        node = compat.next_node_number() - 1
+        self._nodes.setdefault(node, op.index)
+        if self._last_node < node - 1:  # each level of a transform gives an operator a node
+            first = max(self._last_node + 1, node - MAX_LEVELS)
+            self._inner_nodes |= {number: op.index for number in range(first, node) if number not in self._nodes}
+        self._last_node = node
 
     def _note_copied_slices(self) -> None:
         while self._through_views:

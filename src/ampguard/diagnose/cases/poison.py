@@ -13,7 +13,7 @@ from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases.case import Case
 from ampguard.incident import Incident
 from ampguard.numerics import is_finite
-from ampguard.replay.behind import plain_weights
+from ampguard.replay.behind import events_behind, plain_weights
 
 ASKED_EVERY = 16
 """Of so many consequences one is looked at: parameters that went bad stay so, unless a checkpoint is loaded."""
@@ -121,7 +121,7 @@ class Poison:
 
     def _is_moved_by_failures(self, bad: BadResult) -> bool:
         """Whether it reads weights that were finite in an earlier failure, and are not any more."""
-        for event in bad.record.events:
+        for event in events_behind(bad):  # (of what came before, more or less is still on record)
             case = self._finite_then.get(event.module) if isinstance(event, RootCall) else None
             if case is not None and isinstance(event, RootCall) and has_bad_parameters(event.module):
                 case.consequences += 1
