@@ -63,7 +63,9 @@ def fits(value: float, dtype: torch.dtype) -> bool:
     >>> fits(65519.0, torch.float16), fits(-1e9, torch.float16), fits(-1e9, torch.bfloat16)
     (True, False, True)
     """
-    return math.isfinite(value) and bool(torch.isfinite(torch.tensor(value, dtype=torch.float64).to(dtype)))
+    return math.isfinite(value) and bool(
+        torch.isfinite(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 from ampguard import compat
-from ampguard.compat import dispatch_modes_on, function_modes_on
+from ampguard.compat import dispatch_modes_on, function_modes_on, is_default_device
 
 T = TypeVar("T")
 
@@ -64,6 +64,8 @@ class FaultBarrier:
                     return self.call(function, *args)
                 finally:
                     calls.come_back()
+            if is_default_device(depth) and modes <= self.own_modes and not (modes and self.before_hiding):
+                return function(*args)
             if self.before_hiding is not None:
                 self.before_hiding()
                 if not self.is_observed():
@@ -90,7 +92,8 @@ class FaultBarrier:
 
     def is_observed(self) -> bool:
         """Whether modes of the script are active, which must not see what we do."""
-        return bool(function_modes_on()) or dispatch_modes_on() > self.own_modes
+        depth = function_modes_on()
+        return bool(depth and not is_default_device(depth)) or dispatch_modes_on() > self.own_modes
 
     def trip(self, fault: Exception) -> None:
         """Something of ours went wrong: from now on every call is passed over."""

@@ -36,7 +36,7 @@ class FiniteFlag:
             values = [compat.elements_here(t.detach()) for t in floats]
             # a single number is looked at where it arrives
             found = values[0].reshape(()) if len(values) == 1 and values[0].numel() == 1 else _are_finite(values)
-            self._host = torch.empty((), dtype=found.dtype, pin_memory=found.is_cuda)
+            self._host = torch.empty((), dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
             self._host.copy_(found, non_blocking=found.is_cuda)
         if found.is_cuda:
             self._event = torch.cuda.Event()

@@ -26,6 +26,7 @@ from ampguard.compat.compilers import (
     without_device_graphs,
     without_onednn,
 )
+from ampguard.compat.default_device import is_default_device, scripts_default_device, without_default_device
 from ampguard.compat.device_graphs import forwards_of, is_without_graphs, note_graphed, without_graphs_in_modules
 from ampguard.compat.functions import apply_of, bound_type, is_bound_apply
 from ampguard.compat.modes import (
@@ -285,6 +286,7 @@ __all__ = [
     "is_compiled",
     "is_compiling",
     "is_custom_derivative",
+    "is_default_device",
     "is_dense",
     "is_first_move",
     "is_inside_compiled_code",
@@ -344,6 +346,7 @@ __all__ = [
     "scaler_with",
     "scalers_since",
     "schema_of",
+    "scripts_default_device",
     "several_ranks",
     "sharded_compute_dtypes",
     "sharding_policy",
@@ -368,6 +371,7 @@ __all__ = [
     "version_of",
     "versions_of",
     "whole_of",
+    "without_default_device",
     "without_device_graphs",
     "without_graphs_in_modules",
     "without_onednn",

@@ -31,8 +31,12 @@ OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What the script prints while it is replayed was printed already."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    """What the script prints while it is replayed was printed already; its tensors lie where they did."""
+    with (
+        compat.scripts_default_device(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         yield
 
 
@@ -52,7 +56,12 @@ def neutral_thread() -> Iterator[None]:
         torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
         for device in devices:
             torch.set_autocast_enabled(device, False)
-        with compat.outside_compiled_code(), torch.inference_mode(False), torch.no_grad():
+        with (
+            compat.outside_compiled_code(),
+            compat.without_default_device(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             yield
     finally:
         torch.set_autocast_cache_enabled(cache)

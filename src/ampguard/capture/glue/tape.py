@@ -134,7 +134,7 @@ class GlueTape(compat.DispatchMode):
             self.is_of_calls = (
                 self.keeps_calls
                 and torch.is_grad_enabled()  # in evaluation a kept call would hold on to its operands for as long as it is kept
-                and compat.function_modes_on() == 0
+                and (not (depth := compat.function_modes_on()) or compat.is_default_device(depth))
                 and self._may_keep_calls()
             )
             if self.is_of_calls:

@@ -25,7 +25,7 @@ class _Copy:
         self.positions = positions
         with torch.no_grad():
             gathered = torch.stack([number.detach().reshape(()).to(torch.float32) for number in numbers])
-        self.host = torch.empty(len(numbers), dtype=torch.float32, pin_memory=gathered.is_cuda)
+        self.host = torch.empty(len(numbers), dtype=torch.float32, device="cpu", pin_memory=gathered.is_cuda)
         self.host.copy_(gathered, non_blocking=True)
         self.event: torch.cuda.Event | None = None
         if gathered.is_cuda:
