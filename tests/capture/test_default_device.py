@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard import compat
@@ -117,6 +118,40 @@ def test_a_failure_outside_modules_is_explained(
 def test_healthy(loss_of: Callable[[Tensor, Tensor, bool], Tensor], guard: Callable[..., Watched]) -> None:
     run = guard(train(loss_of, -1))
     assert (run.faults, run.causes) == (0, []), run.stderr
+
+
+@pytest.mark.usefixtures("default_meta")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_a_script_makes_lies_where_it_would(scaled: bool, guard: Callable[..., Watched]) -> None:
+    """Among functions of PyTorch's that are written in Python, which ask the modes by themselves."""
+
+    def body() -> Any:
+        seed_everything()
+        model = nn.Linear(4, 3, device="cpu")
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        made = set()
+        for step in range(30):
+            made.add(torch.rand(2).device.type)
+            out = functional.relu(model(torch.ones(5, 4, device="cpu") * step))
+            made.add(torch.arange(3).device.type)
+            loss = functional.smooth_l1_loss(out, torch.ones(5, 3, device="cpu"))
+            made.add(torch.zeros(2).device.type)
+            scaler.scale(loss).backward()
+            made.add(torch.eye(2).device.type)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return made, fingerprint(model, optimizer)
+
+    plain = body()
+    run = guard(body)
+    assert run.result == plain
+    assert run.result[0] == {"meta"}
+    assert run.faults == 0
+    assert torch.empty(1).device.type == "meta"
 
 
 @pytest.mark.usefixtures("default_meta")

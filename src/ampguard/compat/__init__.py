@@ -26,7 +26,12 @@ from ampguard.compat.compilers import (
     without_device_graphs,
     without_onednn,
 )
-from ampguard.compat.default_device import is_default_device, scripts_default_device, without_default_device
+from ampguard.compat.default_device import (
+    is_default_device,
+    may_lie_below,
+    scripts_default_device,
+    without_default_device,
+)
 from ampguard.compat.device_graphs import forwards_of, is_without_graphs, note_graphed, without_graphs_in_modules
 from ampguard.compat.functions import apply_of, bound_type, is_bound_apply
 from ampguard.compat.modes import (
@@ -313,6 +318,7 @@ __all__ = [
     "local_part",
     "loss_scale",
     "may_compile",
+    "may_lie_below",
     "moves_made",
     "multiply_all_",
     "name_of",

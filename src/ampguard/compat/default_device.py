@@ -32,6 +32,14 @@ def is_default_device(depth: int) -> bool:
     return depth == 1 and _KIND is not None and type(function_mode_at(0)) is _KIND
 
 
+def may_lie_below(depth: int) -> bool:
+    """Whether a function mode of ours may be put above those of the thread: a default device that `set_default_device` has
+    set, which looks for itself when it goes. The end of `with torch.device(...)` takes off whatever is on top.
+    """
+    stays = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return not depth or (is_default_device(depth) and function_mode_at(0) is stays)
+
+
 @contextlib.contextmanager
 def without_default_device() -> Iterator[None]:
     """Tensors are made on the CPU, as without it."""

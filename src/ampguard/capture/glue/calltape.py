@@ -93,6 +93,8 @@ class CallTape(compat.FunctionMode):
         """Functions that are kept as one call."""
         self._writing: set[Any] = set()
         """The same of those that write to their first operand, and do nothing else."""
+        self.is_alone = True
+        """Whether no other function mode was on when this one was put on the stack."""
         self._silent: set[Any] = set()
         """Functions that ran no operator when they were called: they were asked for a shape, or had nothing to convert."""
         self._mixed: set[Any] = set()
@@ -130,7 +132,12 @@ class CallTape(compat.FunctionMode):
 
         def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
             operators = self._operators
-            if function_modes_on() != 1 or not operators.is_of_calls or public_api not in self._plain:
+            if (
+                function_modes_on() != 1
+                or not operators.is_of_calls
+                or public_api not in self._plain
+                or not self.is_alone
+            ):
                 return original(public_api, relevant_args, *args, **kwargs)
             for value in relevant_args:
                 if value is not None and type(value) not in PLAIN_KINDS:
