@@ -78,6 +78,11 @@ def cuda_is_in_use() -> bool:
     return bool(getattr(torch.cuda, "_initialized", False)) and torch.cuda.is_initialized()
 
 
+def cuda_is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream: then nothing may be waited for."""
+    return HAS_CUDA and cuda_is_in_use() and torch.cuda.is_current_stream_capturing()
+
+
 def in_backward() -> bool:
     """Whether autograd's engine is running on this thread."""
     return _current_graph_task_id is not None and _current_graph_task_id() != -1

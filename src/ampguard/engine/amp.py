@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine import arguments, closures, options
 from ampguard.engine.all_ranks import RanksOfModels
 from ampguard.engine.checkpoint import files, sharded
@@ -193,7 +194,8 @@ class Amp:
                 for holding in chosen:
                     holding.count()
                 return StepResult()
-        self.verdicts.settle()
+        if not compat.cuda_is_capturing():
+            self.verdicts.settle()
         scale = self.stepper.scale
         before = scale.clone() if scale is not None else None
         try:
@@ -227,6 +229,8 @@ class Amp:
     def _judged(self, result: StepResult, chosen: Sequence[Holding], flag: Tensor) -> StepResult:
         self.stepper.clear(chosen)
         losses, self._losses = self._losses, []
+        if compat.cuda_is_capturing():  # nothing has run yet; each replay is a step, of which nobody is told
+            return result
         self.verdicts.add(Verdict(result, tuple(h.name for h in chosen), losses, flag), self.policy.waits)
         return result
 

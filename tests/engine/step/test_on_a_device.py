@@ -194,3 +194,20 @@ def test_shards_add_up() -> None:
         assert torch.equal(p.full_tensor(), -torch.ones(8, 2))  # type: ignore[operator]
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_a_look_without_norm_is_the_kernels(dtype: torch.dtype, bad: float | None) -> None:
+    gradients = [torch.randn(6, 4).to(dtype), torch.randn(5).to(dtype)]
+    if bad is not None:
+        gradients[1][3] = bad
+    before = [g.clone() for g in gradients]
+    with Silent():
+        check = _on_device(gradients, torch.tensor(3.0), wants_norm=False, is_plain=True)
+    whole = _on_device(gradients, torch.tensor(3.0))
+    assert check.norm is None
+    assert torch.equal(check.found_inf, whole.found_inf)
+    assert torch.equal(check.inverse_scale, whole.inverse_scale)
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(gradients, before, strict=True))
+    assert float(check.found_inf) == (bad is not None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ampguard.compat import has_step_hooks, unscales_as_it_steps
+from ampguard.compat import cuda_is_capturing, has_step_hooks, unscales_as_it_steps
 from ampguard.engine.step.kernels import family, is_sound
 from ampguard.engine.step.layout import Look, lie_alike, look_at_group, types_agree
 
@@ -87,7 +87,7 @@ def _saying(optimizer: Optimizer, way: Way) -> Iterator[None]:
         yield
         return
     said = _FUSED_WORDS if way is Way.FUSED else _PLAIN_WORDS
-    if way is Way.FUSED and _is_capturing():
+    if way is Way.FUSED and cuda_is_capturing():
         said = {**said, "capturable": True}
     before = [{key: group[key] for key in said if key in group} for group in optimizer.param_groups]
     for group, had in zip(optimizer.param_groups, before, strict=True):
@@ -194,7 +194,3 @@ def _bring_steps(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         step = state.get("step")
         if isinstance(step, Tensor) and step.device != p.device:
             state["step"] = step.to(p.device, torch.float32, non_blocking=True)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -11,6 +11,7 @@ summed in a type wide enough that it cannot happen.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from ampguard.engine.step.squares import sum_of_squares
 
 CPU = torch.device("cpu")
 CPU_ONLY = frozenset(("cpu",))
+UNSCALED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+"""Types that the kernel of GradScaler.unscale_ takes."""
 CACHED = 1 << 21
 """Elements up to which writing gradients back is cheaper than one product for each (8 MiB of float32)."""
 
@@ -75,8 +78,7 @@ def _checked(look: Look, scale: Tensor | None, wants_norm: bool) -> GradientChec
         if are_on_cpu and look.is_plain and (scale is None or scale.is_cpu):
             elements = layout.elements if layout is not None else None
             return _on_host(gradients, scale, wants_norm, elements)
-        check = _on_device(gradients, scale)
-        return check if wants_norm else GradientCheck(None, check.found_inf, check.inverse_scale)
+        return _on_device(gradients, scale, wants_norm, look.is_plain)
 
 
 def unscale_gradients(parameters: Iterable[Tensor], scale: Tensor) -> GradientCheck | None:
@@ -133,17 +135,39 @@ def _found_together(gradients: list[Tensor], elements: int | None) -> Tensor | N
     return found_inf
 
 
-def _on_device(gradients: list[Tensor], scale: Tensor | None) -> GradientCheck:
-    """The same without asking for a single number."""
+def _on_device(
+    gradients: list[Tensor], scale: Tensor | None, wants_norm: bool = True, is_plain: bool = False
+) -> GradientCheck:
+    """The same without asking for a single number. `is_plain`: no gradient is of a subclass of tensors.
+
+    Gradients of one device and type are looked at without sorting them; where nobody wants their norm, by the kernel that
+    GradScaler looks with, which writes each element back as it was.
+    """
     here = next((g.device for g in gradients if not g.is_cpu), scale.device if scale is not None else CPU)
     nothing = torch.zeros((), dtype=torch.float32, device=here)
     inverse = nothing + 1 if scale is None else _reciprocal(scale.to(here, non_blocking=True))
     if not gradients:
-        return GradientCheck(nothing, nothing.clone(), inverse)
-    norms = [_norm(group, wide).to(here, non_blocking=True) for wide, group in _alike(gradients)]
+        return GradientCheck(nothing if wants_norm else None, nothing.clone(), inverse)
+    dtype = _one_type(gradients) if is_plain else None
+    if dtype in UNSCALED and not wants_norm:
+        unscale_all_(gradients, nothing, torch.ones_like(nothing))
+        return GradientCheck(None, nothing, inverse)
+    groups = [(_wide(here, dtype), gradients)] if dtype is not None else _alike(gradients)
+    norms = [_norm(group, wide).to(here, non_blocking=True) for wide, group in groups]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms]))
     found_inf = norm.isfinite().logical_not().float()
-    return GradientCheck((norm * inverse).float(), _agreed(found_inf, gradients), inverse)
+    if dtype is None:
+        found_inf = _agreed(found_inf, gradients)
+    return GradientCheck((norm * inverse).float() if wants_norm else None, found_inf, inverse)
+
+
+def _one_type(gradients: list[Tensor]) -> torch.dtype | None:
+    """The type of dense gradients of one device and type; None where there are several, or sparse ones."""
+    kinds = set(map(_kind, gradients))
+    return next(iter(kinds))[0] if len(kinds) == 1 and next(iter(kinds))[2] is torch.strided else None
+
+
+_kind = operator.attrgetter("dtype", "device", "layout")
 
 
 def _agreed(found_inf: Tensor, gradients: list[Tensor]) -> Tensor:
