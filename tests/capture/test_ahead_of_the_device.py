@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from watching import Watched, fingerprint, seed_everything
 
 from ampguard.capture import gradients, on_device
+from ampguard.capture.flags import FiniteFlag
+from ampguard.capture.judging import judge
 from ampguard.capture.on_device import DeviceGradients
 
 Guard = Callable[..., Watched]
 BAD = 6
+STEPS = 41
+"""By then what follows a backward pass is not taped."""
 
 
 @pytest.fixture(autouse=True)
@@ -210,3 +214,37 @@ def test_a_batch_that_lies_in_the_same_memory_in_each_step(guard: Guard) -> None
     assert (run.result, run.faults) == (plain, 0)
     assert run.report.incidents
     assert run.first.step == BAD
+
+
+class Slow(FiniteFlag):
+    """Answers only when it is waited for."""
+
+    @property
+    def is_known(self) -> bool:
+        return False
+
+
+def test_gradients_of_a_loss_that_is_yet_to_be_judged(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script stops at the bad loss: its gradients, which no optimizer has used, are no news."""
+    monkeypatch.setattr(judge, "FiniteFlag", Slow)
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for step in range(STEPS + 1):
+            loss = (model(torch.ones(5, 4)).abs() + (1000.0 if step == STEPS else 0.0)).exp().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if not torch.isfinite(loss):
+                raise SystemExit(2)
+            optimizer.step()
+
+    run = guard(lambda: _exits(body))
+    assert [incident.cause for incident in run.report.incidents] == ["overflow"]
+    assert (run.first.step, run.first.phase) == (STEPS, "loss")
+
+
+def _exits(body: Callable[[], None]) -> None:
+    with pytest.raises(SystemExit):
+        body()

@@ -30,6 +30,11 @@ class JudgedLosses(Protocol):
     bad_loss_step: int | None
     last_scale: float
 
+    @property
+    def has_flags(self) -> bool: ...
+
+    def read_flags(self, wait: bool) -> None: ...
+
 
 class GradientJudge:
     """Tells of bad gradients, and of weights that the script has made bad itself."""
@@ -65,7 +70,7 @@ class GradientJudge:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = self._with_gradient(parameters)
         is_known = not is_replaced and self.spoilt.are_all_that_is_bad(parameters)
-        if self._losses.bad_loss_step == self._steps.count or is_known:
+        if self._is_from_a_bad_loss(self._steps.count) or is_known:
             return
         if loss_scale is None and self._losses.last_scale != 1.0:
             loss_scale = self._losses.last_scale
@@ -95,13 +100,19 @@ class GradientJudge:
 
     def were_bad(self, bad: BadResult) -> None:
         """The gradients of an earlier update were not finite. What a bad loss brought about is no news."""
-        if self._losses.bad_loss_step != bad.step:
+        if not self._is_from_a_bad_loss(bad.step):
             self._report(bad)
+
+    def _is_from_a_bad_loss(self, step: int) -> bool:
+        """Whether the loss of that step was bad: a device is asked for its answer."""
+        if self._losses.has_flags:
+            self._losses.read_flags(wait=True)
+        return self._losses.bad_loss_step == step
 
     def remade_are_bad(self, parameters: Iterable[Tensor], targets: tuple[Ref, ...]) -> None:
         """Gradients were finite until the script computed others from them."""
         parameters = self._with_gradient(parameters)
-        if self._losses.bad_loss_step == self._steps.count or self.spoilt.are_all_that_is_bad(parameters):
+        if self._is_from_a_bad_loss(self._steps.count) or self.spoilt.are_all_that_is_bad(parameters):
             return
         self.told_until = self._log.next_index
         self._report(BadResult("loss", "train", self._steps.count, self._log.slice(), targets))
@@ -124,7 +135,7 @@ class GradientJudge:
         self, parameters: Iterable[Tensor], loss_scale: float | None, error: BaseException, since: int
     ) -> None:
         """Anomaly detection found a NaN and ended the backward pass: there are no gradients, but a step to replay."""
-        if self._losses.bad_loss_step != self._steps.count:
+        if not self._is_from_a_bad_loss(self._steps.count):
             record, step, wanted = self._log.slice(), self._steps.count, tuple(parameters)
             self._report(BadResult("gradient", "train", step, record, (), error, (), wanted, loss_scale, since=since))
 
