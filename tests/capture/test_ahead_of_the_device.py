@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from watching import Watched, fingerprint, seed_everything
 
+import ampguard
 from ampguard.capture import gradients, on_device
 from ampguard.capture.flags import FiniteFlag
 from ampguard.capture.judging import judge
@@ -224,14 +226,13 @@ class Slow(FiniteFlag):
         return False
 
 
-def test_gradients_of_a_loss_that_is_yet_to_be_judged(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_a_loss_that_is_yet_to_be_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script stops at the bad loss: its gradients, which no optimizer has used, are no news."""
     monkeypatch.setattr(judge, "FiniteFlag", Slow)
-
-    def body() -> None:
-        seed_everything()
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    seed_everything()
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with pytest.raises(SystemExit), ampguard.watch(out=tmp_path / "run") as session:
         for step in range(STEPS + 1):
             loss = (model(torch.ones(5, 4)).abs() + (1000.0 if step == STEPS else 0.0)).exp().mean()
             optimizer.zero_grad()
@@ -239,12 +240,5 @@ def test_gradients_of_a_loss_that_is_yet_to_be_judged(guard: Guard, monkeypatch:
             if not torch.isfinite(loss):
                 raise SystemExit(2)
             optimizer.step()
-
-    run = guard(lambda: _exits(body))
-    assert [incident.cause for incident in run.report.incidents] == ["overflow"]
-    assert (run.first.step, run.first.phase) == (STEPS, "loss")
-
-
-def _exits(body: Callable[[], None]) -> None:
-    with pytest.raises(SystemExit):
-        body()
+    (incident,) = session.report.incidents
+    assert (incident.cause, incident.step, incident.phase) == ("overflow", STEPS, "loss")
