@@ -87,6 +87,7 @@ from ampguard.compat.modules import (
     only_forwards_to_call_impl,
     parameters_of,
     parts_of_loader,
+    takes_inputs_to,
     unwrapped,
 )
 from ampguard.compat.operators import (
@@ -364,6 +365,7 @@ __all__ = [
     "storage_key",
     "stored_rows",
     "stored_values",
+    "takes_inputs_to",
     "tell_of_skip",
     "tensor_factors",
     "top_dispatch_mode",

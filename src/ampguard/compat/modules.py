@@ -220,6 +220,18 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
+def takes_inputs_to(wrapper: torch.nn.Module) -> torch.device | None:
+    """The (first) device to which DataParallel or DistributedDataParallel takes its inputs; None where it leaves them.
+
+    >>> takes_inputs_to(torch.nn.Linear(1, 1)) is None
+    True
+    """
+    devices = getattr(wrapper, "device_ids", None)
+    if not devices:
+        return None
+    return torch.device("cuda", devices[0]) if isinstance(devices[0], int) else torch.device(devices[0])
+
+
 def only_forwards_to_call_impl(call: Any) -> bool:
     """Whether `nn.Module.__call__` does nothing but choose between `_compiled_call_impl` and `_call_impl`."""
     code = getattr(call, "__code__", None)

@@ -37,7 +37,9 @@ def run_root(
     once where no gradients are replayed.
     """
     module, mode = root.module, values.mode
+    device: torch.device | None = None
     if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+        device = compat.takes_inputs_to(module)
         module = compat.unwrapped(module)
     sandbox = ModuleSandbox(root, module)
     sandbox.enter()
@@ -55,6 +57,8 @@ def run_root(
         args = values.for_module(root.args, grad=root.modes.grad)
         kwargs = values.for_module(root.kwargs, grad=root.modes.grad)
         args, kwargs = sandbox.given(args), sandbox.given(kwargs)
+        if device is not None:
+            args, kwargs = (map_tensors(tree, lambda t: _on(device, t, mode)) for tree in (args, kwargs))
         if variant.convert is not None:
             args, kwargs = (map_tensors(tree, lambda t: low_to(t, variant.convert)) for tree in (args, kwargs))
         if training != root.training:
@@ -74,6 +78,14 @@ def run_root(
             module.train(training)
         if not keeps_graph:  # else a backward pass may run parts of the module again
             sandbox.leave()
+
+
+def _on(device: torch.device, tensor: Tensor, mode: ReplayMode) -> Tensor:
+    """An input where the wrapper that is left out would take it."""
+    moved = tensor.to(device)
+    if moved is not tensor:
+        mode.stand_ins[compat.storage_key(moved)] = (moved, tensor)
+    return moved
 
 
 def _swap_called_state(sandbox: ModuleSandbox, root: RootCall, values: Values, variant: Variant) -> None:
