@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -355,3 +355,38 @@ def test_steps_of_replays_are_counted_and_kept(loop: Callable[[], Any], tmp_path
     assert len(losses) == 12
     assert all(isinstance(loss, float) and 1.0 < loss < 3.0 for loss in losses)
     assert len(set(losses)) > 8
+
+
+@pytest.mark.parametrize("policy", ["skip", "heal", "stop"])
+@pytest.mark.parametrize("loop", [whole_step, forward_and_backward, graphed_callables])
+def test_policies_look_at_nothing_in_a_capture(
+    loop: Callable[[], Any], policy: Literal["skip", "heal", "stop"], tmp_path: Path
+) -> None:
+    plain, losses, scale = loop()
+    session = Session(RunOptions(out=tmp_path / "run", on_nonfinite=policy))
+    session.start()
+    try:
+        model, guarded_losses, guarded_scale = loop()
+    finally:
+        session.finish()
+    assert (guarded_losses, guarded_scale) == (losses, scale)
+    assert fingerprint(model) == fingerprint(plain)
+    assert session.report is not None
+    assert session.report.incidents == ()
+
+
+def test_step_with_gradients_of_a_bad_replay_is_held_off(tmp_path: Path) -> None:
+    def spoil(step: int, x: torch.Tensor) -> None:
+        if step == 10:
+            x[3] = 0.5
+
+    session = Session(RunOptions(out=tmp_path / "run", on_nonfinite="skip"))
+    session.start()
+    try:
+        model, losses, _ = by_hand(spoil=spoil)
+    finally:
+        session.finish()
+    assert [step for step, loss in enumerate(losses) if loss != loss] == [10]
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert session.report is not None
+    assert [incident.cause for incident in session.report.incidents] == ["division-by-zero"]

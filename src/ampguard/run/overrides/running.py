@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampguard import compat, numerics
-from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.barrier import FaultBarrier, captures_underway
 from ampguard.capture.patches import Patches
 from ampguard.capture.record import BadResult
 from ampguard.incident import Incident
@@ -83,8 +83,9 @@ class RunningOverrides:
         self._lightning = LightningPlugins(plan, self._regions, self.ledger)
         self._healer = Healer(plan, self._roots, self._forced, self._lines, self.ledger, self._lift_as_fix)
         holds_off = patience if on_nonfinite in ("skip", "heal") else None
+        silent = FaultBarrier(self._on_fault)  # to look at losses and gradients would end a capture
         self._updates = Updates(
-            plan, self._scalers, self._roots, holds_off, self._barrier, self.ledger, listener, self._forced.first_step
+            plan, self._scalers, self._roots, holds_off, silent, self.ledger, listener, self._forced.first_step
         )
         self._updates.mixes_by_itself = lambda: bool(self._regions.of_script) or self._meets_low_weights
         self._meets_low_weights = False
@@ -102,7 +103,7 @@ class RunningOverrides:
         self._on_nonfinite = "heal"
         if self._roots.again is None:
             recorder = self._listener.recorder
-            stays_out = lambda: recorder.paused or compat.several_ranks()  # noqa: E731
+            stays_out = lambda: recorder.paused or bool(captures_underway) or compat.several_ranks()  # noqa: E731
             healer = self._healer
             self._roots.again = Again(
                 self.ledger, self._listener.output_is_bad, stays_out, healer.take_back, healer.is_borne
