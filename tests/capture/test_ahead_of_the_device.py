@@ -33,6 +33,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceGradients, "_may_wait", lambda self: False)
 
 
+class Slow(FiniteFlag):
+    """Answers only when it is waited for."""
+
+    @property
+    def is_known(self) -> bool:
+        return False
+
+
 class Reciprocal(torch.autograd.Function):
     """Its derivative overflows float16 where it does not."""
 
@@ -110,8 +118,14 @@ def test_an_overflow_that_no_loss_shows(rest: int, optimizer_of: Any, guard: Gua
     assert {fix.action: fix.verified for fix in first.fixes}["use-bf16"]
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_singular_derivative_and_the_losses_behind_it(optimizer_of: Any, guard: Guard) -> None:
+def test_a_singular_derivative_and_the_losses_behind_it(
+    optimizer_of: Any, is_slow: bool, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`is_slow`: the next step's loss is not judged either when its gradients come."""
+    if is_slow:
+        monkeypatch.setattr(judge, "FiniteFlag", Slow)
     run = guard(train(distance, optimizer_of))
     assert (run.faults, run.causes) == (0, ["singular-gradient"]), run.stderr
     assert (run.first.step, run.first.module) == (BAD, "0")
@@ -217,14 +231,6 @@ def test_a_batch_that_lies_in_the_same_memory_in_each_step(guard: Guard) -> None
     assert (run.result, run.faults) == (plain, 0)
     assert run.report.incidents
     assert run.first.step == BAD
-
-
-class Slow(FiniteFlag):
-    """Answers only when it is waited for."""
-
-    @property
-    def is_known(self) -> bool:
-        return False
 
 
 def test_gradients_of_a_loss_that_is_yet_to_be_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,8 @@ class GradientJudge:
         return self._steps.count
 
     def were_bad(self, bad: BadResult) -> None:
-        """The gradients of an earlier update were not finite. What a bad loss brought about is no news."""
-        if not self._is_from_a_bad_loss(bad.step):
+        """The gradients of an earlier update were not finite. What a bad loss brought about is no news: it was judged then."""
+        if self._losses.bad_loss_step != bad.step:
             self._report(bad)
 
     def _is_from_a_bad_loss(self, step: int) -> bool:
