@@ -57,7 +57,8 @@ def optimizer_underflow(situation: Situation) -> Incident | None:
     elif incident.cause != "nonfinite-parameter":
         return None
     asked = [o for o in situation.optimizers if incident is not None or not is_of_the_script(o)]
-    found = next((p for o in asked if (p := poisoned(o)) is not None), None)
+    is_behind = incident is not None
+    found = next((p for o in asked if (p := poisoned(o, is_behind)) is not None), None)
     return None if found is None else told(found, situation)
 
 
@@ -67,16 +68,19 @@ def is_of_the_script(optimizer: Optimizer) -> bool:
     return code is not None and is_user_code(code)
 
 
-def poisoned(optimizer: Optimizer) -> Poisoned | None:
-    """The first parameter that only its own precision, or an eps of 0, made non-finite: the same update is finite otherwise."""
+def poisoned(optimizer: Optimizer, is_behind: bool) -> Poisoned | None:
+    """The first parameter that only its own precision, or an eps of 0, made non-finite: the same update is finite otherwise.
+
+    `is_behind`: a loss has come of the weights, perhaps with its gradients in the place of those of the update.
+    """
     for parameter in watchable(optimizer):
         if is_finite(parameter) or not optimizer.state.get(parameter):
             continue
-        if parameter.grad is not None and not is_finite(parameter.grad):
+        if not is_behind and gradient_in_place(parameter) is not None:
             continue
         bad = (~torch.isfinite(parameter.detach())).reshape(-1).nonzero().reshape(-1)
         some = bad[:ELEMENTS]
-        own = update_alone(optimizer, parameter, some)
+        own = update_alone(optimizer, parameter, some, gradient_of=gradient_in_place(parameter))
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         if (
             own is None
@@ -90,14 +94,26 @@ def poisoned(optimizer: Optimizer) -> Poisoned | None:
 
 def is_finite_wide(optimizer: Optimizer, parameter: Tensor, elements: Tensor) -> bool:
     """Whether these elements of low-precision weights could be updated in float32."""
-    wide = update_alone(optimizer, parameter, elements, torch.float32) if is_low_precision(parameter.dtype) else None
+    if not is_low_precision(parameter.dtype):
+        return False
+    wide = update_alone(optimizer, parameter, elements, torch.float32, gradient_in_place(parameter))
     return wide is not None and wide.is_finite
 
 
 def needs_eps(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, elements: Tensor) -> bool:
     """Whether the optimizer was given an eps of 0, and these elements could be updated with one that is not."""
-    safe = update_alone(optimizer, parameter, elements, eps=SAFE_EPS) if group.get("eps") == 0 else None
+    if group.get("eps") != 0:
+        return False
+    safe = update_alone(optimizer, parameter, elements, gradient_of=gradient_in_place(parameter), eps=SAFE_EPS)
     return safe is not None and safe.is_finite
+
+
+def gradient_in_place(parameter: Tensor) -> float | None:
+    """What stands for gradients that bad weights have made bad since the update; None where they are still its own.
+
+    The state that the update has left is made of those: it is finite if they were.
+    """
+    return 0.0 if parameter.grad is not None and not is_finite(parameter.grad) else None
 
 
 def told(found: Poisoned, situation: Situation) -> Incident:
@@ -153,7 +169,7 @@ def zeros_of(found: Poisoned) -> tuple[str, dict[str, Any]]:
                 facts |= {"state": key, "state_zeros": zeros}
                 words.append(f"{key} is 0 in {zeros} of these")
     gradient = found.parameter.grad
-    if gradient is not None:
+    if gradient is not None and gradient_in_place(found.parameter) is None:
         facts["max_abs_gradient"] = float(gradient.reshape(-1)[found.bad].abs().max())
     peak = facts.get("max_abs_gradient")
     size = "" if peak is None else f", where the gradient is {f'at most {number(peak)}' if peak else '0'}"
@@ -169,7 +185,9 @@ def fixes(found: Poisoned) -> tuple[Fix, ...]:
         outcome = "the same update is finite in float32" if ok else None
         for action, how in WIDER.items():
             tried.append(Fix(action, None, how, ok, outcome))
-    safe = update_alone(optimizer, parameter, elements, eps=SAFE_EPS) if "eps" in found.group else None
+    given = gradient_in_place(parameter)
+    has_eps = "eps" in found.group
+    safe = update_alone(optimizer, parameter, elements, gradient_of=given, eps=SAFE_EPS) if has_eps else None
     if safe is not None:
         how = f"{type(optimizer).__name__}(..., eps={SAFE_EPS:g}): eps must not be 0 in {parameter.dtype}"
         outcome = "the same update is finite" if safe.is_finite else "it is still not finite"
