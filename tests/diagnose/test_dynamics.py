@@ -202,7 +202,7 @@ def stepped(
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
 def test_eps_of_zero_poisons_and_is_found(kind: type[torch.optim.Optimizer]) -> None:
     parameter, optimizer = stepped(kind, torch.float16, 1e-5, lr=1e-3, eps=1e-8)
-    found = poisoned(optimizer)
+    found = poisoned(optimizer, False)
     assert found is not None
     assert found.parameter is parameter
     assert found.bad.tolist() == list(range(4, 12))
@@ -212,12 +212,12 @@ def test_eps_of_zero_poisons_and_is_found(kind: type[torch.optim.Optimizer]) -> 
 def test_float32_and_a_sane_eps_are_not_accused() -> None:
     for dtype, eps in ((torch.float32, 1e-8), (torch.float16, 1e-4), (torch.bfloat16, 1e-8)):
         _, optimizer = stepped(torch.optim.Adam, dtype, 1e-5, lr=1e-3, eps=eps)
-        assert poisoned(optimizer) is None
+        assert poisoned(optimizer, False) is None
 
 
 def test_bad_gradients_are_not_the_optimizers_fault() -> None:
     _, optimizer = stepped(torch.optim.Adam, torch.float16, math.inf, lr=1e-3, eps=1e-8)
-    assert poisoned(optimizer) is None
+    assert poisoned(optimizer, False) is None
 
 
 def test_update_alone_is_the_update_and_touches_nothing() -> None:
