@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from watching import Watched, fingerprint, seed_everything
+from watching import LateFlag, Watched, fingerprint, seed_everything
 
 import ampguard
 from ampguard.capture import gradients, on_device
-from ampguard.capture.flags import FiniteFlag
 from ampguard.capture.judging import judge
 from ampguard.capture.on_device import DeviceGradients
 
@@ -31,14 +30,6 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "HAS_CUDA", True)
     monkeypatch.setattr(on_device, "is_immediate", lambda tensor: False)
     monkeypatch.setattr(DeviceGradients, "_may_wait", lambda self: False)
-
-
-class Slow(FiniteFlag):
-    """Answers only when it is waited for."""
-
-    @property
-    def is_known(self) -> bool:
-        return False
 
 
 class Reciprocal(torch.autograd.Function):
@@ -125,7 +116,7 @@ def test_a_singular_derivative_and_the_losses_behind_it(
 ) -> None:
     """`is_slow`: the next step's loss is not judged either when its gradients come."""
     if is_slow:
-        monkeypatch.setattr(judge, "FiniteFlag", Slow)
+        monkeypatch.setattr(judge, "FiniteFlag", LateFlag)
     run = guard(train(distance, optimizer_of))
     assert (run.faults, run.causes) == (0, ["singular-gradient"]), run.stderr
     assert (run.first.step, run.first.module) == (BAD, "0")
@@ -235,7 +226,7 @@ def test_a_batch_that_lies_in_the_same_memory_in_each_step(guard: Guard) -> None
 
 def test_gradients_of_a_loss_that_is_yet_to_be_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script stops at the bad loss: its gradients, which no optimizer has used, are no news."""
-    monkeypatch.setattr(judge, "FiniteFlag", Slow)
+    monkeypatch.setattr(judge, "FiniteFlag", LateFlag)
     seed_everything()
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +26,10 @@ from graph_loops import (
 )
 from graph_styles import STYLES
 from torch import nn
-from watching import bits, fingerprint, watched
+from watching import LateFlag, bits, fingerprint, watched
 
 import ampguard
 from ampguard.capture import barrier, graph_captures, recorder
-from ampguard.capture.flags import FiniteFlag
 from ampguard.capture.judging import judge
 from ampguard.errors import StopRun
 from ampguard.run.overrides.asked import Overrides
@@ -50,12 +49,19 @@ LOOPS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-class Late(FiniteFlag):
-    """As on a device: the answer is not there yet when the script goes on."""
+@contextlib.contextmanager
+def counted_replays() -> Iterator[list[int]]:
+    """One number for each replay."""
+    replays: list[int] = []
+    original = EmulatedGraph.replay
 
-    @property
-    def is_known(self) -> bool:
-        return False
+    def replay(self: EmulatedGraph) -> None:
+        replays.append(1)
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedGraph, "replay", replay)
+        yield replays
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -86,24 +92,14 @@ def test_style_is_healthy(
 
 def test_graph_that_a_model_replays_is_never_replayed_by_us(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would write over what the model has returned."""
-    replays: list[int] = []
 
     def spoil(step: int, x: torch.Tensor) -> None:
         if step == 10:
             x[3] = 0.5
 
     plain, plain_losses, _ = graph_inside(spoil=spoil)
-    original = EmulatedGraph.replay
-
-    def replay(self: EmulatedGraph) -> None:
-        replays.append(1)
-        original(self)
-
-    EmulatedGraph.replay = replay  # type: ignore[method-assign]
-    try:
+    with counted_replays() as replays:
         run = watched(lambda: graph_inside(spoil=spoil), tmp_path / "run", capsys)
-    finally:
-        EmulatedGraph.replay = original  # type: ignore[method-assign]
     model, losses, _ = run.result
     assert len(replays) == 24
     assert (fingerprint(model), repr(losses)) == (fingerprint(plain), repr(plain_losses))
@@ -264,7 +260,7 @@ def test_loss_of_a_replay_is_never_waited_for(
     waited: list[str] = []
     has_ended = False
 
-    class Noting(Late):
+    class Noting(LateFlag):
         def is_set(self) -> bool:
             waited.append("end" if has_ended else "training")
             return super().is_set()
@@ -284,24 +280,13 @@ def test_loss_of_a_replay_is_never_waited_for(
 def test_modules_run_without_their_graphs_in_an_investigation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replays: list[int] = []
-
     def spoil(step: int, x: torch.Tensor) -> None:
         if step == 10:
             x[3] = 3e38
 
     plain, plain_losses, plain_scale = graphed_callables(spoil=spoil)
-    original = EmulatedGraph.replay
-
-    def replay(self: EmulatedGraph) -> None:
-        replays.append(1)
-        original(self)
-
-    EmulatedGraph.replay = replay  # type: ignore[method-assign]
-    try:
+    with counted_replays() as replays:
         run = watched(lambda: graphed_callables(spoil=spoil), tmp_path / "run", capsys)
-    finally:
-        EmulatedGraph.replay = original  # type: ignore[method-assign]
     model, losses, scale = run.result
     assert isinstance(model, Gated)
     assert len(replays) == 24 * 4  # two modules, forward and backward: none of them ours
@@ -335,7 +320,7 @@ def test_no_pass_of_the_warm_up_is_held_on_to(
     monkeypatch.setattr(EmulatedGraph, "capture_begin", capture_begin)
     forward_and_backward(4, warm_up_steps=warm_up_steps)
     monkeypatch.setattr(judge.Judge, "is_healthy", lambda self, losses: False)
-    monkeypatch.setattr(judge, "FiniteFlag", Late)
+    monkeypatch.setattr(judge, "FiniteFlag", LateFlag)
     with ampguard.watch(out=tmp_path / "run"):
         forward_and_backward(4, warm_up_steps=warm_up_steps)
     assert alive == [0, 0]

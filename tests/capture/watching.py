@@ -14,10 +14,19 @@ import torch
 from torch import Tensor, nn
 
 import ampguard
+from ampguard.capture.flags import FiniteFlag
 from ampguard.incident import Incident, Report
 from ampguard.run.session import Session
 
 FAULT = "a fault of its own"
+
+
+class LateFlag(FiniteFlag):
+    """As on a device: the answer is not there yet when the script goes on, and comes only to who waits for it."""
+
+    @property
+    def is_known(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from watching import seed_everything
+from watching import LateFlag, seed_everything
 
 from ampguard.capture import gradients
-from ampguard.capture.flags import FiniteFlag
 from ampguard.capture.judging import judge
 
 Guard = Callable[..., Any]
-
-
-class Slow(FiniteFlag):
-    """Answers only when it is waited for."""
-
-    @property
-    def is_known(self) -> bool:
-        return False
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
@@ -34,7 +25,7 @@ def test_an_eps_of_zero_in_float32(
     """`is_slow`: the device answers when the gradients of the next loss have taken the place of the update's."""
     begins = 5 if is_slow else 0
     if is_slow:
-        monkeypatch.setattr(judge, "FiniteFlag", Slow)
+        monkeypatch.setattr(judge, "FiniteFlag", LateFlag)
         monkeypatch.setattr(gradients, "all_finite_on_cpu", lambda tensors: True)
 
     def loop() -> None:

@@ -76,8 +76,3 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
 def is_immediate(tensor: Tensor) -> bool:
     """Whether looking at the values costs no waiting."""
     return tensor.device.type == "cpu"
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: then nothing may be queued that the script did not ask for."""
-    return compat.cuda_is_in_use() and torch.cuda.is_current_stream_capturing()

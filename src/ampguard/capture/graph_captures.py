@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from ampguard.capture.barrier import captures_underway
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import held_in, refs_in
-from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Held, Line, Ref, RootCall, StepRecord
+from ampguard.compat import cuda_is_capturing as is_capturing
 from ampguard.compat import cuda_is_in_use, version_of
 
 if TYPE_CHECKING:

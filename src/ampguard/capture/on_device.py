@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.flags import FiniteFlag, is_capturing, is_immediate
+from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BadResult, StepRecord
 from ampguard.capture.sampling.memory import available_bytes, peak_bytes
+from ampguard.compat import cuda_is_capturing as is_capturing
 from ampguard.compat import cuda_is_in_use as is_in_use
 from ampguard.numerics import is_finite
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ampguard import compat
-from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import is_user_code, locals_of
+from ampguard.compat import cuda_is_capturing as is_capturing
 from ampguard.numerics import is_finite
 
 _OF_NUMBERS = re.compile(

@@ -22,7 +22,6 @@ from ampguard import compat
 from ampguard.capture.backward_calls import BackwardCalls
 from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.flags import is_capturing
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.glue.functions import AppliedFunctions
@@ -48,6 +47,7 @@ from ampguard.capture.scaling import LossScaling
 from ampguard.capture.steps import StepCounter
 from ampguard.capture.turns import TapesLeftBehind, Turns
 from ampguard.compat import HAS_CUDA, dispatch_modes_on, graph_task, in_functorch
+from ampguard.compat import cuda_is_capturing as is_capturing
 
 LATELY = 8
 """Events in which it is seen whether the script is computing with what is trained."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.events import lineage
 from ampguard.capture.events.log import EventLog
-from ampguard.capture.flags import FiniteFlag, is_capturing
+from ampguard.capture.flags import FiniteFlag
 from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.graph_captures import GraphReplay
 from ampguard.capture.judging import figures, undifferentiated
@@ -28,6 +28,7 @@ from ampguard.capture.judging.own_scale import OwnScale, factor_of
 from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Held, Ref, RootCall, StepRecord, since
 from ampguard.capture.steps import StepCounter
+from ampguard.compat import cuda_is_capturing as is_capturing
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 

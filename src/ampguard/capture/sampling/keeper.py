@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.events.cutting import cut_before
-from ampguard.capture.flags import is_capturing
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.copies import parameters_of, size_of, take_snapshot
 from ampguard.capture.sampling.memory import available_bytes
@@ -41,6 +40,7 @@ from ampguard.capture.sampling.stretch import (
     why_not,
 )
 from ampguard.capture.sampling.update_size import gradient_norm, relative_size
+from ampguard.compat import cuda_is_capturing as is_capturing
 
 SEGMENT_STEPS = 16
 SEGMENTS = 2

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.capture.flags import is_capturing
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.later import NumbersLater
 from ampguard.capture.sampling.weights import WeightSample, WeightSampling
+from ampguard.compat import cuda_is_capturing as is_capturing
 
 AT_A_TIME = 16
 
