@@ -180,3 +180,28 @@ def test_numbers_are_logged_behind_a_backward_pass(guard: Guard) -> None:
     assert run.faults == 0
     assert run.report.steps == 6
     assert not run.report.incidents
+
+
+def test_what_was_made_once_is_put_again() -> None:
+    made: list[Any] = []
+
+    def make(original: Any, name: str) -> Any:
+        made.append(original)
+        return lambda x: (name, original(x))
+
+    module, functions = types.ModuleType("functions"), CalledFunctions()
+    module.double = lambda x: 2 * x  # type: ignore[attr-defined]
+
+    def look(x: int) -> Any:
+        functions.replace(module, "double", make)
+        functions.put()
+        try:
+            return module.double(x)  # type: ignore[attr-defined]
+        finally:
+            functions.undo()
+
+    assert [look(3), look(4)] == [("double", 6), ("double", 8)]
+    assert len(made) == 1
+    module.double = lambda x: 3 * x  # type: ignore[attr-defined]
+    assert look(3) == ("double", 9)  # the script has another by now
+    assert len(made) == 2

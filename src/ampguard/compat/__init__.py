@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ampguard.compat.compilers import (
     allow_one_more_compilation,
+    any_compiled,
     as_compiled,
     backend_called,
     compilation_seconds,
@@ -214,6 +215,7 @@ __all__ = [
     "all_parameters",
     "allow_one_more_compilation",
     "alpha_of",
+    "any_compiled",
     "apply_of",
     "as_compiled",
     "averaged_last_gradients",

@@ -26,6 +26,22 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
+def any_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of the module, or of one inside it, run compiled code."""
+    seen: set[int] = set()
+    stack: list[Any] = [module]
+    while stack:
+        part = stack.pop()
+        if part is None or id(part) in seen:
+            continue
+        if is_compiled(part):
+            return True
+        seen.add(id(part))
+        children = part.__dict__.get("_modules")
+        stack += children.values() if isinstance(children, dict) else part.children()  # a ScriptModule's are in C++
+    return False
+
+
 @contextlib.contextmanager
 def force_eager() -> Iterator[None]:
     """A context in which compiled callables and graphed modules run eagerly, so that a replay sees every operator."""

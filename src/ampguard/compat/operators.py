@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -92,12 +91,17 @@ def is_view(func: Any) -> bool:
     return shared is not None and not shared.is_write
 
 
-@functools.cache
+_list_writers: dict[int, tuple[bool, Any]] = {}
+"""By identity, each with its operator: PyTorch computes the hash of one in Python."""
+
+
 def writes_to_lists(func: Any) -> bool:
     """Whether an operator writes to all tensors of a list, each by an operator of its own where there is no kernel for all."""
-    return bool(func.namespace == "aten" and str(func.overloadpacket.__name__).startswith("_foreach_")) and bool(
-        positions_written(func)
-    )
+    known = _list_writers.get(id(func))
+    if known is None:
+        is_foreach = func.namespace == "aten" and str(func.overloadpacket.__name__).startswith("_foreach_")
+        known = _list_writers[id(func)] = is_foreach and bool(positions_written(func)), func
+    return known[0]
 
 
 def run_counted(func: Any, args: Any, kwargs: Any) -> Any:

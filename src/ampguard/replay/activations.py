@@ -61,15 +61,20 @@ class Place:
 
 
 Peaks = dict[Place, float]
+Seen = tuple[Place, Any]
+"""A place and its operator (as long as it is kept, its identity is no other's)."""
 
 
 class PeakMode(compat.DispatchMode):
     """Keeps the smallest and the largest value of every narrow result, as tensors: nothing is read here."""
 
-    def __init__(self, names: dict[int, str], barrier: FaultBarrier) -> None:
+    def __init__(
+        self, names: dict[int, str], barrier: FaultBarrier, known: dict[tuple[int, str | None, int, torch.dtype], Seen]
+    ) -> None:
         super().__init__()
         self.event: Event | None = None
         self.names = names
+        self._known = known
         self.places: list[Place] = []
         self.extremes: list[Tensor] = []
         self.seconds = 0.0
@@ -92,26 +97,36 @@ class PeakMode(compat.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = compat.run_counted(func, args, kwargs or {})
-        self._barrier.call(self._note, func, output)
+        if type(output) is not Tensor or output.dtype in _narrow:  # (most results that no cast made are float32)
+            self._barrier.call(self._note, func, output)
+        else:
+            self.seconds += DISPATCH_SECONDS
         return output
 
     def _note(self, func: Any, output: Any) -> None:
-        started = time.thread_time()
-        for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
-            if isinstance(tensor, Tensor) and is_narrow(tensor.dtype) and not facts_of(func).is_view(position):
-                self._note_extremes(func, tensor)
-        self.seconds += time.thread_time() - started + DISPATCH_SECONDS
+        facts = facts_of(func)
+        if not facts.is_uninitialised:
+            started = time.thread_time()
+            for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+                if isinstance(tensor, Tensor) and tensor.dtype in _narrow and not facts.is_view(position):
+                    self._note_extremes(func, tensor)
+            self.seconds += time.thread_time() - started
+        self.seconds += DISPATCH_SECONDS
 
     def _note_extremes(self, func: Any, tensor: Tensor) -> None:
-        if facts_of(func).is_uninitialised or not compat.is_dense(tensor) or not compat.has_values(tensor):
+        if not compat.is_dense(tensor) or not compat.has_values(tensor):
             return
-        self.extremes += torch.aminmax(tensor.detach())
+        self.extremes += torch.aminmax(tensor)  # (below autograd: nothing is recorded)
         event = self.event
         line = event.line if event is not None else None
         if isinstance(event, RootCall):
             line = user_line(sys._getframe()) or line
-        file, number = (line.code.co_filename, line.number) if line is not None else (None, None)
-        self.places.append(Place(self._module(), str(func), file, number, tensor.dtype, line))
+        key = id(func), self._module(), id(line), tensor.dtype
+        seen = self._known.get(key)
+        if seen is None:
+            file, number = (line.code.co_filename, line.number) if line is not None else (None, None)
+            seen = self._known[key] = Place(key[1], str(func), file, number, tensor.dtype, line), func
+        self.places.append(seen[0])
 
     def _module(self) -> str | None:
         for module in reversed(self._stack):
@@ -132,6 +147,7 @@ class ActivationSampling:
         self._later = later
         self._on_peaks = on_peaks
         self._names: dict[int, str] = {}
+        self._known: dict[tuple[int, str | None, int, torch.dtype], Seen] = {}
         self._mode: PeakMode | None = None
         self._in_vain = 0
         self._without_gradients = 0
@@ -168,13 +184,13 @@ class ActivationSampling:
     def watch(self, event: Event) -> AbstractContextManager[Any]:
         """A context in which the results of what the event runs are looked at."""
         is_alone = compat.dispatch_depth() == 0 and not compat.in_functorch()
-        if is_alone and isinstance(event, RootCall) and not is_compiled(event.module):
+        if is_alone and isinstance(event, RootCall) and not compat.any_compiled(event.module):
             return Watching(self, event)
         return contextlib.nullcontext()
 
     def enter(self, event: Event) -> PeakMode:
         if self._mode is None:
-            self._mode = PeakMode(self._names, self.barrier)
+            self._mode = PeakMode(self._names, self.barrier, self._known)
         mode = self._mode
         mode.event = event
         if isinstance(event, RootCall) and id(event.module) not in self._names:
@@ -194,9 +210,8 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1 and largest(dtype) < NARROW
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether some of the module's code was compiled."""
-    return any(compat.is_compiled(inner) for inner in module.modules())
+_narrow = frozenset(t for t in vars(torch).values() if isinstance(t, torch.dtype) and is_narrow(t))
+"""Asked of every result: a look into a set is no call."""
 
 
 def peaks_of(places: list[Place], extremes: list[float | None]) -> Peaks:

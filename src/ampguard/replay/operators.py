@@ -43,16 +43,17 @@ class OperatorFacts:
         return bool(self.views) and self.views[min(position, len(self.views) - 1)]
 
 
-_known: dict[Any, OperatorFacts] = {}
+_known: dict[int, tuple[OperatorFacts, Any]] = {}
+"""By identity, each with its operator: PyTorch computes the hash of one in Python."""
 
 
 def facts_of(func: Any) -> OperatorFacts:
     """The facts of an operator overload."""
-    known = _known.get(func)
+    known = _known.get(id(func))
     if known is None:
         schema = compat.schema_of(func)
         name = schema.name.split("::")[-1].rstrip("_")
-        known = _known[func] = OperatorFacts(
+        facts = OperatorFacts(
             name=name,
             writes=tuple(
                 i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -64,7 +65,8 @@ def facts_of(func: Any) -> OperatorFacts:
             is_collective=func.namespace in ("c10d", "_c10d_functional"),
             allocates=name in UNINITIALISED or name in CONSTANT,
         )
-    return known
+        known = _known[id(func)] = facts, func
+    return known[0]
 
 
 def without_tensors(value: Any) -> Any:

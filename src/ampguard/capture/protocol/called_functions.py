@@ -23,25 +23,30 @@ _call_sites: dict[int, tuple[frozenset[int], CodeType]] = {}
 
 
 class CalledFunctions:
-    """Replacements of modules' functions, from `put` until `undo`."""
+    """Replacements of modules' functions, from `put` until `undo`; what was made for one time is there for the next."""
 
     def __init__(self) -> None:
-        self._made: dict[ModuleType, dict[str, Any]] = {}
+        self._made: dict[ModuleType, dict[str, _WhereCalled]] = {}
+        self._classes: dict[ModuleType, type] = {}
         self._put: list[tuple[ModuleType, type, type]] = []
 
     def replace(self, module: ModuleType, name: str, make: Callable[[Call, str], Call]) -> None:
         """Have `make(original, name)` called by the user's code, and by libraries, in place of the original."""
         original = getattr(module, name)
-        self._made.setdefault(module, {})[name] = _WhereCalled(name, original, make(original, name))
+        made = self._made.setdefault(module, {})
+        if name not in made or made[name].original is not original:
+            made[name] = _WhereCalled(name, original, make(original, name))
+            self._classes.pop(module, None)
 
     def put(self) -> None:
         """Give the modules a class that looks at who asks; what they hold stays as it is."""
         for module, shown in self._made.items():
-            before = type(module)
-            after = type(before.__name__, (before,), {**shown, "__module__": before.__module__})
+            before, after = type(module), self._classes.get(module)
+            if after is None or after.__base__ is not before:
+                after = type(before.__name__, (before,), {**shown, "__module__": before.__module__})
+                self._classes[module] = after
             self._set_class(module, after)
             self._put.append((module, before, after))
-        self._made = {}
 
     def undo(self) -> None:
         for module, before, after in reversed(self._put):
@@ -59,12 +64,12 @@ class _WhereCalled:
 
     def __init__(self, name: str, original: Call, replacement: Call) -> None:
         self._name = name
-        self._original = original
+        self.original = original
         self._replacement = replacement
 
     def __get__(self, module: ModuleType | None, kind: type) -> Any:
-        held = vars(module).get(self._name, self._original)
-        return self._replacement if held is self._original and _is_called(sys._getframe(1)) else held
+        held = vars(module).get(self._name, self.original)
+        return self._replacement if held is self.original and _is_called(sys._getframe(1)) else held
 
     def __set__(self, module: ModuleType, value: Any) -> None:
         vars(module)[self._name] = value

@@ -77,12 +77,12 @@ class Models:
         """The parameters, by identity, of the modules that were called with gradients since the last update before them."""
         roots = [event for event in self.record().events if type(event) is RootCall and event.modes.grad]
         last = [root for root in roots if root.updates_before == roots[-1].updates_before]
-        return {id(p) for root in last for p in root.module.parameters()}
+        return {id(p) for root in last for p in compat.all_parameters(root.module)}
 
     def called_at(self, parameter: Tensor) -> Line | None:
         """Where the module that has this parameter was called last."""
         roots = [event for event in self.record().events if type(event) is RootCall]
-        calls = (root for root in reversed(roots) if any(p is parameter for p in root.module.parameters()))
+        calls = (root for root in reversed(roots) if any(p is parameter for p in compat.all_parameters(root.module)))
         return next((root.line for root in calls), None)
 
     def plain_leaves(self) -> list[Tensor]:
@@ -95,7 +95,7 @@ class Models:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for module, _ in self.roots():
-            yield from module.parameters()
+            yield from compat.all_parameters(module)
 
     def mine(self) -> list[nn.Module]:
         """Those that the calling thread has called last: of others', no gradient is ever looked at."""
@@ -106,7 +106,7 @@ class Models:
 def unowned(models: Models, held: Iterable[Tensor]) -> list[Tensor]:
     """Parameters of called modules that receive gradients and that no optimizer holds (`held`: those of all threads)."""
     ids = {id(p) for p in held}
-    found = [p for module in models.mine() for p in module.parameters() if id(p) not in ids]
+    found = [p for module in models.mine() for p in compat.all_parameters(module) if id(p) not in ids]
     return [p for p in found if p.requires_grad and p.is_leaf and p.grad is not None]
 
 
@@ -131,7 +131,7 @@ def wrapped_around(models: Models, held: list[Tensor], holds: list[Tensor]) -> t
     inside: dict[int, Tensor] = {}
     for module in reversed([m for root in roots for m in root.modules()] if frozen else []):  # the inner ones first
         own = [p for p in module.parameters(recurse=False) if id(p) in added]
-        parts = list(module.parameters())
+        parts = compat.all_parameters(module)
         if not own and module not in roots and not any(id(p) in owned for p in parts):
             own = [p for p in parts if id(p) in added]
         around = [p for p in parts if id(p) in frozen] if own else []
@@ -176,7 +176,8 @@ def left_buffer(models: Models, held: list[Tensor], flat: Iterable[Tensor]) -> l
         return []
     keys = {compat.storage_key(t) for t in held}
     outside = [p for p in outside if compat.storage_key(p) not in keys]
-    within = {id(p): p for p in models.parameters() if id(p) not in {id(t) for t in held}}
+    theirs = {id(t) for t in held}
+    within = {id(p): p for p in models.parameters() if id(p) not in theirs}
     for buffer in [t for t in flat if t.dim() == 1]:
         key = compat.storage_key(buffer)
         covered = sum(p.numel() for p in within.values() if key and compat.storage_key(p) == key)

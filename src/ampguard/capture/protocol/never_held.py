@@ -123,7 +123,7 @@ class NeverHeld:
         roots = [
             root for root, _ in self._models.roots() if any(p is parameter for p in root.parameters(recurse=False))
         ]
-        return any(len(list(root.parameters())) == len(list(root.parameters(recurse=False))) for root in roots)
+        return any(len(compat.all_parameters(root)) == len(list(root.parameters(recurse=False))) for root in roots)
 
     def _judge(self, watch: OptimizerWatch) -> None:
         assert self._left is not None
@@ -169,7 +169,7 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 def _hidden_in(roots: Iterable[nn.Module], held: set[int]) -> Iterator[tuple[Tensor, str]]:
     """Trained parameters of modules in plain containers of a module's, each with the container's name."""
-    known = {id(p) for root in roots for p in root.parameters()} | held
+    known = {id(p) for root in roots for p in compat.all_parameters(root)} | held
     for root in roots:
         for prefix, module in root.named_modules():
             for name, value in list(vars(module).items()):

@@ -108,6 +108,8 @@ class ReadWindow:
         self._guarded = guarded
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
         self._functions = CalledFunctions()
+        self._made: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        """What was made for the windows before, and of which original: most of what it costs to open one."""
         self._busy = False
         self._seen = _Seen()
         self._powers: Powers | None = None
@@ -138,9 +140,12 @@ class ReadWindow:
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any, str], Any]) -> None:
         original = getattr(owner, name)
-        replacement: Any = make(original, name)
-        if owner is torch.Tensor:
-            replacement = CalledMethod(original, replacement)
+        known, replacement = self._made.get((owner, name), (None, None))
+        if known is not original:
+            replacement = make(original, name)
+            if owner is torch.Tensor:
+                replacement = CalledMethod(original, replacement)
+            self._made[owner, name] = original, replacement
         self._saved.append((owner, name, original, replacement, name in vars(owner)))
         setattr(owner, name, replacement)
 

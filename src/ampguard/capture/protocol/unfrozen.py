@@ -95,7 +95,7 @@ class Unfrozen:
         held, mine, there = self._held(), {id(p) for p in watch.parameters()}, self._there or set()
         found: dict[int, Tensor] = {}
         for root, _ in self._models.roots():
-            inside = list(root.parameters())
+            inside = compat.all_parameters(root)
             if any(id(p) in mine for p in inside):
                 new = [p for p in inside if id(p) not in there and id(p) not in held]
                 found |= {id(p): p for p in new if p.requires_grad and p.is_leaf and p.grad is not None}

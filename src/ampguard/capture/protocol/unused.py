@@ -68,7 +68,7 @@ def _kinds(root: nn.Module, unused: set[int], held: set[int]) -> Iterator[tuple[
         if id(module) in seen:
             continue
         seen.add(id(module))
-        inside = [p for p in module.parameters() if id(p) in held]
+        inside = [p for p in compat.all_parameters(module) if id(p) in held]
         if inside and all(id(p) in unused for p in inside):
             kind = "library" if owner is not None and _is_of_library(owner) else "script"
             yield from ((p, kind) for p in inside)

@@ -186,7 +186,7 @@ def _no_region() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _quiet_compiler(module: nn.Module) -> Iterator[None]:
     """The compiler asks every weight for its `.grad`, about which PyTorch warns where the weight is a cast."""
-    if not any(compat.is_compiled(part) for part in module.modules()):
+    if not compat.any_compiled(module):
         yield
         return
     with warnings.catch_warnings():
