@@ -53,8 +53,9 @@ class FaultBarrier:
             return None
         try:
             depth, modes = function_modes_on(), dispatch_modes_on()
-            is_clear = not depth and modes <= self.own_modes and not (modes and self.before_hiding)
-            if is_clear or self.is_hiding:
+            if not (depth or modes) or self.is_hiding:
+                return function(*args)
+            if not depth and modes <= self.own_modes and not self.before_hiding:
                 return function(*args)
             calls = self.calls
             if calls is not None and calls.step_aside(depth):

@@ -42,6 +42,9 @@ ATTENTIVE_SHARE = 0.03
 
 PEAKS_A_SAMPLE = 64
 
+FIRST_SKIPS, MANY_SKIPS = 4, 32
+"""Steps that the scaler has skipped in a row from which on it is asked, in each of them, what that is; and only now and
+then."""
 
 FEWEST_LOSSES = 3
 """Losses that say what is usual."""
@@ -149,7 +152,7 @@ class LearningDynamics:
         recorder, sampling = self._recorder, self._sampling
         if self._is_sampled:
             sampling.iteration_ended(step, self._situations.rate())
-        is_due = step + 1 >= sampling.allowance.not_before and sampling.is_due(step + 1) and not recorder.counting
+        is_due = not recorder.counting and step + 1 >= sampling.allowance.not_before and sampling.is_due(step + 1)
         self._is_sampled = recorder.tells_forward = is_due
         if is_due:
             recorder.pace.is_resting = False  # a call without gradients is watched too
@@ -163,7 +166,8 @@ class LearningDynamics:
             self.keeper.heard_later(vitals.loss)
         if self.history is not None:
             self.history.step(StepRow._make(vitals))
-        if self.trajectory.skips_in_a_row >= 4:
+        skips = self.trajectory.skips_in_a_row
+        if skips >= FIRST_SKIPS and (skips <= MANY_SKIPS or not skips % MANY_SKIPS):
             self._stories.fall_goes_on(vitals.step)
 
     def _on_look(self, sample: WeightSample) -> None:

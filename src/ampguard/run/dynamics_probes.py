@@ -83,7 +83,9 @@ class DynamicsProbes:
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
                 if scaling[-1]:  # the optimizer's own hooks did not run
-                    is_skipped = not self._barrier.call(compat.let_step_unseen, scaler, optimizer)
+                    is_skipped = isinstance(optimizer, Optimizer) or not self._barrier.call(
+                        compat.let_step_unseen, scaler, optimizer
+                    )
                     self._barrier.call(self._vitals.after_update, optimizer, is_skipped)
                     if is_skipped:
                         self._barrier.call(self._keeper.before_update, optimizer, True)

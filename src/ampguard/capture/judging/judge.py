@@ -201,8 +201,14 @@ class Judge:
 
     def count_losses(self, losses: Sequence[Tensor]) -> None:
         """Losses after the last investigation: a bad one is counted."""
+        before = len(self.losses)
         self._note(losses)
-        if any(not is_finite(loss) for loss in losses):
+        noted = self.losses[before:]
+        if len(noted) == len(losses) and all(type(value) is float for value in noted):
+            are_finite = all(value - value == 0.0 for value in noted)
+        else:
+            are_finite = all(is_finite(loss) for loss in losses)
+        if not are_finite:
             self._report(BadResult("loss", "train", self._steps.count, StepRecord(), ()))
 
     def read(self, tensor: Tensor, value: Any) -> None:

@@ -120,8 +120,10 @@ class DerivativeProbe(Probe):
             @functools.wraps(original)
             def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
                 if recorder.tape.is_on_stack and not recorder.paused:
-                    with contextlib.suppress(Exception):
+                    try:  # noqa: SIM105 - a context manager is the dearer one here
                         recorder.tape.leave()
+                    except Exception:
+                        pass
                 original(self, *args, **kwargs)
 
             return backward

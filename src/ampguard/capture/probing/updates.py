@@ -74,8 +74,10 @@ class UpdateProbe(Probe):
                 finally:
                     scaling.pop()
                 if recorder.steps.attempts == before:  # the optimizer's own hooks did not run: skipped, if it has any
-                    is_skipped = not guarded(compat.let_step_unseen, scaler, optimizer)
-                    if is_skipped:
+                    is_skipped = isinstance(optimizer, Optimizer) or not guarded(
+                        compat.let_step_unseen, scaler, optimizer
+                    )
+                    if is_skipped and not recorder.counting:
                         guarded(self._held_off, scaler, optimizer)
                     held_back = guarded(recorder.steps.behind, optimizer)
                     guarded(recorder.after_update, held_back if held_back is not None else optimizer, is_skipped)
@@ -190,6 +192,8 @@ class UpdateProbe(Probe):
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_compiling():
                     return original(self, *args, **kwargs)
+                if recorder.counting and not recorder.tape.is_on_stack:
+                    return original(self, *args, **kwargs)  # nothing is taped any more
                 if not recorder.between_steps or not recorder.active or recorder.paused:
                     if is_last and recorder.active and not recorder.paused:
                         guarded(recorder.gradients_cleared, id(self))

@@ -154,7 +154,8 @@ class Vitals:
         """Hand these on with others, unless there is something to tell."""
         self._pending.append(vitals)
         loss = vitals.loss
-        if len(self._pending) >= AT_A_TIME or vitals.skipped or (loss is not None and loss - loss != 0.0):
+        has_news = vitals.skipped or (loss is not None and loss - loss != 0.0)
+        if len(self._pending) >= AT_A_TIME or (has_news and not self._recorder.counting):
             self.flush()
 
     @property

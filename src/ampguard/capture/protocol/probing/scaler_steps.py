@@ -7,6 +7,8 @@ import sys
 from threading import get_ident
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import NEEDLESS_STEPS
@@ -95,7 +97,7 @@ class ScalerStepProbe:
                         raise
                     finally:
                         moves.stepping = None
-                        if not watch.stepped:
+                        if not watch.stepped and not isinstance(optimizer, Optimizer):
                             watch.stepped = bool(guarded(compat.let_step_unseen, self_, optimizer))
                         self._stepped_as_usual(of, watch)
             guarded(self._before_step, self_, optimizer, sys._getframe(1))
