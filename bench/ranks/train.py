@@ -14,6 +14,7 @@ slow        one rank sleeps for two seconds
 die-late    one rank raises, or (kill-late) is killed, when its failing step is run again to be investigated
 drift       one rank's weights are written to
 scale       one rank's loss scale is halved (needs `--amp`)
+rate        one rank's learning rate is halved from there on
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ def train(asked: argparse.Namespace) -> str:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=asked.amp)
     for step in range(asked.steps):
         misfortune(asked, rank, step, net, scaler)
+        if asked.fault == "rate" and is_now(asked, rank, step):
+            optimizer.param_groups[0]["lr"] /= 2
         optimizer.zero_grad()
         for micro in range(asked.accumulate):
             x, y = batches(rank, step, asked)

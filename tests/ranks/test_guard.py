@@ -60,6 +60,7 @@ def test_a_failure_of_one_rank_is_told_once_with_its_rank(two_ranks: Ranks, tmp_
         "heal:--engine fsdp --fault overflow --amp --times 3": [("fp16-overflow", 5, 1)],
         "--engine fsdp --fault overflow --amp": [("fp16-overflow", 5, 1)],
         "--engine fsdp --fault inside": [("domain-error", 5, 1)],
+        "--fault rate": [("rank-divergence", 5, 1)],
     }
     ended = two_ranks(SEVERAL, *(f"{name} --steps 9" for name in faults))
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
@@ -75,7 +76,10 @@ def test_a_failure_of_one_rank_is_told_once_with_its_rank(two_ranks: Ranks, tmp_
     scale = read_report(tmp_path / "out-4").incidents[0]
     assert (scale.evidence["differs"], scale.evidence["here"], scale.evidence["there"]) == ("scale", 512.0, 1024.0)
     ends = [json.loads(one.out.splitlines()[-1]) for one in ended]
-    inside = read_report(tmp_path / f"out-{len(faults) - 1}").incidents[0]
+    rate = read_report(tmp_path / f"out-{len(faults) - 1}").incidents[0]
+    assert rate.evidence["setting"] == {"name": 'AdamW.param_groups[0]["lr"]', "here": 5e-4, "there": 1e-3}
+    assert "same learning rate" in rate.fixes[0].how
+    inside = read_report(tmp_path / f"out-{len(faults) - 2}").incidents[0]
     assert (inside.op, inside.evidence["rung"], inside.evidence["reached_ranks"]) == ("aten.log.default", "replay", [0])
     assert any(fix.verified for fix in inside.fixes)
     for name in ("skip:--fault log", "heal:--fault log", "heal:--fault overflow --amp --times 3"):

@@ -146,6 +146,12 @@ class StepCounter:
         known = (o for o in self._ever | self._created if groups is not None and o.param_groups is groups)
         return next((o for o in known if o is not optimizer), optimizer)
 
+    @property
+    def lately_stepped(self) -> list[Optimizer]:
+        """The optimizers of the last steps that were not skipped, each once, in the order in which they came."""
+        live = {id(optimizer): optimizer for _, ref in self._made if (optimizer := ref()) is not None}
+        return list(live.values())
+
     def made_since(self, attempt: int) -> list[Optimizer]:
         """The optimizers that have made a step after attempt number `attempt`: each as often as it has."""
         live = (ref() for number, ref in self._made if number > attempt)

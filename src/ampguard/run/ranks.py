@@ -12,6 +12,7 @@ from ampguard.capture.ranks.by_hand import GRADIENT, Unwrapped, UnwrappedModels,
 from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.replicas import Replica, Replicas
+from ampguard.capture.ranks.settings import differing_setting, settings_of
 from ampguard.capture.record import RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.later import NumbersLater
@@ -100,12 +101,13 @@ class RankWatch:
         if not known:
             return
         self._flush()
+        settings = settings_of(self._recorder.steps.lately_stepped)
         for replica in known:
             pair = self._pairs.get(replica.number) or self._pair_up(replica)
             found = replica.sums() if pair is not None else None
             if found is not None and pair is not None:
                 names, sums = found
-                self._later.ask(as_parts(sums), pair.receiver(number, step, names, replica.past))
+                self._later.ask(as_parts(sums), pair.receiver(number, step, names, replica.past, settings))
         self._later.poll()
 
     def _pair_up(self, replica: Replica | Unwrapped) -> _Pair | None:
@@ -149,11 +151,11 @@ class _Pair:
         self._has_told = False
 
     def receiver(
-        self, number: int, step: int, names: list[str], past: PastWrapper | None
+        self, number: int, step: int, names: list[str], past: PastWrapper | None, settings: dict[str, float]
     ) -> Callable[[list[float | None]], None]:
         def came(parts: list[float | None]) -> None:
             sums = from_parts(parts)
-            check = Check(number, step, digest_of(sums), list(self._course))
+            check = Check(number, step, digest_of(sums), list(self._course), settings)
             if self._rank == self._first:
                 self._exchange.write(check, Sums(names, sums))
             elif not self._has_told:
@@ -195,8 +197,9 @@ class _Pair:
         self._has_told = True
         past = past if names and course is None else None
         of = len([name for name in sums.names if not name.startswith(GRADIENT)])
+        setting = differing_setting(mine.settings, theirs.settings) if names else None
         difference = Difference(
-            mine.step, self._rank, self._first, self._last_equal, names, of, course, past, self._by_hand
+            mine.step, self._rank, self._first, self._last_equal, names, of, course, past, self._by_hand, setting
         )
         self._tell(rank_divergence(difference, mine.digest))
 

@@ -32,6 +32,8 @@ class Check(msgspec.Struct, frozen=True):
     step: int
     digest: str
     course: list[tuple[int, float | None, bool | None]]
+    settings: dict[str, float] = {}
+    """What the optimizers have stepped with."""
 
 
 class Sums(msgspec.Struct, frozen=True):

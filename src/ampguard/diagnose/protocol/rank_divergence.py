@@ -1,6 +1,7 @@
 """rank-divergence: ranks that should have the same weights, loss scale and skipped steps do not have them.
 
-What happens   one rank alone skips a step, changes its loss scale, loads another checkpoint, or writes to its weights.
+What happens   one rank alone skips a step, changes its loss scale or its learning rate (a schedule that follows the rank's
+               own loss), loads another checkpoint, or writes to its weights.
                DistributedDataParallel copies the weights once, when it is made, and averages gradients from then on: it
                never looks whether the weights are still the same. And it averages only after a call of its own: what
                `model.module(x)` trains, past the wrapper, each rank trains by itself.
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampguard.capture.ranks.past_wrapper import PastWrapper
+from ampguard.capture.ranks.settings import is_learning_rate
 from ampguard.incident import Fix, Incident
 
 MAX_NAMES = 12
@@ -44,6 +46,11 @@ WRITE_EVERYWHERE = (
     "do on every rank what changes weights outside the optimizer (initialisation, loading, clamping, an average), from the "
     "same numbers"
 )
+SAME_RATE = (
+    "let every rank step with the same learning rate: what a schedule is decided by has to be the same number on all of "
+    "them, torch.distributed.all_reduce(metric); metric /= torch.distributed.get_world_size(), before scheduler.step(metric)"
+)
+SAME_SETTINGS = "build the optimizer with the same settings on every rank, change them on all alike, and load its state on each"
 CALL_THE_WRAPPER = (
     "call the DistributedDataParallel model itself, model(x), for what is differentiated; put what is called by another name "
     "(model.module.loss(x)) into the forward of one module, and wrap that"
@@ -68,6 +75,8 @@ class Difference:
     past: PastWrapper | None = None
     by_hand: bool = False
     """No wrapper of PyTorch's keeps the model alike: that the gradients are averaged, their bits have shown."""
+    setting: tuple[str, float, float] | None = None
+    """What the optimizers of the two step with that differs: where it stands, this rank's, the other's."""
 
 
 def rank_divergence(difference: Difference, digest: str) -> Incident:
@@ -76,9 +85,12 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
     step = difference.step if course is None else min(course[0], difference.step)
     past = difference.past
     unseen = CALL_THE_WRAPPER if past is not None else WRITE_EVERYWHERE
+    setting = difference.setting
+    if setting is not None and past is None:
+        unseen = SAME_RATE if is_learning_rate(setting[0]) else SAME_SETTINGS
     fixes = [Fix("call-order", None, unseen)] if course is None else _fixes_of(course[1])
     if difference.by_hand and difference.last_equal is None and course is None:
-        fixes = [Fix("load-weights", None, BEGIN_ALIKE)]
+        fixes = [Fix("load-weights", None, BEGIN_ALIKE), *(fixes if setting is not None else ())]
     elif difference.parameters:
         fixes.append(Fix("load-weights", None, SYNCHRONISE))
     evidence: dict[str, Any] = {
@@ -92,6 +104,8 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
     }
     if course is not None:
         evidence |= {"differs": course[1], "here": course[2], "there": course[3]}
+    if setting is not None:
+        evidence["setting"] = {"name": setting[0], "here": setting[1], "there": setting[2]}
     if past is not None:
         evidence["trained_past_wrapper"] = {"module": past.part, "type": past.type_name}
     return Incident(
@@ -143,6 +157,9 @@ def _sentences(d: Difference) -> list[str]:
         )
     elif d.course is not None and d.course[1] == "scale":
         found.append("Gradients that are multiplied by different numbers were averaged.")
+    if d.setting is not None:
+        name, here, there = d.setting
+        found.append(f"`{name}` is {here:g} on rank {d.rank} and {there:g} on rank {d.other}.")
     if d.past is not None:
         which = f"`{d.past.part}` ({d.past.type_name})" if d.past.part else f"`{d.past.type_name}`"
         found.append(
