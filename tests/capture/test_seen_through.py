@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ampguard
+from ampguard import compat
 from ampguard.capture.seen_through import seen_through
 
 HIGHEST = 12
@@ -225,7 +227,26 @@ def test_a_warning_is_shown_once_a_line(tmp_path: Path) -> None:
 
 
 def test_a_file_name_still_leads_to_the_file() -> None:
-    code = seen_through(places_of_warnings.__code__)
+    code = seen_through(places_of_warnings.__code__.replace())
     assert Path(code.co_filename).parent.parent.parent.resolve() == Path(__file__).parent.resolve()
     assert Path(code.co_filename).name == Path(__file__).name
     assert seen_through(code) is code
+
+
+def makes_another() -> Callable[[], str]:
+    return lambda: __name__
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_code_is_renamed_with_all_that_it_defines(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_place:  # a Python that has no such function
+        monkeypatch.setattr("ampguard.compat.code._rename", None)
+    code = makes_another.__code__.replace()
+    inner = next(const for const in code.co_consts if isinstance(const, CodeType))
+    code = code.replace(co_consts=tuple(c.replace() if c is inner else c for c in code.co_consts))
+    renamed = compat.renamed(code, "/elsewhere/code.py")
+    assert (renamed is code) is in_place
+    inside = next(const for const in renamed.co_consts if isinstance(const, CodeType))
+    assert renamed.co_filename == inside.co_filename == "/elsewhere/code.py"
+    assert eval(renamed)() == __name__
+    assert inner.co_filename == makes_another.__code__.co_filename == __file__

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from ampguard import compat
+
 PACKAGE = __name__.partition(".")[0]
 PLACES = tuple(f"{PACKAGE}.{place}" for place in ("capture.", "compat.", "replay.", "run.dynamics", "run.overrides."))
 """Where functions lie that may stand between a script and PyTorch."""
@@ -40,15 +42,14 @@ def let_warnings_through() -> None:
         own = [value for value in vars(sys.modules[name]).values() if getattr(value, "__module__", None) == name]
         for function in (function for value in own for function in functions_in(value)):
             if function.__module__ == name:
-                function.__code__ = seen_through(function.__code__)
+                code = seen_through(function.__code__)
+                if code is not function.__code__:
+                    function.__code__ = code
 
 
 def seen_through(code: CodeType) -> CodeType:
-    """The same code, and that of the functions that it defines, under a file name that warnings pass over."""
-    if DETOUR in code.co_filename:
-        return code
-    constants = tuple(seen_through(const) if isinstance(const, CodeType) else const for const in code.co_consts)
-    return code.replace(co_filename=_detour(code.co_filename), co_consts=constants)
+    """The code, and that of the functions that it defines, under a file name that warnings pass over."""
+    return code if DETOUR in code.co_filename else compat.renamed(code, _detour(code.co_filename))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ A name that is missing gives the harmless answer: ampguard then sees less, the t
 
 from __future__ import annotations
 
+from ampguard.compat.code import renamed
 from ampguard.compat.compilers import (
     allow_one_more_compilation,
     any_compiled,
@@ -347,6 +348,7 @@ __all__ = [
     "pop_function_mode",
     "positions_written",
     "push_function_mode",
+    "renamed",
     "replicated_by",
     "run_counted",
     "run_uncompiled",

@@ -50,7 +50,9 @@ SAME_RATE = (
     "let every rank step with the same learning rate: what a schedule is decided by has to be the same number on all of "
     "them, torch.distributed.all_reduce(metric); metric /= torch.distributed.get_world_size(), before scheduler.step(metric)"
 )
-SAME_SETTINGS = "build the optimizer with the same settings on every rank, change them on all alike, and load its state on each"
+SAME_SETTINGS = (
+    "build the optimizer with the same settings on every rank, change them on all alike, and load its state on each"
+)
 CALL_THE_WRAPPER = (
     "call the DistributedDataParallel model itself, model(x), for what is differentiated; put what is called by another name "
     "(model.module.loss(x)) into the forward of one module, and wrap that"
