@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from ampguard.capture.record import Ref, RootCall
@@ -74,11 +75,10 @@ def domain_error(evidence: Evidence) -> Finding | None:
     span = domain_in_words(low, high, DOMAINS.get(evidence.op.short_name, (None, None, False))[2])
     proposals: list[Proposal] = list(stable.proposals(evidence))
     if low is not None or high is not None:
-        edge = EDGE if evidence.precision is None else 1e-3
-        least = low + edge if low is not None else None
-        if low == 0 and (others := _least_beside_a_pole(evidence, position)) is not None:
-            least = max(edge, others)
-        proposals.append(clamp_fix(evidence, position, least, None if high is None else high - edge))
+        least, most = inside_of(low, high, evidence.precision)
+        if low == 0 and least is not None and (others := _least_beside_a_pole(evidence, position)) is not None:
+            least = max(least, others)
+        proposals.append(clamp_fix(evidence, position, least, most))
     if evidence.is_cured_by_float32:
         proposals += precision_fixes(evidence)
     filtering = left_out(evidence, NO_TERM) if _sums_up_zeros(evidence, position, value) else None
@@ -87,11 +87,29 @@ def domain_error(evidence: Evidence) -> Finding | None:
     return Finding(
         "domain-error",
         f"{name} {words.place(evidence)} was given {spelled_out(value, low, high)}, outside its domain{span}, and gives "
-        f"{spelled(evidence.kind)} in any precision.",
+        f"{spelled(evidence.kind)} {_in_which_precision(evidence)}.",
         weight=50,
         evidence={"operand_value": value, "operand": evidence.operands[position].stats.as_dict()},
         proposals=tuple(proposals),
     )
+
+
+def inside_of(low: float | None, high: float | None, dtype: torch.dtype | None) -> tuple[float | None, float | None]:
+    """Limits just inside a domain: `dtype` (a low precision, or None) has numbers between each of them and the end.
+
+    >>> inside_of(-1.0, 1.0, torch.bfloat16), inside_of(0.0, None, None)
+    ((-0.99, 0.99), (1e-06, None))
+    """
+    edge = EDGE if dtype is None else 1e-3
+    coarse = edge if dtype is None else max(edge, 10.0 ** math.ceil(math.log10(torch.finfo(dtype).eps)))
+    least = None if low is None else low + (coarse if low else edge)
+    return least, None if high is None else high - (coarse if high else edge)
+
+
+def _in_which_precision(evidence: Evidence) -> str:
+    if not evidence.is_cured_by_float32:
+        return "in any precision"
+    return "of it in any precision; in a step that computes in float32 it is given another number, and is finite"
 
 
 def _least_beside_a_pole(evidence: Evidence, position: int) -> float | None:

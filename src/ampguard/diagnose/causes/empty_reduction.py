@@ -22,7 +22,8 @@ from ampguard.diagnose.code import source as source_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, Trial, cause
 from ampguard.diagnose.fixes import loss_of_nothing
-from ampguard.diagnose.fixes.proposals import at_the_head, changed_result
+from ampguard.diagnose.fixes.proposals import at_the_head, changed_result, spelled
+from ampguard.diagnose.fixes.segments import beginning_at_zero, empty_segment
 from ampguard.diagnose.locate import lineage
 
 SPREADS = frozenset({"var", "std", "var_mean", "std_mean"})
@@ -41,7 +42,7 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
         return None
     what = _nothing_to_reduce(evidence)
     if what is None:
-        return None
+        return _of_a_segment(evidence)
     advice = "leave the term out when there is nothing to reduce (or use its sum / max(count, 1))"
     if what == ONE_ELEMENT:
         advice = "take the spread with correction=0, which is 0 for one element, or leave out what has only one"
@@ -70,6 +71,20 @@ def empty_reduction(evidence: Evidence) -> Finding | None:
                 otherwise=_as_divisor(evidence) if what == ONE_ELEMENT else None,
             ),
         ),
+    )
+
+
+def _of_a_segment(evidence: Evidence) -> Finding | None:
+    segment = empty_segment(evidence)
+    if segment is None:
+        return None
+    return Finding(
+        "empty-reduction",
+        f"{words.operator(evidence)} {words.place(evidence)} reduces segment {segment}, which has no elements, and gives "
+        f"{spelled(evidence.kind)} for it in any precision.",
+        weight=80,
+        evidence={"segment": segment, "operands": [o.stats.as_dict() for o in evidence.operands]},
+        proposals=(beginning_at_zero(evidence),),
     )
 
 

@@ -1,7 +1,8 @@
 """fp16-underflow: an operand or an epsilon was flushed to zero in low precision, and what divides by it is not finite.
 
 What happens   float16 has nothing between 0 and 6e-8. `x / (norm + 1e-8)` adds exactly 0; a small probability is 0 and
-               its log is -Inf; a small variance is 0 and its rsqrt is Inf. In float32 the same step is finite.
+               its log is -Inf; a small variance is 0 and its rsqrt is Inf. So is the distance to 1: tanh and sigmoid
+               of 5 are 1, of which atanh and logit are Inf. In float32 the same step is finite.
 Why it hurts   the epsilon that guards the division is there in the code and gone in the numbers.
 Instead        an epsilon that float16 can hold (1e-4 to 1e-3), the stable form (log_softmax instead of log of softmax),
                or float32 for these lines.
@@ -10,11 +11,14 @@ Not this       a divisor that is 0 in float32 too: see division-by-zero and doma
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ampguard import numerics
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_of
+from ampguard.diagnose.causes.domain_error import DOMAINS, inside_of
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import stable
@@ -43,9 +47,9 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     if evidence.replayer is None:  # traced as it ran: there is no step to compute in float32
         flushed = _vanished_constant(evidence)
     else:
-        flushed = _flushed_operand(evidence) if evidence.is_finite_in_float32_step else None
+        flushed = _flushed_operand(evidence, 0.0) if evidence.is_finite_in_float32_step else None
     if flushed is None:
-        return None
+        return _rounded_onto_end(evidence)
     position, value = flushed
     name = words.operator(evidence)
     proposals = list(stable.proposals(evidence))
@@ -68,8 +72,36 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     )
 
 
-def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
-    """An operand that is 0 at the bad element and is not 0 in the float32 step: (which, its float32 value)."""
+def _rounded_onto_end(evidence: Evidence) -> Finding | None:
+    """What an operand has before the end of the function's domain, as `tanh(x)` before 1, is 0 in low precision."""
+    name = evidence.op.short_name
+    low, high, ends_are_outside = DOMAINS.get(name, (None, None, False))
+    value = evidence.operands[0].value if evidence.operands else None
+    if not ends_are_outside or value is None or value not in (low, high) or evidence.replayer is None:
+        return None
+    rounded = _flushed_operand(evidence, value) if evidence.is_finite_in_float32_step else None
+    if rounded is None or rounded[0] != 0 or not (low or -math.inf) <= rounded[1] <= (high or math.inf):
+        return None
+    operator = words.operator(evidence)
+    least, most = inside_of(low, high, evidence.precision)
+    return Finding(
+        "fp16-underflow",
+        f"The operand of {operator} {words.place(evidence)} is {value:g} in low precision and {rounded[1]:.9g} in float32: "
+        f"what it has before {value:g}, where the domain of {operator} ends, was rounded to zero, and {operator} of "
+        f"{value:g} is {spelled(evidence.kind)}.",
+        weight=70,
+        evidence={"operand_fp32": rounded[1], "operand": 0, "end_of_domain": value},
+        proposals=(
+            *stable.proposals(evidence),
+            clamp_fix(evidence, 0, least, most),
+            *precision_fixes(evidence),
+        ),
+        dtype=evidence.low_precision_in_use,
+    )
+
+
+def _flushed_operand(evidence: Evidence, to: float) -> tuple[int, float] | None:
+    """An operand that is `to` at the bad element and is not in the float32 step: (which, its float32 value)."""
     call = evidence.call_in_float32_step
     if call is None:
         return None
@@ -87,7 +119,7 @@ def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
             index = test(torch.arange(theirs.numel())).nonzero().reshape(-1)
         here = mine.values.reshape(-1)[index]
         there = theirs.reshape(-1)[index].double()
-        flushed = (here == 0) & (there != 0) & torch.isfinite(there)
+        flushed = (here == to) & (there != to) & torch.isfinite(there)
         if flushed.any():
             return position, float(there[flushed].abs().max())
     return None
