@@ -39,10 +39,12 @@ class Scene:
         models: Models,
         trained: Callable[[], list[Tensor]] = list,
         spoiled_by: Callable[[str | None], Incident | None] = lambda name: None,
+        told: Callable[[str], Incident | None] = lambda cause: None,
     ) -> None:
         """`trained` gives what optimizers move, in a module or not; `spoiled_by` the incident that has made the buffer of a
-        name bad, or the parameters (None)."""
+        name bad, or the parameters (None); `told` the last one of a cause."""
         self.spoiled_by = spoiled_by
+        self.told = told
         self.breach = breach
         self.facts = breach.facts
         self.first: Line | None = breach.first
