@@ -151,6 +151,9 @@ class Machine:
             self._suspect(ledger, found[0], by_hand, self.session(event.scaler))
         else:
             ledger.divide(event.scale)
+            self._compare_scales(ledger, by_hand, self.session(event.scaler))
+            if ledger.pending is not None:
+                ledger.pending.facts["by_hand"] = True
         self._enter(ledger, found[1] if found is not None else MOVES.get((ledger.stage, Move.UNSCALE), ledger.stage))
         self._was_divided(ledger, event.where, by_hand=True)
         return ()
@@ -295,6 +298,7 @@ class Machine:
         if not event.is_untouched:
             return []
         if ledger.stage is Stage.UNSCALED and pending is not None:
+            pending.again = pending.again or event.where  # (where the script itself has divided may not be known)
             return [pending]
         if ledger.stage is Stage.UNSCALED and event.found_inf:
             facts = {"found_inf": True}

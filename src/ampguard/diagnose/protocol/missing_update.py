@@ -64,6 +64,10 @@ def missing_update(scene: Scene) -> Telling | None:
     else:
         text = _between(scene)
         how = f"one {scaler}.update() an iteration, after the last optimizer's step: here behind {at(scene.again)}"
+        if facts.get("by_hand"):
+            how += (
+                f"; or let the scaler divide: {scaler}.unscale_({name}), {scaler}.step({name}), then {scaler}.update()"
+            )
         if is_updated_by_framework(scene):
             how = update_instead(scene) or (
                 f"{how} (a framework updates inside each optimizer's step: step them all by {scaler}.step(...) yourself and "
@@ -122,6 +126,10 @@ def _between(scene: Scene) -> str:
         done = "they had been unscaled, the update made the scaler forget it, and they were divided again at"
         return f"{before}{done} {at(scene.again)}.{after}"
     scales = ", ".join(number(s) for s in facts.get("scales", []))
+    if facts.get("by_hand"):
+        by = number(facts["divided_by"])
+        done = f"the script has divided them itself by {by}, the scale after it, before {at(scene.again)}"
+        return f"{before}they carry the scale {scales}, and {done}.{after}"
     return f"{before}they carry the scale {scales} and were divided by {number(facts['divided_by'])} at {at(scene.again)}.{after}"
 
 
