@@ -15,7 +15,7 @@ from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.script_lines import framework_in
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
-from ampguard.diagnose.locate.cuts import Cut, cuts
+from ampguard.diagnose.locate.cuts import Cut, cuts, holder
 from ampguard.diagnose.protocol.owners import (
     common_module,
     parameter_names,
@@ -92,6 +92,11 @@ class Scene:
     def cuts(self) -> list[Cut]:
         """Where the way from the loss to the parameters in question is cut."""
         return cuts(self._models.record(), self.breach.facts.get("parameters") or [])
+
+    def holder(self) -> Line | None:
+        """Where a module that holds the parameters in question is called for the loss, and lets gradients through itself."""
+        call = holder(self._models.record(), self.breach.facts.get("parameters") or [])
+        return call.line if call is not None else None
 
     def in_model(self, name: str, saved: Tensor) -> Tensor | None:
         """The parameter or buffer that a tensor of a checkpoint is, or is a copy of: by its memory, else by its name."""
