@@ -1,7 +1,8 @@
 """fp16-underflow: an operand or an epsilon was flushed to zero in low precision, and what divides by it is not finite.
 
 What happens   float16 has nothing between 0 and 6e-8. `x / (norm + 1e-8)` adds exactly 0; a small probability is 0 and
-               its log is -Inf; a small variance is 0 and its rsqrt is Inf. In float32 the same step is finite.
+               its log is -Inf; a small variance is 0 and its rsqrt is Inf. 1 - 1e-6 is 1, and its atanh is Inf. In float32
+               the same step is finite.
 Why it hurts   the epsilon that guards the division is there in the code and gone in the numbers.
 Instead        an epsilon that float16 can hold (1e-4 to 1e-3), the stable form (log_softmax instead of log of softmax),
                or float32 for these lines.
@@ -10,11 +11,14 @@ Not this       a divisor that is 0 in float32 too: see division-by-zero and doma
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ampguard import numerics
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_of
+from ampguard.diagnose.causes.domain_error import outside_domain
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import stable
@@ -45,7 +49,7 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     else:
         flushed = _flushed_operand(evidence) if evidence.is_finite_in_float32_step else None
     if flushed is None:
-        return None
+        return _at_the_edge(evidence)
     position, value = flushed
     name = words.operator(evidence)
     proposals = list(stable.proposals(evidence))
@@ -66,6 +70,45 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
         proposals=(*proposals, *precision_fixes(evidence)),
         dtype=evidence.low_precision_in_use,
     )
+
+
+def _at_the_edge(evidence: Evidence) -> Finding | None:
+    """An operand that stands at the end of a function's domain, and in the float32 step within it: atanh(1 - 1e-6), acos."""
+    found = outside_domain(evidence)
+    if (
+        evidence.replayer is None
+        or found is None
+        or found[1] not in found[2:]
+        or not evidence.is_finite_in_float32_step
+    ):
+        return None
+    position, value, low, high = found
+    call = evidence.call_in_float32_step
+    if call is None or evidence.flat is None or position >= len(call.tensors):
+        return None
+    theirs = call.tensors[position]
+    if theirs.shape != evidence.operands[position].values.shape or theirs.shape != evidence.op.outputs[0].shape:
+        return None
+    wide = float(theirs.reshape(-1)[evidence.flat])
+    if not (-math.inf if low is None else low) < wide < (math.inf if high is None else high):
+        return None
+    name, edge = words.operator(evidence), _least_distance(evidence)
+    clamp = clamp_fix(evidence, position, None if low is None else low + edge, None if high is None else high - edge)
+    return Finding(
+        "fp16-underflow",
+        f"An operand of {name} {words.place(evidence)} is {value:g} in low precision and {wide:.9g} in float32: its distance "
+        f"from {value:g} was rounded away, and {name} of {value:g} is {spelled(evidence.kind)}.",
+        weight=70,
+        evidence={"operand_fp32": wide, "operand": position, "operand_value": value},
+        proposals=(*stable.proposals(evidence), clamp, *precision_fixes(evidence)),
+        dtype=evidence.low_precision_in_use,
+    )
+
+
+def _least_distance(evidence: Evidence) -> float:
+    """A power of ten by which the precision in use tells two numbers near 1 apart."""
+    precision = evidence.precision or torch.float32
+    return float(10.0 ** math.ceil(math.log10(torch.finfo(precision).eps)))
 
 
 def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
