@@ -104,6 +104,13 @@ def test_direct_step_on_scaled_gradients() -> None:
     assert found.facts["found_inf"] is True
 
 
+def test_direct_step_knows_of_an_update_behind_the_same_backward() -> None:
+    both = [Backward((A, B), 64.0), Step(A, S, unscales_with=64.0)]
+    assert only(fed(*both, Update(S, "update"), Step(B, None))).facts["updated_before"] == "update"
+    assert only(fed(*both, Step(B, None), Update(S, "update"))).facts["updated_before"] is None
+    assert only(fed(*both, Update(S, "update"), Backward((B,), 64.0), Step(B, None))).facts["updated_before"] is None
+
+
 def test_direct_step_behind_one_that_the_scaler_skipped() -> None:
     machine = Machine()
     feed(machine, Backward((A,), 64.0), Step(A, S, "scaler's", skipped=True, unscales_with=64.0))

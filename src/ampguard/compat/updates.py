@@ -30,6 +30,13 @@ def loss_scale(scaler: object) -> torch.Tensor | None:
     return scale if isinstance(scale, torch.Tensor) else None
 
 
+def grows_next(scaler: object) -> bool:
+    """Whether the scaler's next update raises the scale, unless it finds Inf. Asked of scalers on the CPU only."""
+    tracker, interval = getattr(scaler, "_growth_tracker", None), getattr(scaler, "_growth_interval", None)
+    is_here = isinstance(tracker, torch.Tensor) and tracker.is_cpu and interval is not None
+    return is_here and int(tracker) + 1 >= int(interval)  # type: ignore[arg-type]
+
+
 def total_norm_function() -> tuple[Any, str] | None:
     """Where `clip_grad_norm_` looks up the function that measures the gradients."""
     from torch.nn.utils import clip_grad

@@ -151,6 +151,9 @@ class Machine:
             self._suspect(ledger, found[0], by_hand, self.session(event.scaler))
         else:
             ledger.divide(event.scale)
+            self._compare_scales(ledger, by_hand, self.session(event.scaler))
+            if ledger.pending is not None:
+                ledger.pending.facts["by_hand"] = True
         self._enter(ledger, found[1] if found is not None else MOVES.get((ledger.stage, Move.UNSCALE), ledger.stage))
         self._was_divided(ledger, event.where, by_hand=True)
         return ()
@@ -295,20 +298,27 @@ class Machine:
         if not event.is_untouched:
             return []
         if ledger.stage is Stage.UNSCALED and pending is not None:
+            pending.again = pending.again or event.where  # (where the script itself has divided may not be known)
             return [pending]
         if ledger.stage is Stage.UNSCALED and event.found_inf:
-            facts = {"found_inf": True}
+            facts: dict[str, Any] = {"found_inf": True}
             breach = Breach("bypassed-scaler", event.optimizer, None, ledger.unscaled_at, event.where, None, facts)
             return [breach]
         found = BREACHES.get((ledger.stage, Move.DIRECT_STEP))
         worst = ledger.worst()
         if found is None or worst is None or worst.is_right:
             return []
-        breach = Breach(
-            found[0], event.optimizer, None, worst.where, event.where, worst.factor, {"scale": worst.factor}
-        )
+        facts = {"scale": worst.factor, "updated_before": self._updated_since_backward()}
+        breach = Breach(found[0], event.optimizer, None, worst.where, event.where, worst.factor, facts)
         self.bypassed.append(breach)
         return [breach]
+
+    def _updated_since_backward(self) -> Place:
+        """Where a scaler was updated behind the last backward pass."""
+        last = self.last_backward
+        return next(
+            (s.updated_at for s in self._sessions.values() if last is not None and s.last_backward is last), None
+        )
 
     @staticmethod
     def _step_again(ledger: Ledger, event: Step) -> list[Breach]:

@@ -195,9 +195,12 @@ class CloseLook:
         watch.copy = None
 
     def divides_by_another(self, of: ScalerWatch) -> bool:
-        """Whether the script has divided by a scale that is not the scaler's any more. Asked only where nothing waits."""
+        """Whether the script has divided by a scale that is not the scaler's any more, or will not be once the coming iteration
+        has updated it. Asked only where nothing waits."""
         now = of.current_scale() if self._by_hand else None
-        return now is not None and now.is_at_hand and any(float(now) != scale for scale in self._by_hand.values())
+        if now is None or not now.is_at_hand:
+            return False
+        return compat.grows_next(of.ref()) or any(float(now) != scale for scale in self._by_hand.values())
 
     def _tell_old_scale(self, watch: OptimizerWatch) -> None:
         """Before an own step: are its gradients divided by the scale that was in force before, which has changed since?"""

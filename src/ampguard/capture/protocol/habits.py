@@ -20,6 +20,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.idle_scaler import IdleScalers
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Frame, Moves
+from ampguard.capture.protocol.renewed import RenewedScalers
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
@@ -55,6 +56,7 @@ class Habits:
         self._first_lost: dict[int, int] = {}
         """The step of a scheduler's first move without its optimizer."""
         self.idle = IdleScalers(moves, models)
+        self.renewed = RenewedScalers(moves)
         self._told_needless: set[ScalerWatch] = set()
         self._suspected: dict[ScalerWatch, int] = {}
         """Scalers that look needless, and since which step."""

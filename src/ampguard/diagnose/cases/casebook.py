@@ -129,6 +129,11 @@ class Casebook:
         found = sorted([case.result() for case in self.cases if case.part_of is None], key=importance)
         return tuple(training_first(found))
 
+    def latest(self, cause: str) -> Case | None:
+        """The last failure of this cause in training that stands for itself."""
+        alike = (c for c in reversed(self.cases) if c.incident.cause == cause and c.incident.mode == "train")
+        return next((case for case in alike if case.part_of is None), None)
+
     def told_before(self, bad: BadResult, place: Place) -> bool:
         """Whether this failure began where an earlier one did; it is counted to that."""
         calls = calls_behind(bad)

@@ -18,7 +18,7 @@ import torch
 from ampguard import numerics
 from ampguard.diagnose import words
 from ampguard.diagnose.causes.division_by_zero import divisor_of
-from ampguard.diagnose.causes.domain_error import DOMAINS, inside_of
+from ampguard.diagnose.causes.domain_error import inside_of, outside_domain
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import stable
@@ -47,9 +47,9 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     if evidence.replayer is None:  # traced as it ran: there is no step to compute in float32
         flushed = _vanished_constant(evidence)
     else:
-        flushed = _flushed_operand(evidence, 0.0) if evidence.is_finite_in_float32_step else None
+        flushed = _flushed_operand(evidence) if evidence.is_finite_in_float32_step else None
     if flushed is None:
-        return _rounded_onto_end(evidence)
+        return _at_the_edge(evidence)
     position, value = flushed
     name = words.operator(evidence)
     proposals = list(stable.proposals(evidence))
@@ -72,36 +72,41 @@ def fp16_underflow(evidence: Evidence) -> Finding | None:
     )
 
 
-def _rounded_onto_end(evidence: Evidence) -> Finding | None:
-    """What an operand has before the end of the function's domain, as `tanh(x)` before 1, is 0 in low precision."""
-    name = evidence.op.short_name
-    low, high, ends_are_outside = DOMAINS.get(name, (None, None, False))
-    value = evidence.operands[0].value if evidence.operands else None
-    if not ends_are_outside or value is None or value not in (low, high) or evidence.replayer is None:
+def _at_the_edge(evidence: Evidence) -> Finding | None:
+    """An operand that stands at the end of a function's domain, and in the float32 step within it: atanh(1 - 1e-6), acos."""
+    found = outside_domain(evidence)
+    if (
+        evidence.replayer is None
+        or found is None
+        or found[1] not in found[2:]
+        or not evidence.is_finite_in_float32_step
+    ):
         return None
-    rounded = _flushed_operand(evidence, value) if evidence.is_finite_in_float32_step else None
-    if rounded is None or rounded[0] != 0 or not (low or -math.inf) <= rounded[1] <= (high or math.inf):
+    position, value, low, high = found
+    call = evidence.call_in_float32_step
+    if call is None or evidence.flat is None or position >= len(call.tensors):
         return None
-    operator = words.operator(evidence)
-    least, most = inside_of(low, high, evidence.precision)
+    theirs = call.tensors[position]
+    if theirs.shape != evidence.operands[position].values.shape or theirs.shape != evidence.op.outputs[0].shape:
+        return None
+    wide = float(theirs.reshape(-1)[evidence.flat])
+    if not (-math.inf if low is None else low) < wide < (math.inf if high is None else high):
+        return None
+    name = words.operator(evidence)
+    clamp = clamp_fix(evidence, position, *inside_of(low, high, evidence.precision))
     return Finding(
         "fp16-underflow",
-        f"The operand of {operator} {words.place(evidence)} is {value:g} in low precision and {rounded[1]:.9g} in float32: "
-        f"what it has before {value:g}, where the domain of {operator} ends, was rounded to zero, and {operator} of "
-        f"{value:g} is {spelled(evidence.kind)}.",
+        f"An operand of {name} {words.place(evidence)} is {value:g} in low precision and {wide:.9g} in float32: its distance "
+        f"from {value:g} was rounded away, and {name} of {value:g} is {spelled(evidence.kind)}.",
         weight=70,
-        evidence={"operand_fp32": rounded[1], "operand": 0, "end_of_domain": value},
-        proposals=(
-            *stable.proposals(evidence),
-            clamp_fix(evidence, 0, least, most),
-            *precision_fixes(evidence),
-        ),
+        evidence={"operand_fp32": wide, "operand": position, "end_of_domain": value},
+        proposals=(*stable.proposals(evidence), clamp, *precision_fixes(evidence)),
         dtype=evidence.low_precision_in_use,
     )
 
 
-def _flushed_operand(evidence: Evidence, to: float) -> tuple[int, float] | None:
-    """An operand that is `to` at the bad element and is not in the float32 step: (which, its float32 value)."""
+def _flushed_operand(evidence: Evidence) -> tuple[int, float] | None:
+    """An operand that is 0 at the bad element and is not 0 in the float32 step: (which, its float32 value)."""
     call = evidence.call_in_float32_step
     if call is None:
         return None
@@ -119,7 +124,7 @@ def _flushed_operand(evidence: Evidence, to: float) -> tuple[int, float] | None:
             index = test(torch.arange(theirs.numel())).nonzero().reshape(-1)
         here = mine.values.reshape(-1)[index]
         there = theirs.reshape(-1)[index].double()
-        flushed = (here == to) & (there != to) & torch.isfinite(there)
+        flushed = (here == 0) & (there != 0) & torch.isfinite(there)
         if flushed.any():
             return position, float(there[flushed].abs().max())
     return None

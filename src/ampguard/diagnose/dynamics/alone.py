@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class Update:
     before: Tensor
     after: Tensor
     first_bad_op: str | None
+    state: tuple[Tensor, ...] = ()
+    """The optimizer's own tensors of that size, after it."""
 
     @property
     def is_finite(self) -> bool:
@@ -93,7 +95,12 @@ def update_alone(
             compat.step_without_hooks(optimizer)(alone)
     except Exception:  # an optimizer that asks for more than elements: nothing can be said
         return None
-    return Update(values, stand_in.detach(), watching.op)
+    after = tuple(value for value in alone.state[stand_in].values() if _is_like(value, values))
+    return Update(values, stand_in.detach(), watching.op, after)
+
+
+def _is_like(value: Any, values: Tensor) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.shape == values.shape and value.is_floating_point()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ What happens   a bfloat16 number near 1 has neighbours 0.004 and 0.008 away. wei
 Why it hurts   nothing fails. The loss stops too early, and a smaller learning rate makes it worse.
 Instead        float32 weights under autocast, or float32 master weights in the optimizer; stochastic rounding or Kahan
                summation where memory forbids that.
-Not this       gradients that are 0 already: see gradient-underflow.
+Not this       gradients that are 0 already: see gradient-underflow. An optimizer that rounds at random, keeps float32 copies
+               in its state, or carries along what was rounded away: its weights move later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from ampguard.capture.record import Line
 from ampguard.capture.sampling.hand_updates import HandUpdate
 from ampguard.capture.sampling.weights import LayerSample, watchable
-from ampguard.diagnose.dynamics.alone import update_alone
+from ampguard.diagnose.dynamics.alone import Update, update_alone
 from ampguard.diagnose.dynamics.by_hand import again_in_float32
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.protocol.owners import tensor_called
@@ -32,6 +33,11 @@ LOST_SHARE = 0.5
 ELEMENTS = 1024
 MOVES_IN_FLOAT32 = 0.9
 SHOWN = 8
+TRIES = 8
+"""How often each element is updated again: what is rounded at random moves in one of many."""
+KEPT_SHARE = 0.5
+CARRIED_WITHIN = 0.25
+CARRIED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,48 @@ def lost_layers(optimizer: Optimizer, candidates: list[LayerSample], situation: 
             continue
         size = float((wide.after - wide.before).abs().median())
         spacing = float(spacing_of(wide.before, parameter.dtype).median())
-        if size < spacing:
+        if size < spacing and not is_kept(optimizer, parameter, elements, situation):
             name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
             share = layer.stuck / layer.active
             found.append(Lost(name, share, float(wide.moved.float().mean()), size, spacing, layer, parameter))
     return sorted(found, key=lambda lost: -lost.share * lost.parameter.numel())
+
+
+def is_kept(optimizer: Optimizer, parameter: Tensor, elements: Tensor, situation: Situation) -> bool:
+    """Whether what the weights' precision rounds away is not lost: the optimizer rounds at random, or carries the rest along.
+
+    Of rounding at random the mean is the update itself. What is carried along stands in one of the optimizer's own tensors:
+    the rest alone (Kahan summation), or added to the weight (a float32 copy).
+    """
+    rate = rate_of_step(parameter, optimizer, situation)
+    again = elements.repeat(TRIES)
+    wide = update_alone(optimizer, parameter, again, torch.float32, **rate)
+    own = update_alone(optimizer, parameter, again, parameter.dtype, **rate)
+    if wide is None or own is None:
+        return False
+    update = wide.after - wide.before
+    is_small = (update != 0) & (update.abs() < spacing_of(wide.before, parameter.dtype) / 2)
+    if not bool(is_small.any()):
+        return False
+    update, moved = update[is_small], (own.after.float() - wide.before)[is_small]
+    if float((moved * update.sign()).sum() / update.abs().sum()) > KEPT_SHARE:
+        return True
+    rest = update - moved
+    carried = [
+        (of_own[is_small], of_wide[is_small]) for of_own, of_wide in zip(carry_of(own), carry_of(wide), strict=False)
+    ]
+    return any(is_alike(kept, rest) and is_alike(rest + left, rest) for kept, left in carried)
+
+
+def carry_of(update: Update) -> list[Tensor]:
+    """What each of the optimizer's tensors may carry to the next update; nothing where the weights have taken all of it."""
+    states = [state.float() for state in update.state]
+    return [rest for state in states for rest in (state, -state, state - update.after.float())]
+
+
+def is_alike(values: Tensor, others: Tensor) -> bool:
+    """Whether nearly all of them are the same numbers, but for the rounding of a low precision."""
+    return float(((values - others).abs() <= CARRIED_WITHIN * others.abs()).float().mean()) > CARRIED_SHARE
 
 
 def lost_by_hand(update: HandUpdate, candidates: list[LayerSample], situation: Situation) -> list[Lost]:

@@ -42,6 +42,15 @@ def cuts(record: StepRecord, parameters: Iterable[Tensor]) -> list[Cut]:
     return list(found.values())
 
 
+def holder(record: StepRecord, parameters: Iterable[Tensor]) -> RootCall | None:
+    """The call of a module that the last differentiated loss was computed from, which holds the parameters and lets gradients
+    through: where they get none, its forward pass itself keeps it from them."""
+    wanted = {id(parameter) for parameter in parameters}
+    calls = [e for e in record.events if isinstance(e, BackwardCall) and not e.create_graph]
+    behind = _behind(calls[-1], record, _is_open) if calls else iter(())
+    return next((e for e in behind if isinstance(e, RootCall) and _is_open(e) and _uses(e, wanted)), None)
+
+
 def in_words(places: list[Cut]) -> str:
     """ "`features = encoder(x)` (train.py:12) ran under `torch.no_grad()`"; "" where there is none."""
     texts = []

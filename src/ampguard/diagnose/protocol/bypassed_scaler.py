@@ -73,6 +73,9 @@ def bypassed_scaler(scene: Scene) -> Telling:
         less, scale = number(1.0 / scene.facts["clipped_by"]), number(scene.facts["scale"])
         text += f" They were clipped in between, {less} times smaller, with the loss scale {scale} in them."
     how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
+    updated = scene.facts.get("updated_before")
+    if updated is not None and scene.framework is None:
+        how = f"let the scaler step, and before the iteration's update, {at(updated)}: {scaler}.step({name})"
     clipped_at = scene.facts.get("clipped_at")
     if clipped_at is not None:
         text += f" They were clipped while still scaled, at {at(clipped_at)}: the limit is met by gradients of another size."

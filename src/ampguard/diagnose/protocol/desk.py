@@ -137,15 +137,23 @@ class ProtocolDesk:
         self._on_told(incident)
         poisons = incident.cause == POISONS or bool(incident.evidence.get("found_inf"))
         self._cases[key] = case = self._casebook.add(incident, poisons, optimizer)
+        if incident.evidence.get("renewed"):
+            overflow = self._casebook.latest("loss-scale-overflow")
+            if overflow is not None:
+                self._casebook.merge(overflow, case, overflow.incident.cause)
         if spot is not None and incident.evidence.get("optimizer") is not None:
             self._alike[cause, spot] = Alike(case)
 
     def _incident(self, breach: Breach, step: int) -> Incident | None:
         protocol.load()
         assert self._models is not None
-        scene = Scene(breach, self._models, self._casebook.trained, self._casebook.poison.made_by)
+        scene = Scene(breach, self._models, self._casebook.trained, self._casebook.poison.made_by, self._told)
         told = BREACH_RULES[breach.cause](scene)
         return incident_of(scene, told, step, self._rank) if told is not None else None
+
+    def _told(self, cause: str) -> Incident | None:
+        case = self._casebook.latest(cause)
+        return case.incident if case is not None else None
 
 
 class Alike:

@@ -1,24 +1,29 @@
 """missing-update: the scaler's update is not called, or not once an iteration.
 
 What happens   scaler.update() is left out, or jumped over by a `continue`; or it is called without a step before it; or, with
-               several optimizers, it is called after each of them, as Lightning and Accelerate do.
+               several optimizers, it is called after each of them, as Lightning and Accelerate do. Or it is called, and the
+               scaler is thrown away: a GradScaler that is made anew in each iteration begins at its first scale again.
 Why it hurts   left out: the next iteration's unscale_() or step() "has already been called since the last update()". Once too
                often: "No inf checks were recorded prior to update.", or, where an optimizer's gradients were made before and
-               are unscaled after it, they are divided by another scale than theirs, or twice, and nothing is said.
+               are unscaled after it, they are divided by another scale than theirs, or twice, and nothing is said. Thrown
+               away: where the first scale is too high, every step is skipped, nothing is learned, and nothing is said.
 Instead        one scaler.update() at the end of the iteration, after the last optimizer's step, also where a step is skipped.
+               One GradScaler, made before the loop.
 Not this       an update after each optimizer that did no harm.
 """
 
 from __future__ import annotations
 
 from ampguard.diagnose.protocol.framework import is_updated_by_framework, update_instead
-from ampguard.diagnose.protocol.scene import Scene, at, number
+from ampguard.diagnose.protocol.scene import Scene, at, number, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
 @breach("missing-update")
-def missing_update(scene: Scene) -> Telling:
+def missing_update(scene: Scene) -> Telling | None:
     facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    if facts.get("renewed"):
+        return _renewed(scene)
     once = f"{scaler}.step({name}); {scaler}.update()"
     if facts.get("without_step"):
         since = f"since {at(scene.first)}" if facts.get("repeated") else f"before {at(scene.again)}"
@@ -59,6 +64,10 @@ def missing_update(scene: Scene) -> Telling:
     else:
         text = _between(scene)
         how = f"one {scaler}.update() an iteration, after the last optimizer's step: here behind {at(scene.again)}"
+        if facts.get("by_hand"):
+            how += (
+                f"; or let the scaler divide: {scaler}.unscale_({name}), {scaler}.step({name}), then {scaler}.update()"
+            )
         if is_updated_by_framework(scene):
             how = update_instead(scene) or (
                 f"{how} (a framework updates inside each optimizer's step: step them all by {scaler}.step(...) yourself and "
@@ -73,6 +82,28 @@ def missing_update(scene: Scene) -> Telling:
         window = f"or, if gradients are accumulated here: {scaler}.unscale_({name}) {ends}"
         fixes.append(order(scene, window, target=scaler))
     return Telling(text, line, tuple(fixes), evidence=_evidence(scene))
+
+
+def _renewed(scene: Scene) -> Telling | None:
+    """None where it is not the scale alone that makes the steps fail: then another scaler would not help."""
+    facts, overflow = scene.facts, scene.told("loss-scale-overflow")
+    if overflow is None or overflow.severity != "info":
+        return None
+    text = (
+        f"`{scene.scaler}.update()` lowers the scale in vain: the scaler is thrown away, and a new one begins at "
+        f"{number(facts['scale'])} again, made at {at(scene.first)}. {facts['skipped']} steps of `{scene.optimizer}` in a row "
+        f"were skipped, and none was made: nothing is learned."
+    )
+    fits = overflow.evidence.get("finite_at_scale")
+    if fits is not None:
+        text += f" At a loss scale of {number(fits)} the gradients are finite."
+    made = statement(scene.first) or f"{scene.scaler} = GradScaler(...)"
+    how = f"make the scaler once, before the loop, and go on with it: {made.strip()}"
+    lower = [fix for fix in overflow.fixes if fix.action == "lower-loss-scale"]
+    evidence = {"renewed": facts["renewed"], "skipped": facts["skipped"], "scale": facts["scale"]}
+    return Telling(
+        text, scene.first or scene.again, (order(scene, how, target=scene.scaler), *lower), evidence=evidence
+    )
 
 
 def _left_out(scene: Scene) -> str:
@@ -95,6 +126,10 @@ def _between(scene: Scene) -> str:
         done = "they had been unscaled, the update made the scaler forget it, and they were divided again at"
         return f"{before}{done} {at(scene.again)}.{after}"
     scales = ", ".join(number(s) for s in facts.get("scales", []))
+    if facts.get("by_hand"):
+        by = number(facts["divided_by"])
+        done = f"the script has divided them itself by {by}, the scale after it, before {at(scene.again)}"
+        return f"{before}they carry the scale {scales}, and {done}.{after}"
     return f"{before}they carry the scale {scales} and were divided by {number(facts['divided_by'])} at {at(scene.again)}.{after}"
 
 

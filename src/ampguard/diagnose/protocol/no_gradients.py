@@ -75,11 +75,25 @@ def _not_reached(scene: Scene) -> tuple[str, str]:
                 f"{text}: on the way to those of `{scene.optimizer}`, {in_words(places)}.",
                 f"{how}. Or {_without(places)}",
             )
+        called = scene.holder()
+        if called is not None:
+            return (
+                f"{text}. The loss was computed at {at(called)} with a module that holds those of `{scene.optimizer}` too: its "
+                f"forward pass uses them under `no_grad`, detaches what comes of them, or does not use them for this loss.",
+                f"if this loss is to train them, let gradients through in the forward pass of {_owners(scene)}; else {how}",
+            )
         return f"{text}: it is not this optimizer's turn.", how
     whose = f" (they are {listed(scene.parameters)})" if scene.parameters else ""
     if places:
         text = f"the loss differentiated at {backward} was computed from them{whose}, but {in_words(places)}."
         return text, f"let gradients pass there: {_without(places)}"
+    called = scene.holder()
+    if called is not None:
+        return (
+            f"the loss differentiated at {backward} was computed at {at(called)} with a module that holds them{whose}: its "
+            f"forward pass uses them under `no_grad`, detaches what comes of them, or does not use them for this loss.",
+            f"let gradients through in the forward pass of {_owners(scene)}",
+        )
     text = (
         f"the loss differentiated at {backward} does not depend on them{whose}. It was detached on the way "
         f"(.detach(), .data, .item(), no_grad, argmax), or computed without them."
@@ -88,6 +102,10 @@ def _not_reached(scene: Scene) -> tuple[str, str]:
         text,
         "compute the loss from the outputs themselves, without detach, .data or no_grad between them and the loss",
     )
+
+
+def _owners(scene: Scene) -> str:
+    return f"`{scene.module}`" if scene.module else "the module that holds them"
 
 
 def _without(places: list[Cut]) -> str:

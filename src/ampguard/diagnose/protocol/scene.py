@@ -15,7 +15,7 @@ from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.script_lines import framework_in
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
-from ampguard.diagnose.locate.cuts import Cut, cuts
+from ampguard.diagnose.locate.cuts import Cut, cuts, holder
 from ampguard.diagnose.protocol.owners import (
     common_module,
     parameter_names,
@@ -39,10 +39,12 @@ class Scene:
         models: Models,
         trained: Callable[[], list[Tensor]] = list,
         spoiled_by: Callable[[str | None], Incident | None] = lambda name: None,
+        told: Callable[[str], Incident | None] = lambda cause: None,
     ) -> None:
         """`trained` gives what optimizers move, in a module or not; `spoiled_by` the incident that has made the buffer of a
-        name bad, or the parameters (None)."""
+        name bad, or the parameters (None); `told` the last one of a cause."""
         self.spoiled_by = spoiled_by
+        self.told = told
         self.breach = breach
         self.facts = breach.facts
         self.first: Line | None = breach.first
@@ -90,6 +92,11 @@ class Scene:
     def cuts(self) -> list[Cut]:
         """Where the way from the loss to the parameters in question is cut."""
         return cuts(self._models.record(), self.breach.facts.get("parameters") or [])
+
+    def holder(self) -> Line | None:
+        """Where a module that holds the parameters in question is called for the loss, and lets gradients through itself."""
+        call = holder(self._models.record(), self.breach.facts.get("parameters") or [])
+        return call.line if call is not None else None
 
     def in_model(self, name: str, saved: Tensor) -> Tensor | None:
         """The parameter or buffer that a tensor of a checkpoint is, or is a copy of: by its memory, else by its name."""

@@ -141,6 +141,7 @@ class ScalerStepProbe:
         witness.stepped(watch)
         if of.is_enabled:
             witness.habits.after_scaler_step(of, watch)
+            witness.habits.renewed.stepped(of, watch)
             if watch.steps in LOOKS:
                 witness.habits.idle.look(of, watch)
                 witness.habits.watches_regions |= bool(witness.habits.idle.suspected)
