@@ -12,7 +12,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -25,13 +24,13 @@ from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
-from ampguard.capture.protocol.plain_parts import PlainParts
+from ampguard.capture.protocol.plain_parts import IN_PLACE
 from ampguard.capture.protocol.powers import Powers
+from ampguard.capture.protocol.read_verdicts import Clip, Number, Seen, Verdict
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.protocol.script_names import name_in, scales_in, script_frames, spots_of
-from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
+from ampguard.capture.protocol.script_names import spots_of
+from ampguard.capture.protocol.script_units import computes_with_scale
 from ampguard.capture.record import Line
-from ampguard.protocol.events import Breach, Read
 
 _METHODS = tuple(
     name
@@ -50,50 +49,8 @@ _FUNCTIONS = (
 _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_NUMBERS = 256
-NOT_CLIPPED = 1e-3
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Number:
-    """A number read from a quantity."""
-
-    watch: OptimizerWatch
-    power: float
-    where: Line | None
-    spots: list[Spot]
-    is_shown: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Clip:
-    """Gradients were multiplied by `factor`, which carries S^`power` (None: a number, of which that is unknown)."""
-
-    watch: OptimizerWatch
-    factor: Any
-    power: float | None
-    where: Line | None
-    is_division: bool
-    limits_values: bool = False
-    by_comparison: bool = False
-    """They were overwritten, perhaps by what a comparison has chosen (`torch.where(norm > limit, ...)`)."""
-    is_limited: bool = False
-    """The factor came out of a limit that carries no scale: it clips wherever the product goes (gradients of one sample)."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What happened in the window."""
-
-    numbers: list[_Number] = field(default_factory=list)
-    clips: list[_Clip] = field(default_factory=list)
-    compared: list[tuple[OptimizerWatch, Line | None]] = field(default_factory=list)
-    products: list[tuple[weakref.ref[Tensor], _Clip]] = field(default_factory=list)
-    """Gradients times a factor, as new tensors."""
-    plain: PlainParts = field(default_factory=PlainParts)
-    asked_if_finite: bool = False
-    """The script asks if something is finite: the answer does not depend on the scale."""
 
 
 class ReadWindow:
@@ -109,7 +66,7 @@ class ReadWindow:
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
         self._functions = CalledFunctions()
         self._busy = False
-        self._seen = _Seen()
+        self._seen = Seen()
         self._powers: Powers | None = None
 
     @property
@@ -127,7 +84,7 @@ class ReadWindow:
         self._powers = Powers(scale, is_scaled_loss=lambda loss: carried.is_scaled(loss))
         machine = self._moves.machine
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
-        self._seen = _Seen()
+        self._seen = Seen()
         for name in _METHODS:
             self._replace(torch.Tensor, name, self._watch)
         for module, name in _FUNCTIONS:
@@ -158,10 +115,10 @@ class ReadWindow:
     def close(self, tell: bool = True) -> None:
         """Put them back; tell what was used as if it were not scaled, unless the script has asked for the scale."""
         self._put_back()
-        seen, self._seen = self._seen, _Seen()
+        seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
         if tell and found is not None and not self._moves.scale_was_read:
-            self._judge(seen, found)
+            Verdict(self._moves, seen, found).judge()
 
     def track(self, norm: Any, watch: OptimizerWatch, where: Line | None) -> None:
         """`norm` was computed, by a function of PyTorch's, from gradients of `watch` that are still scaled."""
@@ -231,7 +188,7 @@ class ReadWindow:
         if found is None or name in powers.READS or name in powers.COMPARES:
             return
         with compat.unseen():
-            target = found.gradient(args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0])
+            target = found.gradient(first_of(args[0]))
             if target is not None and name in powers.IN_PLACE:
                 return
             carried = found.result(name, args)
@@ -243,7 +200,7 @@ class ReadWindow:
                     self._seen.products.append((weakref.ref(result), clip))
                 if result is not args[0]:
                     is_limited = found.is_limited(name, args, options, carried[0])
-                    found.note(result, *carried, script_line(sys._getframe(3)), is_limited)
+                    found.note(result, *carried, script_line(sys._getframe(3)), is_limited, args)
 
     def _added(self, name: str, args: tuple[Any, ...], alpha: Any, result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
@@ -253,7 +210,8 @@ class ReadWindow:
             watch = self._seen.plain.is_one(name, args, alpha, self._powers)
             frame = sys._getframe(3)
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
-                self._seen.plain.add(watch, script_line(frame), result, name)
+                changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
+                self._seen.plain.add(watch, script_line(frame), result, changes_gradient)
 
     def _read(self, name: str, value: Any, found: Powers) -> None:
         carried = found.of(value)
@@ -265,7 +223,7 @@ class ReadWindow:
         frame = sys._getframe(4)
         where = known.where if known is not None else script_line(frame)
         spots = list(spots_of(frame, found.scale))
-        self._seen.numbers.append(_Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
+        self._seen.numbers.append(Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
 
     def _compared(self, args: tuple[Any, ...], found: Powers) -> None:
         sides = [found.of(arg) for arg in args[:2]]
@@ -300,7 +258,7 @@ class ReadWindow:
             is_copy = name == "copy_"
             if is_copy:  # a gradient of one element that was computed anew (a mean over ranks) is no norm
                 found.mark_used(args[-1])
-            self._seen.clips.append(_Clip(whose, args[-1], None, where, False, not is_copy, is_copy))
+            self._seen.clips.append(Clip(whose, args[-1], None, where, False, not is_copy, is_copy))
             return
         clip = self._clip(name, args, whose, found, sys._getframe(4))
         by_scale = found.of_number(clip.factor) if clip.power is None else 0.0
@@ -313,105 +271,15 @@ class ReadWindow:
             self._seen.clips.append(clip)
 
     @staticmethod
-    def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> _Clip:
+    def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> Clip:
         factor = args[1] if len(args) > 1 else 1.0
         carried, known = found.of(factor), found.quantity(factor)
         power = carried[0] if carried is not None else None
         is_limited = known is not None and known.is_limited
         is_limited = is_limited and not any(map(computes_with_scale, spots_of(frame, found.scale)))
-        return _Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
-
-    # --- the verdict --------------------------------------------------------------------------------------------------
-
-    def _judge(self, seen: _Seen, found: Powers) -> None:
-        knows_scale = any(computes_with_scale(s) for s in {s.code: s for n in seen.numbers for s in n.spots}.values())
-        told: set[OptimizerWatch] = set()
-        uses = [(n, use_of_number(list(n.spots), n.power)) for n in _distinct(seen.numbers) if not n.is_shown]
-        multiplies = any(use.clips for _, use in uses)
-        products = [c for ref, c in seen.products if c.is_limited or self._is_gradient(ref(), c, found)]
-        for clip in seen.clips + products:
-            misused = clip.power is not None and clip.power * (-1 if clip.is_division else 1) < 0
-            if clip.by_comparison:
-                misused = any(watch is clip.watch for watch, _ in seen.compared)
-            elif clip.power is None:
-                misused = clip.limits_values or multiplies
-            if misused and clip.watch not in told and not (knows_scale or self._holds_scale(found)):
-                told |= self._tell_clip(clip, found)
-        if not (knows_scale or self._holds_scale(found)):
-            self._tell_plain(seen.plain, found.scale)
-        if seen.asked_if_finite:
-            return
-        raw = [(n.watch, n.where) for n, use in uses if use.is_raw and not (use.clips and knows_scale)]
-        raw += [(n.watch, n.where) for n in seen.numbers if n.is_shown] + self._left_over(found)
-        if not (knows_scale or (seen.compared and self._holds_scale(found))):
-            raw += seen.compared
-        for watch, where in raw:
-            if watch not in told:
-                told.add(watch)
-                breaches = self._moves.machine.feed(Read(watch, where, clips=False))
-                self._moves.second_looks.tell(breaches, watch)
-
-    @staticmethod
-    def _is_gradient(product: Tensor | None, clip: _Clip, found: Powers) -> bool:
-        """Whether a product has taken the place of a gradient."""
-        if product is None or found.of_number(clip.factor):
-            return False
-        return any(p.grad is product for p in clip.watch.parameters())
-
-    def _tell_clip(self, clip: _Clip, found: Powers) -> set[OptimizerWatch]:
-        """A limit for true gradients was applied to scaled ones: by how much does the update differ?"""
-        facts: dict[str, Any] = {"by_hand": True, "by_comparison": clip.by_comparison}
-        if not (clip.limits_values or clip.by_comparison):
-            factor = abs(float(clip.factor))
-            factor = 1.0 / factor if clip.is_division and factor else factor
-            wanted = min(1.0, factor * found.scale)
-            if not factor:  # their norm has overflowed: by how much they are wrong, another step will show
-                return {clip.watch}
-            if abs(factor / wanted - 1.0) < NOT_CLIPPED:
-                return set()
-            facts |= {"multiplied_by": factor, "should_be": wanted, "update_too_small_by": wanted / factor}
-        breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
-        for breach in breaches:
-            breach.facts |= facts
-        self._moves.second_looks.tell(breaches, clip.watch)
-        return {clip.watch}
-
-    def _tell_plain(self, plain: PlainParts, scale: float) -> None:
-        """The scaler is about to divide what carries no scale."""
-        told: set[OptimizerWatch] = set()
-        for part in plain.found:
-            if part.watch in told or not part.is_in_gradient or not self._moves.machine.stage(part.watch).is_scaled:
-                continue
-            told.add(part.watch)
-            facts = {"scale": scale, "added_by_hand": True}
-            breach = Breach("unscaled-backward", part.watch, None, part.where, None, 1.0 / scale, facts)
-            self._moves.second_looks.tell([breach], part.watch)
-
-    def _left_over(self, found: Powers) -> list[tuple[OptimizerWatch, Line | None]]:
-        """Norms as tensors that the script's frames still hold, and that it goes on to use as they are."""
-        left = []
-        for quantity in found.known.values():
-            tensor = quantity.ref()
-            if tensor is None or quantity.is_used or not quantity.power or tensor.numel() != 1:
-                continue
-            if any(p.grad is tensor for p in quantity.watch.parameters()):
-                continue  # put in the place of a gradient of one element
-            frames = list(script_frames(sys._getframe(1)))
-            for depth, frame in enumerate(frames):
-                name = name_in(tensor, frame)
-                if name is None:
-                    continue
-                spots = [Spot(f.f_code, f.f_lineno, scales_in(f, found.scale)) for f in frames[depth:]]
-                if use_of_name(spots, name, quantity.power).is_raw:
-                    left.append((quantity.watch, quantity.where))
-                break
-        return left
-
-    def _holds_scale(self, found: Powers) -> bool:
-        """Whether a name of the script's frames is the scale: the limit was multiplied by it, before the backward pass."""
-        return any(map(computes_with_scale, spots_of(sys._getframe(1), found.scale)))
+        return Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
 
 
-def _distinct(numbers: list[_Number]) -> list[_Number]:
-    """One of those read at the same place."""
-    return list({(n.watch, n.power, *((id(s.code), s.line) for s in n.spots)): n for n in numbers}.values())
+def first_of(value: Any) -> Any:
+    """The first of a list; what is none itself."""
+    return value[0] if isinstance(value, (list, tuple)) and value else value
