@@ -7,7 +7,7 @@ what an operator does that has no rule here is not followed any further.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ class Powers:
     gradients: dict[int, Held] = field(default_factory=dict)
     weights: dict[int, Held] = field(default_factory=dict)
     """The parameters themselves, which carry no scale."""
-    known: dict[int, Quantity] = field(default_factory=dict)
+    known: MutableMapping[int, Quantity] = field(default_factory=dict)
     is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
     """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 

@@ -23,6 +23,7 @@ from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.kept_quantities import SUMS, KeptQuantities
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import IN_PLACE
 from ampguard.capture.protocol.powers import Powers
@@ -36,7 +37,7 @@ _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
+        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"} | SUMS
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
@@ -57,10 +58,15 @@ class ReadWindow:
     """Open between a backward pass and whatever comes next."""
 
     def __init__(
-        self, moves: Moves, guarded: Callable[..., Any], wrote: Callable[[object, Line | None], None] = lambda *_: None
+        self,
+        moves: Moves,
+        guarded: Callable[..., Any],
+        kept: KeptQuantities,
+        wrote: Callable[[object, Line | None], None] = lambda *_: None,
     ) -> None:
-        """`wrote` is told of what is written to in place, and where."""
+        """`kept` is told of what outlives the window, `wrote` of what is written to in place, and where."""
         self._moves = moves
+        self._kept = kept
         self._wrote = wrote
         self._guarded = guarded
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
@@ -117,13 +123,22 @@ class ReadWindow:
         self._put_back()
         seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
-        if tell and found is not None and not self._moves.scale_was_read:
+        is_told = tell and not self._moves.scale_was_read
+        if found is not None:
+            self._kept.window_closes(found, is_told)
+        if found is not None and is_told:
             Verdict(self._moves, seen, found).judge()
 
     def track(self, norm: Any, watch: OptimizerWatch, where: Line | None) -> None:
         """`norm` was computed, by a function of PyTorch's, from gradients of `watch` that are still scaled."""
         if self._powers is not None:
             self._powers.note(norm, 1.0, watch, where)
+
+    def taken(self, inputs: Any, results: Any, is_scaled: bool, where: Line | None) -> None:
+        """`torch.autograd.grad` has returned `results`, of a scaled loss or of one that is not."""
+        if self._powers is not None:
+            wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+            self._kept.taken(zip(wanted, results, strict=False), float(is_scaled), self._powers, where)
 
     def is_scaled(self, norm: Any) -> bool:
         """Whether this is a norm that carries the scale as it is."""
@@ -207,6 +222,7 @@ class ReadWindow:
         if self._powers is None:
             return
         with compat.unseen():
+            self._kept.called(name, args, result, self._powers, sys._getframe(3))
             watch = self._seen.plain.is_one(name, args, alpha, self._powers)
             frame = sys._getframe(3)
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):

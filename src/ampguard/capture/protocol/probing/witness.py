@@ -15,6 +15,7 @@ from ampguard.capture.protocol.averages import Averages
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
+from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Moves
@@ -52,7 +53,8 @@ class Witness:
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
         self.piled = PiledByHand(self.moves)
-        self.window = ReadWindow(self.moves, self.guarded, self.own_updates.wrote)
+        self.kept = KeptQuantities(self.moves)
+        self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
