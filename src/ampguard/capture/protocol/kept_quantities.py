@@ -9,9 +9,8 @@ factor on the way may be the division by the scale, or where a norm may have bee
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -24,10 +23,11 @@ from ampguard import compat
 from ampguard.capture.protocol.copied_gradients import ratio_of
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.leaf_hooks import is_chosen
+from ampguard.capture.protocol.own_moves import OwnMoves
 from ampguard.capture.protocol.penalties import MAX_NODES, constants_of, may_divide
-from ampguard.capture.protocol.powers import IN_PLACE as IN_PLACE_FACTORS
-from ampguard.capture.protocol.powers import OVER, TIMES, Powers
+from ampguard.capture.protocol.powers import Powers, Quantity
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.sums import Sums
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
 from ampguard.protocol.events import Breach
@@ -35,11 +35,6 @@ from ampguard.protocol.events import Breach
 if TYPE_CHECKING:
     from ampguard.capture.protocol.moves import Moves
 
-SUMS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__", "maximum", "lerp_", "addcmul", "addcmul_"})
-"""Operators that add to what was there before."""
-IN_PLACE = frozenset({"add_", "__iadd__", "lerp_", "addcmul_"})
-PRODUCTS = frozenset({"addcmul", "addcmul_"})
-"""Those that add the product of two operands."""
 MOST = 512
 MOST_COPIES = 8
 MOST_LINES = 4
@@ -74,6 +69,10 @@ class _Kept:
     value: Tensor | None = None
     times: int = 1
     """In how many windows something was added to it."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, quantity: Quantity, scale: float) -> _Kept:
+        return cls(quantity.ref, quantity.power, scale, quantity.watch, quantity.where, version_of(tensor))
 
     @property
     def factor(self) -> float:
@@ -114,12 +113,11 @@ class _Kept:
 class KeptQuantities:
     """Follows them from the window in which they are made to the losses that they are part of."""
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: Moves, own_moves: OwnMoves) -> None:
         self._moves = moves
-        self._sums: Powers | None = None
-        """The powers of the window that is open; among them those of what scaled gradients were added to."""
-        self._made: dict[int, _Kept] = {}
-        """Of that window, by identity."""
+        self._own_moves = own_moves
+        self._sums: Sums | None = None
+        """Those of the window that is open."""
         self._kept: dict[int, _Kept] = {}
         """By the memory that they lie in."""
         self._lines: set[Line | None] = set()
@@ -134,57 +132,43 @@ class KeptQuantities:
 
     # --- while a window is open -----------------------------------------------------------------------------------------
 
-    def called(self, name: str, args: tuple[Any, ...], result: Any, powers: Powers, frame: FrameType | None) -> None:
+    def called(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        result: Any,
+        powers: Powers,
+        frame: FrameType | None,
+    ) -> None:
         """The script has called an operator: does what it made carry the scale, as something that is summed up?"""
-        if self._looks >= MAX_LOOKS or len(self._made) >= MOST or not args:
+        if not args:
             return
-        sums = self._powers_of_sums(powers)
-        target = args[0] if name in IN_PLACE or name in IN_PLACE_FACTORS else result
-        if not isinstance(target, Tensor) or target.requires_grad or powers.of(target) is not None:
-            return
-        carried = self._added(name, args, target) if name in SUMS else None
-        carried = carried or sums.result(name, args)
-        if carried is None:
-            return
-        power, watch = carried
-        if name in TIMES | OVER and any(isinstance(arg, float) and not is_written(arg) for arg in args[1:2]):
-            power = 0.0  # a number that was computed: perhaps of what carries the scale
-        made_of = next((made for arg in args[:2] if (made := self._made.get(id(arg))) is not None), None)
-        where = made_of.where if made_of is not None else script_line(frame)
-        sums.note(target, power, watch, where)
-        self._made[id(target)] = _Kept(weakref.ref(target), power, powers.scale, watch, where, version_of(target))
+        sums = self._sums_of(powers)
+        self._own_moves.called(name, args, options, sums, frame)
+        if len(sums.known) < MOST:
+            sums.follow(name, args, result, lambda: script_line(frame))
 
     def taken(self, pairs: Iterable[tuple[Tensor, Any]], power: float, powers: Powers, where: Line | None) -> None:
         """`torch.autograd.grad` has returned gradients of these parameters, which carry S^`power`."""
-        sums = self._powers_of_sums(powers)
+        sums = self._sums_of(powers)
         owners = {id(p): watch for watch in self._moves.mine() for p in watch.parameters()}
         for p, gradient in pairs:
             if id(p) in owners and isinstance(gradient, Tensor) and not gradient.requires_grad:
                 sums.note(gradient, power, owners[id(p)], where)
 
-    def _powers_of_sums(self, powers: Powers) -> Powers:
+    def _sums_of(self, powers: Powers) -> Sums:
         if self._sums is None:
-            self._sums = dataclasses.replace(powers, known=ChainMap({}, powers.known))
+            self._sums = Sums.of_window(powers)
         return self._sums
-
-    def _added(self, name: str, args: tuple[Any, ...], target: Tensor) -> tuple[float, OptimizerWatch] | None:
-        """Something that carries the scale was added to what is known of nothing, or is such a sum already."""
-        assert self._sums is not None
-        parts = [self._sums.of(part) for part in (args[1:3] if name in PRODUCTS else args[:2])]
-        known = [part for part in parts if part is not None]
-        if not known or (name in PRODUCTS and len(known) < 2):
-            return None
-        power = sum(part[0] for part in known) if name in PRODUCTS else known[0][0]
-        is_alike = name in PRODUCTS or all(part[0] == power for part in known)
-        return (power, known[0][1]) if power and is_alike else None
 
     def window_closes(self, powers: Powers, is_told: bool) -> None:
         """What is left of it is kept; nothing where the script has asked for the scale (`is_told` is False)."""
-        made, self._made, self._sums = self._made, {}, None
-        if not is_told or powers.scale < SMALLEST_SCALE or self._looks >= MAX_LOOKS:
+        sums, self._sums = self._sums, None
+        self._own_moves.window_closes(powers.scale, is_told)
+        if sums is None or not is_told or powers.scale < SMALLEST_SCALE or self._looks >= MAX_LOOKS:
             return
-        found = [kept for kept in made.values() if (t := kept.ref()) is not None and version_of(t) == kept.version]
-        found = [kept for kept in found if kept.power] + list(_left_of(powers))
+        found = [_Kept.of(tensor, quantity, powers.scale) for tensor, quantity in sums.left()]
         self._kept = {key: kept for key, kept in self._kept.items() if kept.ref() is not None}
         for kept in found[: MOST - len(self._kept)]:
             self._keep(kept)
@@ -270,15 +254,6 @@ def is_count(number: float, at_most: float) -> bool:
     return 0.5 < number <= at_most and abs(number / round(number) - 1.0) < WHOLE
 
 
-def is_written(number: float) -> bool:
-    """Whether somebody may have written it down, or the inverse of it.
-
-    >>> is_written(0.9), is_written(1 / 60000), is_written(0.83641)
-    (True, True, False)
-    """
-    return not number or any(abs(value / float(f"{value:.3g}") - 1.0) < WHOLE for value in (number, 1.0 / number))
-
-
 def _kind_of(loss: Any) -> tuple[str, ...]:
     """The operators that have made it last, one behind the other."""
     node = loss.grad_fn if isinstance(loss, Tensor) else None
@@ -296,14 +271,3 @@ def _constants(node: Any) -> Iterator[Tensor]:
             saved = compat.saved_by(node, name)
             if saved is not None and not saved.requires_grad:
                 yield saved
-
-
-def _left_of(powers: Powers) -> Iterator[_Kept]:
-    """Tensors that were made of scaled gradients as a whole, and that somebody holds still."""
-    for quantity in powers.known.values():
-        tensor = quantity.ref()
-        if tensor is None or not quantity.power or tensor.requires_grad or powers.gradient(tensor) is not None:
-            continue
-        if tensor.numel() > 1 or quantity.is_reduced:
-            where, version = quantity.where, version_of(tensor)
-            yield _Kept(quantity.ref, quantity.power, powers.scale, quantity.watch, where, version)

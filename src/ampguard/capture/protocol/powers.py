@@ -7,7 +7,7 @@ what an operator does that has no rule here is not followed any further.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class Quantity:
     """It came out of a limit that carries no scale: `(max_norm / norm).clamp(max=1.0)`."""
     is_reduced: bool = False
     """It is one number made of several. (A copy of a gradient of one element is no norm.)"""
+    is_sum: bool = False
+    """It was added to something else, or is made of such a sum."""
 
 
 @dataclass(slots=True)
@@ -114,7 +116,7 @@ class Powers:
     gradients: dict[int, Held] = field(default_factory=dict)
     weights: dict[int, Held] = field(default_factory=dict)
     """The parameters themselves, which carry no scale."""
-    known: MutableMapping[int, Quantity] = field(default_factory=dict)
+    known: dict[int, Quantity] = field(default_factory=dict)
     is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
     """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 
@@ -138,6 +140,16 @@ class Powers:
     def _weight(self, tensor: Any) -> Held | None:
         held = self.weights.get(tensor.data_ptr()) if isinstance(tensor, Tensor) else None
         return held if held is not None and held.numel == tensor.numel() else None
+
+    def is_weight(self, tensor: Any) -> bool:
+        """Whether it is all of a parameter (itself, `.data`)."""
+        return self._weight(tensor) is not None
+
+    def weight_of(self, tensor: Any) -> Tensor | None:
+        """The parameter that it is all of."""
+        held = self._weight(tensor)
+        owned = held.watch.parameters() if held is not None else []
+        return next((p for p in owned if p.data_ptr() == tensor.data_ptr()), None)
 
     def times_weights(self, tensor: Tensor, watch: OptimizerWatch) -> float:
         """How long it is, in lengths of the weights that have its shape; 0 where there are none. Waits for the device."""

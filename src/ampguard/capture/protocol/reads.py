@@ -23,21 +23,23 @@ from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
 from ampguard.capture.protocol.gradients import OptimizerWatch
-from ampguard.capture.protocol.kept_quantities import SUMS, KeptQuantities
+from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.moves import Moves
+from ampguard.capture.protocol.own_moves import MOVES
 from ampguard.capture.protocol.plain_parts import IN_PLACE
 from ampguard.capture.protocol.powers import Powers
 from ampguard.capture.protocol.read_verdicts import Clip, Number, Seen, Verdict
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.script_names import spots_of
 from ampguard.capture.protocol.script_units import computes_with_scale
+from ampguard.capture.protocol.sums import SUMS
 from ampguard.capture.record import Line
 
 _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"} | SUMS
+        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"} | SUMS | MOVES
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
@@ -107,7 +109,8 @@ class ReadWindow:
         self._saved.append((owner, name, original, replacement, name in vars(owner)))
         setattr(owner, name, replacement)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Every function is the original again."""
         self._functions.undo()
         for owner, name, original, replacement, was_own in reversed(self._saved):
             if vars(owner).get(name) is not replacement:
@@ -120,7 +123,7 @@ class ReadWindow:
 
     def close(self, tell: bool = True) -> None:
         """Put them back; tell what was used as if it were not scaled, unless the script has asked for the scale."""
-        self._put_back()
+        self.put_back()
         seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
         is_told = tell and not self._moves.scale_was_read
@@ -175,7 +178,7 @@ class ReadWindow:
                 self._guarded(self._before, name, args, kwargs)
                 result = original(*args, **kwargs)
                 self._guarded(self._after, name, args, kwargs, result)
-                self._guarded(self._added, name, args, kwargs.get("alpha", 1), result)
+                self._guarded(self._added, name, args, kwargs, result)
                 return result
             finally:
                 self._busy = False
@@ -217,13 +220,13 @@ class ReadWindow:
                     is_limited = found.is_limited(name, args, options, carried[0])
                     found.note(result, *carried, script_line(sys._getframe(3)), is_limited, args)
 
-    def _added(self, name: str, args: tuple[Any, ...], alpha: Any, result: Any) -> None:
+    def _added(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
         if self._powers is None:
             return
         with compat.unseen():
-            self._kept.called(name, args, result, self._powers, sys._getframe(3))
-            watch = self._seen.plain.is_one(name, args, alpha, self._powers)
+            self._kept.called(name, args, options, result, self._powers, sys._getframe(3))
+            watch = self._seen.plain.is_one(name, args, options.get("alpha", 1), self._powers)
             frame = sys._getframe(3)
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
                 changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None

@@ -20,6 +20,7 @@ from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.never_held import NeverHeld
+from ampguard.capture.protocol.own_moves import OwnMoves
 from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.own_updates import OwnUpdates
 from ampguard.capture.protocol.piled_by_hand import PiledByHand
@@ -53,7 +54,7 @@ class Witness:
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
         self.piled = PiledByHand(self.moves)
-        self.kept = KeptQuantities(self.moves)
+        self.kept = KeptQuantities(self.moves, OwnMoves(self.moves, self.own_updates))
         self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
