@@ -13,8 +13,15 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import PlainParts
 from ampguard.capture.protocol.powers import Powers
+from ampguard.capture.protocol.script_hooks import use_in_hook
 from ampguard.capture.protocol.script_names import name_in, scales_in, script_frames, spots_of
-from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
+from ampguard.capture.protocol.script_units import (
+    Spot,
+    Use,
+    computes_with_scale,
+    use_of_name,
+    use_of_number,
+)
 from ampguard.capture.record import Line
 from ampguard.protocol.events import Breach, Read
 
@@ -30,6 +37,13 @@ class Number:
     where: Line | None
     spots: list[Spot]
     is_shown: bool
+    in_hook: bool = False
+    """A hook has read it, within the backward pass: `spots` are its own."""
+
+    def use(self) -> Use:
+        """What the script does with it."""
+        find = use_in_hook if self.in_hook else use_of_number
+        return find(list(self.spots), self.power)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +72,8 @@ class Seen:
     products: list[tuple[weakref.ref[Tensor], Clip]] = field(default_factory=list)
     """Gradients times a factor, as new tensors."""
     plain: PlainParts = field(default_factory=PlainParts)
+    in_hooks: set[Line | None] = field(default_factory=set)
+    """Where hooks have read or compared something, within the backward pass."""
     asked_if_finite: bool = False
     """The script asks if something is finite: the answer does not depend on the scale."""
 
@@ -75,7 +91,7 @@ class Verdict:
         seen = self._seen
         knows_scale = any(computes_with_scale(s) for s in {s.code: s for n in seen.numbers for s in n.spots}.values())
         told: set[OptimizerWatch] = set()
-        uses = [(n, use_of_number(list(n.spots), n.power)) for n in _distinct(seen.numbers) if not n.is_shown]
+        uses = [(n, n.use()) for n in _distinct(seen.numbers) if not n.is_shown]
         multiplies = any(use.clips for _, use in uses)
         products = [c for ref, c in seen.products if c.is_limited or self._is_gradient(ref(), c)]
         for clip in seen.clips + products:
@@ -98,6 +114,8 @@ class Verdict:
             if watch not in told:
                 told.add(watch)
                 breaches = self._moves.machine.feed(Read(watch, where, clips=False))
+                for breach in breaches:
+                    breach.facts["in_hook"] = where in seen.in_hooks
                 self._moves.second_looks.tell(breaches, watch)
 
     def _is_gradient(self, product: Tensor | None, clip: Clip) -> bool:

@@ -27,7 +27,7 @@ from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.own_moves import MOVES
 from ampguard.capture.protocol.plain_parts import IN_PLACE
-from ampguard.capture.protocol.powers import Powers
+from ampguard.capture.protocol.powers import Held, Powers
 from ampguard.capture.protocol.read_verdicts import Clip, Number, Seen, Verdict
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.script_names import spots_of
@@ -74,6 +74,10 @@ class ReadWindow:
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
         self._functions = CalledFunctions()
         self._busy = False
+        self._arrived: list[int] = []
+        """Gradients that were given to a hook just now, by their memory."""
+        self.is_within_backward = False
+        """A backward pass is under way, and what hooks do is looked at."""
         self._seen = Seen()
         self._powers: Powers | None = None
 
@@ -121,9 +125,49 @@ class ReadWindow:
                 delattr(owner, name)
         self._saved.clear()
 
+    # --- hooks ----------------------------------------------------------------------------------------------------------
+
+    def before_hooks(self) -> None:
+        """A scaled backward pass begins in which hooks of the script's may read gradients."""
+        self.open()
+        self.is_within_backward = self.is_open
+        if self.is_within_backward:
+            self._moves.scale_was_read = False
+
+    def arrives(self, gradient: Tensor, watch: OptimizerWatch | None) -> None:
+        """A hook is about to get this gradient. (What the last one got may be gone, and its memory be something else's.)"""
+        whose = watch or next(iter(self._moves.mine()), None)
+        if not self.is_within_backward or self._powers is None or whose is None or gradient.layout is not torch.strided:
+            return
+        if watch is not None:
+            for key in self._arrived:
+                self._powers.gradients.pop(key, None)
+            self._arrived = []
+        self._powers.gradients[gradient.data_ptr()] = Held(gradient.numel(), whose)
+        self._arrived.append(gradient.data_ptr())
+
+    def behind_hooks(self) -> bool:
+        """The backward pass is over. Whether one of them has asked for the scale."""
+        was_within, self.is_within_backward = self.is_within_backward, False
+        return was_within and self._moves.scale_was_read
+
+    def goes_on(self, knows_scale: bool) -> None:
+        """It goes on with the gradients that the pass has left. `knows_scale`: hooks of it have asked for the scale."""
+        if self._powers is None or not self.is_open:
+            return
+        for key in self._arrived:
+            self._powers.gradients.pop(key, None)
+        self._arrived = []
+        machine = self._moves.machine
+        self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
+        if self._moves.close.clips_in_hook:
+            self._seen = Seen()
+        self._moves.scale_was_read = knows_scale
+
     def close(self, tell: bool = True) -> None:
         """Put them back; tell what was used as if it were not scaled, unless the script has asked for the scale."""
         self.put_back()
+        self.is_within_backward = False
         seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
         is_told = tell and not self._moves.scale_was_read
@@ -171,7 +215,8 @@ class ReadWindow:
         def use(*args: Any, **kwargs: Any) -> Any:
             if self._busy or not args or not is_user_code(sys._getframe(1).f_code):
                 return original(*args, **kwargs)
-            if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+            is_paused = recorder.paused and not self.is_within_backward
+            if is_paused or not recorder.active or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             self._busy = True
             try:
@@ -198,7 +243,7 @@ class ReadWindow:
                 self._compared(args, found)
             elif name in powers.COUNTS:
                 self._counted(args[0], [*args[2:4], *(options[k] for k in ("min", "max") if k in options)], found)
-            elif name in powers.IN_PLACE or name in ("clamp_", "copy_"):
+            elif not self.is_within_backward and (name in powers.IN_PLACE or name in ("clamp_", "copy_")):
                 self._written(name, args, found)
 
     def _after(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
@@ -213,7 +258,8 @@ class ReadWindow:
             if carried is not None:
                 for arg in args[:2]:
                     found.mark_used(arg)
-                if target is not None and name in powers.TIMES | powers.OVER and isinstance(result, Tensor):
+                is_product = target is not None and name in powers.TIMES | powers.OVER and isinstance(result, Tensor)
+                if is_product and target is not None and not self.is_within_backward:
                     clip = self._clip(name, args, target.watch, found, sys._getframe(3))
                     self._seen.products.append((weakref.ref(result), clip))
                 if result is not args[0]:
@@ -222,7 +268,7 @@ class ReadWindow:
 
     def _added(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
-        if self._powers is None:
+        if self._powers is None or self.is_within_backward:
             return
         with compat.unseen():
             self._kept.called(name, args, options, result, self._powers, sys._getframe(3))
@@ -231,6 +277,10 @@ class ReadWindow:
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
                 changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
                 self._seen.plain.add(watch, script_line(frame), result, changes_gradient)
+
+    def _note_hook(self, where: Line | None) -> None:
+        if self.is_within_backward:
+            self._seen.in_hooks.add(where)
 
     def _read(self, name: str, value: Any, found: Powers) -> None:
         carried = found.of(value)
@@ -241,8 +291,10 @@ class ReadWindow:
         found.mark_used(value)
         frame = sys._getframe(4)
         where = known.where if known is not None else script_line(frame)
-        spots = list(spots_of(frame, found.scale))
-        self._seen.numbers.append(Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
+        in_hook = self.is_within_backward
+        spots = list(spots_of(frame, found.scale, in_hook))
+        self._note_hook(where)
+        self._seen.numbers.append(Number(carried[1], carried[0], where, spots, name in powers.SHOWS, in_hook))
 
     def _compared(self, args: tuple[Any, ...], found: Powers) -> None:
         sides = [found.of(arg) for arg in args[:2]]
@@ -256,6 +308,7 @@ class ReadWindow:
             return  # two norms of the same kind, or a look at the sign
         quantity = found.quantity(args[0]) or found.quantity(args[1])
         where = quantity.where if quantity is not None else script_line(sys._getframe(4))
+        self._note_hook(where)
         self._seen.compared.append((known[1], where))
 
     def _counted(self, values: Any, limits: list[Any], found: Powers) -> None:
@@ -264,7 +317,9 @@ class ReadWindow:
         if carried is None or not carried[0] or not any(limits) or any(found.of_number(limit) for limit in limits):
             return
         found.mark_used(values)
-        self._seen.compared.append((carried[1], script_line(sys._getframe(4))))
+        where = script_line(sys._getframe(4))
+        self._note_hook(where)
+        self._seen.compared.append((carried[1], where))
 
     def _written(self, name: str, args: tuple[Any, ...], found: Powers) -> None:
         """Gradients are changed in place by a factor."""

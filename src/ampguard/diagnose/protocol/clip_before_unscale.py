@@ -58,6 +58,11 @@ def clip_before_unscale(scene: Scene) -> Telling:
         )
     else:
         how = f"unscale first: {scaler}.unscale_({name}); {code or f'then {then}'}"
+    if scene.facts.get("in_hook"):
+        how = (
+            f"divide what the hook reads by {scaler}.get_scale(); or read the gradients behind the backward pass, after "
+            f"{scaler}.unscale_({name})"
+        )
     if scene.facts.get("own_scale"):
         how = f"divide the gradients by the loss scale {scale} first, then clip: the division stands behind {at(scene.again)}"
     how = clip_instead(scene, clips) or how

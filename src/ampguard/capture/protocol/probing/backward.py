@@ -153,6 +153,8 @@ class BackwardProbe:
         if kept.is_open and moves.looks_closely:
             kept.before_backward(tensors, gradients, frame)
         moves.before_backward(tensors, gradients, frame)
+        if moves.looks_closely and moves.close.has_hooks and moves.is_scaled:
+            self._witness.window.before_hooks()
 
     def _may_be_for_no_step(self, reached: tuple[OptimizerWatch, ...]) -> None:
         """Gradients are made and cleared, again and again, as never before in this run: what for?"""
@@ -162,6 +164,7 @@ class BackwardProbe:
 
     def _after(self, frame: FrameType) -> None:
         witness = self._witness
+        knows_scale = witness.window.behind_hooks()
         reached = witness.moves.after_backward(frame)
         if not witness.piled.is_over:
             witness.piled.after_backward()
@@ -172,5 +175,7 @@ class BackwardProbe:
             self._may_be_for_no_step(reached)
         if witness.moves.looks_closely and last is not None and last.scale is not None:
             witness.own_updates.after_backward(float(last.scale), last.where)
-        if witness.moves.looks_closely and (witness.moves.machine.scaled or witness.own_updates.is_open):
+        if witness.window.is_open:
+            witness.window.goes_on(knows_scale)
+        elif witness.moves.looks_closely and (witness.moves.machine.scaled or witness.own_updates.is_open):
             witness.window.open()

@@ -56,6 +56,7 @@ class Witness:
         self.piled = PiledByHand(self.moves)
         self.kept = KeptQuantities(self.moves, OwnMoves(self.moves, self.own_updates))
         self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
+        close.on_gradient = self.window.arrives
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
@@ -124,7 +125,8 @@ class Witness:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                if recorder.active and not recorder.paused and (get_ident() == training.ident or not training.ident):
+                is_paused = recorder.paused and not self.window.is_within_backward
+                if recorder.active and not is_paused and (get_ident() == training.ident or not training.ident):
                     guarded(before, None, *args)
                 return original(*args, **kwargs)
 
