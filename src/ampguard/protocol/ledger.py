@@ -60,6 +60,10 @@ class Ledger:
     """As what PyTorch's refusal to unscale these gradients was told: the script may have caught it and stepped with them."""
     wasted: Place = None
     """The last backward pass whose gradients were cleared before anybody used them."""
+    wasted_passes: int = 0
+    """How many since the last step."""
+    usually_wasted: int = 0
+    """As many as that at most, between two steps so far."""
     session: Stage = Stage.EMPTY
     """What the scaler itself remembers since its last update: EMPTY, UNSCALED or USED."""
     backwards_since_unscale: int = 0
@@ -73,6 +77,11 @@ class Ledger:
     """Steps that the script made itself, right behind such a one."""
     idle_steps: int = 0
     """Steps in a row with what an earlier one had left, because no backward pass came in between."""
+
+    @property
+    def is_wasteful(self) -> bool:
+        """Whether more passes than ever before were cleared unused since the last step."""
+        return self.steps > 0 and self.wasted_passes > self.usually_wasted
 
     def add(self, scale: SupportsFloat | None, where: Place) -> None:
         """A backward pass added gradients."""
@@ -99,6 +108,7 @@ class Ledger:
         if self.parts and self.stage is not Stage.USED:
             self.cleared_part = self.parts[-1]
             self.wasted = self.cleared_part.where
+            self.wasted_passes += 1
         self.cleared_at = where
         self.parts = []
         self.pending = self.refused = None
@@ -109,6 +119,7 @@ class Ledger:
         """The optimizer has stepped with them."""
         self.stepped_at = where
         self.steps += 1
+        self.usually_wasted, self.wasted_passes = max(self.usually_wasted, self.wasted_passes), 0
         self.pending = self.refused = None
         self.piled_up = self.piled_up + 1 if self.has_leftovers else 0
         self.has_leftovers = False

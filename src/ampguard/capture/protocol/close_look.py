@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -44,8 +45,12 @@ class CloseLook:
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
-        self._hooks = LeafHooks()
-        self.graph_hooks = GraphHooks(self._looks_at_hook, moves.recorder.barrier.call)
+        self.on_gradient: Callable[[Tensor, OptimizerWatch | None], None] = lambda gradient, watch: None
+        """Told of each gradient that a hook of the script's is about to get."""
+        self._hooks = LeafHooks(self._arrives)
+        self.graph_hooks = GraphHooks(self._looks_at_hook, moves.recorder.barrier.call, self._arrives)
+        self.clips_in_hook = False
+        """A hook was seen to clip in the last backward pass."""
         self._shared = SharedParameters()
         self._as_left: list[Any] = []
         self._at_rest: list[OptimizerWatch] = []
@@ -59,6 +64,14 @@ class CloseLook:
         self.own_scale = HandScale()
         self.handed_over = HandedOver(moves)
         self.of_weights = MadeOfWeights(moves)
+
+    def _arrives(self, gradient: Tensor, watch: OptimizerWatch | None) -> None:
+        self.on_gradient(gradient, watch)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks of the script's may run in the backward pass that is about to begin."""
+        return self._hooks.are_there or self.graph_hooks.are_there
 
     def _looks_at_hook(self, is_new: bool) -> bool:
         """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
@@ -89,6 +102,7 @@ class CloseLook:
     ) -> None:
         """Copy what will be compared, and tell hooks that have clipped what carries the scale."""
         self.handed_over.after_backward(reached, of_loss, where)
+        self.clips_in_hook = False
         if of_loss is None:
             if not self._moves.scales:
                 self.own_scale.after_backward(reached, where)
@@ -111,6 +125,7 @@ class CloseLook:
 
     def _tell_clip(self, clip: HookClip, scale: float, within_graph: bool = False) -> None:
         machine, moves = self._moves.machine, self._moves
+        self.clips_in_hook = True
         if clip.where is not None and "get_scale" in clip.where.code.co_names:
             return
         if clip.limit >= SMALLEST_LIMIT * scale or machine.stage(clip.watch) is not Stage.SCALED:

@@ -52,8 +52,17 @@ class Change:
 class GraphHooks:
     """What the script's hooks change in the backward pass that is looked at."""
 
-    def __init__(self, looks: Callable[[bool], bool], guarded: Callable[..., Any]) -> None:
-        """`looks`: whether the iteration is looked at closely; it is told whether such a hook was never seen before."""
+    def __init__(
+        self,
+        looks: Callable[[bool], bool],
+        guarded: Callable[..., Any],
+        arrives: Callable[[Tensor, None], None] = lambda gradient, watch: None,
+    ) -> None:
+        """`looks`: whether the iteration is looked at closely; it is told whether such a hook was never seen before.
+
+        `arrives` is told of each gradient that a hook is about to get.
+        """
+        self._arrives = arrives
         self._looks = looks
         self._guarded = guarded
         self._known: set[CodeType] = set()
@@ -96,10 +105,23 @@ class GraphHooks:
 
         @functools.wraps(hook)
         def seen(*given: Any) -> Any:
+            if self._is_open:
+                self._guarded(self._tell_arrived, given)
             return self._call(hook, code, gradients(*given), lambda: hook(*given))
 
         seen.of_script = hook  # type: ignore[attr-defined]
         return seen
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the script has put some into its graphs."""
+        return bool(self._known)
+
+    def _tell_arrived(self, given: tuple[Any, ...]) -> None:
+        for item in given:
+            for gradient in item if isinstance(item, (tuple, list)) else (item,):
+                if isinstance(gradient, Tensor):
+                    self._arrives(gradient, None)
 
     def _code_to_watch(self, hook: Any) -> CodeType | None:
         code = code_of(hook)

@@ -7,7 +7,7 @@ such hooks and what comes out is compared, for the few parameters that stand for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -54,6 +54,8 @@ class _Passage:
     hooks: list[Line | None]
     is_complete: bool
     """Behind the hooks that get the gradient alone: these get the parameter, with its gradient added up."""
+    arrives: Callable[[Tensor, OptimizerWatch], None]
+    """Told of the gradient before each of them."""
     handles: list[Any] = field(default_factory=list)
     seen: list[Tensor | None] = field(default_factory=list)
     """None where a hook has taken the gradient away (an optimizer that steps in backward)."""
@@ -80,6 +82,7 @@ class _Passage:
         return [(where, before, after) for where, before, after in pairs if before is not None and after is not None]
 
     def see(self, gradient: Tensor) -> None:
+        self.arrives(gradient, self.watch)
         with torch.no_grad(), compat.unseen():
             self.seen.append(gradient.detach().clone())
 
@@ -93,7 +96,9 @@ class _Passage:
 class LeafHooks:
     """Looks at what the script's hooks do to gradients, in one backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrives: Callable[[Tensor, OptimizerWatch], None] = lambda gradient, watch: None) -> None:
+        """`arrives` is told of each gradient that the script's hooks are about to get."""
+        self._arrives = arrives
         self._passages: list[_Passage] = []
 
     def begin(self, watches: Iterable[OptimizerWatch]) -> None:
@@ -103,10 +108,16 @@ class LeafHooks:
             for p in [p for p in watch.sample if p.requires_grad and p.numel() <= SMALL]:  # frozen for a while, perhaps
                 before, behind = compat.hooks_of_leaf(p), compat.hooks_behind_leaf(p)
                 if before:
-                    self._passages.append(_watched(before, watch, p, p.register_hook, is_complete=False))
+                    passage = _Passage(watch, p, [], False, self._arrives)
+                    self._passages.append(_watched(before, passage, p.register_hook))
                 if behind:
-                    put = p.register_post_accumulate_grad_hook
-                    self._passages.append(_watched(behind, watch, p, put, is_complete=True))
+                    passage = _Passage(watch, p, [], True, self._arrives)
+                    self._passages.append(_watched(behind, passage, p.register_post_accumulate_grad_hook))
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the script has some, on parameters that are looked at in this pass."""
+        return bool(self._passages)
 
     def arrived(self, watch: OptimizerWatch, scale: float) -> list[tuple[Tensor, Tensor]]:
         """Parameters of `watch` with the gradient that has come and that no hook has divided by the scale on its way."""
@@ -145,11 +156,11 @@ def clip_of(watch: OptimizerWatch, changes: Sequence[tuple[Line | None, Tensor, 
     return by_norm[0] if by_norm else None
 
 
-def _watched(hooks: Any, watch: OptimizerWatch, parameter: Tensor, put: Any, is_complete: bool) -> _Passage:
+def _watched(hooks: Any, passage: _Passage, put: Any) -> _Passage:
     """Looks before, between and behind the hooks: autograd goes by the order in which they were put in."""
     own = dict(hooks)
-    passage = _Passage(watch, parameter, [_line_of(hook) for hook in own.values()], is_complete)
-    see = passage.see_complete if is_complete else passage.see
+    passage.hooks = [_line_of(hook) for hook in own.values()]
+    see = passage.see_complete if passage.is_complete else passage.see
     passage.handles.append(put(see))
     for identity, hook in own.items():
         del hooks[identity]

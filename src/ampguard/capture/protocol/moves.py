@@ -100,6 +100,11 @@ class Moves:
         scalers = self.watches.scalers
         return bool(scalers) and any(watch.uses and watch.is_enabled for watch in scalers)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss that is about to be differentiated carries a scale."""
+        return self._next[0] is not None
+
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def mine(self) -> list[OptimizerWatch]:

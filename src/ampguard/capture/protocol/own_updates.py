@@ -88,7 +88,7 @@ class OwnUpdates:
         self._step = 0
         self._lines: dict[int, Line | None] = {}
         """Where memory was written to that followed parameters lie in."""
-        self._has_told = False
+        self.has_told = False
         self._grads_seen = 0
 
     @property
@@ -98,7 +98,7 @@ class OwnUpdates:
     def after_backward(self, scale: float, where: Line | None) -> None:
         """Copy some that no optimizer holds. An accumulation window begins anew with each of its backward passes."""
         self._followed, self._of_optimizers = [], []
-        if self._has_told or scale < SMALLEST_SCALE:
+        if self.has_told or scale < SMALLEST_SCALE:
             return
         found = unowned(self._models, self._held())
         self._follow([(p, p.grad) for p in found], scale, where)
@@ -115,7 +115,7 @@ class OwnUpdates:
         `step`: the iteration in which it was called; the call itself may have ended it.
         """
         self._followed = []
-        if self._has_told or scale < SMALLEST_SCALE or self._grads_seen >= FIRST_GRADS:
+        if self.has_told or scale < SMALLEST_SCALE or self._grads_seen >= FIRST_GRADS:
             return
         self._grads_seen += 1
         held = {id(p) for p in self._held()}
@@ -149,7 +149,7 @@ class OwnUpdates:
         self.before_optimizers()
         followed, self._followed = self._followed, []
         moved = [each for each in self._moved(followed) if each[1] > 0]
-        if moved and not self._has_told:
+        if moved and not self.has_told:
             self._tell(moved, self._step)
 
     def before_optimizers(self) -> None:
@@ -159,7 +159,7 @@ class OwnUpdates:
         """
         followed, self._of_optimizers = self._of_optimizers, []
         moved = self._moved(followed)
-        if not moved or self._has_told:
+        if not moved or self.has_told:
             return
         mine, rate = self._moves.mine(), moved[0][1]
         if self._seen is not None and abs(rate / self._seen[0] - 1.0) < SAME:
@@ -184,7 +184,7 @@ class OwnUpdates:
         return scaled if len(scaled) == len(moved) else alike if len(alike) >= FEWEST_ALIKE else []
 
     def _tell(self, moved: list[tuple[Tensor, float]], step: int) -> None:
-        self._has_told = True
+        self.has_told = True
         where = next((line for line in self._lines.values() if line is not None), None)
         facts = {"own_update": True, "parameters": [p for p, _ in moved], "rate": moved[0][1], "scale": self._scale}
         breach = Breach("bypassed-scaler", None, None, self._backward, where, self._scale, facts)

@@ -141,12 +141,14 @@ def may_divide(node: Any, scale: float) -> bool:
     if isinstance(node, torch.autograd.function.BackwardCFunction) or name.startswith(("CppFunction", "Addc")):
         return True  # CppFunction: also what `torch._foreach_div` makes
     try:
-        return any(holds_scale(factor, scale) for factor in _constants(node, name))
+        return any(holds_scale(factor, scale) for factor in constants_of(node))
     except (RuntimeError, TypeError, ValueError):  # the graph was freed, a factor that is no number
         return True
 
 
-def _constants(node: Any, name: str) -> Iterator[float]:
+def constants_of(node: Any) -> Iterator[float]:
+    """The numbers by which an operator multiplies what it is differentiated for."""
+    name = type(node).__name__
     if name.startswith(("AddBackward", "SubBackward")):
         alpha = compat.alpha_of(node)
         if alpha != 1.0:

@@ -61,13 +61,14 @@ class PlainParts:
         scaled, plain = args[:2] if sides[0] is not None and sides[0][0] else args[1::-1]
         if isinstance(scaled, (list, tuple)):
             scaled, plain = scaled[0], plain[0] if isinstance(plain, (list, tuple)) else plain
-        if name in IN_PLACE and powers.gradient(scaled) is None:
-            return None
         if not isinstance(plain, Tensor) or plain.shape != scaled.shape:
             return None
         watch = next(side[1] for side in sides if side is not None and side[0])
         return watch if powers.times_weights(plain, watch) * abs(float(alpha)) < STRONGEST else None
 
-    def add(self, watch: OptimizerWatch, where: Line | None, result: Any, name: str) -> None:
-        if not any(part.watch is watch and part.where == where for part in self.found) or name not in IN_PLACE:
-            self.found.append(PlainPart(watch, where, None if name in IN_PLACE else weakref.ref(result)))
+    def add(self, watch: OptimizerWatch, where: Line | None, result: Any, changes_gradient: bool) -> None:
+        if not changes_gradient:
+            results = result if isinstance(result, (list, tuple)) else (result,)
+            self.found += [PlainPart(watch, where, weakref.ref(each)) for each in results if isinstance(each, Tensor)]
+        elif not any(part.watch is watch and part.where == where and part.sum is None for part in self.found):
+            self.found.append(PlainPart(watch, where))

@@ -30,6 +30,10 @@ class Quantity:
     """Something was computed from it, or compared with it."""
     is_limited: bool = False
     """It came out of a limit that carries no scale: `(max_norm / norm).clamp(max=1.0)`."""
+    is_reduced: bool = False
+    """It is one number made of several. (A copy of a gradient of one element is no norm.)"""
+    is_sum: bool = False
+    """It was added to something else, or is made of such a sum."""
 
 
 @dataclass(slots=True)
@@ -137,6 +141,16 @@ class Powers:
         held = self.weights.get(tensor.data_ptr()) if isinstance(tensor, Tensor) else None
         return held if held is not None and held.numel == tensor.numel() else None
 
+    def is_weight(self, tensor: Any) -> bool:
+        """Whether it is all of a parameter (itself, `.data`)."""
+        return self._weight(tensor) is not None
+
+    def weight_of(self, tensor: Any) -> Tensor | None:
+        """The parameter that it is all of."""
+        held = self._weight(tensor)
+        owned = held.watch.parameters() if held is not None else []
+        return next((p for p in owned if p.data_ptr() == tensor.data_ptr()), None)
+
     def times_weights(self, tensor: Tensor, watch: OptimizerWatch) -> float:
         """How long it is, in lengths of the weights that have its shape; 0 where there are none. Waits for the device."""
         same = [float(p.detach().norm()) for p in watch.parameters() if p.shape == tensor.shape]
@@ -217,13 +231,28 @@ class Powers:
         return (right - left, watch) if name in UNDER else None
 
     def note(
-        self, result: Any, power: float, watch: OptimizerWatch, where: Line | None, is_limited: bool = False
+        self,
+        result: Any,
+        power: float,
+        watch: OptimizerWatch,
+        where: Line | None,
+        is_limited: bool = False,
+        made_of: tuple[Any, ...] = (),
     ) -> None:
-        """A tensor (or each of a list) carries S^power."""
+        """A tensor (or each of a list) carries S^power. `made_of`: the operands."""
+        is_one = not made_of or any(map(self._are_several, made_of))
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, Tensor):
-                known = Quantity(weakref.ref(tensor), power, watch, where, is_limited=is_limited)
+                is_reduced = is_one and tensor.numel() == 1
+                known = Quantity(weakref.ref(tensor), power, watch, where, is_limited=is_limited, is_reduced=is_reduced)
                 self.known[id(tensor)] = known
+
+    def _are_several(self, value: Any) -> bool:
+        """Whether an operand has several elements, or is one number that was made of several."""
+        if isinstance(value, (list, tuple)):
+            return any(map(self._are_several, value))
+        known = self.quantity(value)
+        return isinstance(value, Tensor) and (value.numel() > 1 or (known is not None and known.is_reduced))
 
     def is_limited(self, name: str, args: tuple[Any, ...], options: dict[str, Any], power: float) -> bool:
         """Whether the result of `name(*args)`, which carries S^power, comes out of a limit that carries none."""

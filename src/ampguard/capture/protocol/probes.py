@@ -84,6 +84,7 @@ class CallProbes:
         """Put back every patched attribute."""
         witness = self._witness
         witness.guarded(witness.window.close)
+        witness.window.put_back()  # (also after a fault, when nothing that is guarded is called any more)
         witness.patches.undo()
         for handle in witness.handles:
             handle.remove()

@@ -12,7 +12,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -24,20 +23,23 @@ from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.moves import Moves
-from ampguard.capture.protocol.plain_parts import PlainParts
-from ampguard.capture.protocol.powers import Powers
+from ampguard.capture.protocol.own_moves import MOVES
+from ampguard.capture.protocol.plain_parts import IN_PLACE
+from ampguard.capture.protocol.powers import Held, Powers
+from ampguard.capture.protocol.read_verdicts import Clip, Number, Seen, Verdict
 from ampguard.capture.protocol.script_lines import script_line
-from ampguard.capture.protocol.script_names import name_in, scales_in, script_frames, spots_of
-from ampguard.capture.protocol.script_units import Spot, computes_with_scale, use_of_name, use_of_number
+from ampguard.capture.protocol.script_names import spots_of
+from ampguard.capture.protocol.script_units import computes_with_scale
+from ampguard.capture.protocol.sums import SUMS
 from ampguard.capture.record import Line
-from ampguard.protocol.events import Breach, Read
 
 _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"}
+        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"} | SUMS | MOVES
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
@@ -50,60 +52,23 @@ _FUNCTIONS = (
 _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_NUMBERS = 256
-NOT_CLIPPED = 1e-3
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Number:
-    """A number read from a quantity."""
-
-    watch: OptimizerWatch
-    power: float
-    where: Line | None
-    spots: list[Spot]
-    is_shown: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Clip:
-    """Gradients were multiplied by `factor`, which carries S^`power` (None: a number, of which that is unknown)."""
-
-    watch: OptimizerWatch
-    factor: Any
-    power: float | None
-    where: Line | None
-    is_division: bool
-    limits_values: bool = False
-    by_comparison: bool = False
-    """They were overwritten, perhaps by what a comparison has chosen (`torch.where(norm > limit, ...)`)."""
-    is_limited: bool = False
-    """The factor came out of a limit that carries no scale: it clips wherever the product goes (gradients of one sample)."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What happened in the window."""
-
-    numbers: list[_Number] = field(default_factory=list)
-    clips: list[_Clip] = field(default_factory=list)
-    compared: list[tuple[OptimizerWatch, Line | None]] = field(default_factory=list)
-    products: list[tuple[weakref.ref[Tensor], _Clip]] = field(default_factory=list)
-    """Gradients times a factor, as new tensors."""
-    plain: PlainParts = field(default_factory=PlainParts)
-    asked_if_finite: bool = False
-    """The script asks if something is finite: the answer does not depend on the scale."""
 
 
 class ReadWindow:
     """Open between a backward pass and whatever comes next."""
 
     def __init__(
-        self, moves: Moves, guarded: Callable[..., Any], wrote: Callable[[object, Line | None], None] = lambda *_: None
+        self,
+        moves: Moves,
+        guarded: Callable[..., Any],
+        kept: KeptQuantities,
+        wrote: Callable[[object, Line | None], None] = lambda *_: None,
     ) -> None:
-        """`wrote` is told of what is written to in place, and where."""
+        """`kept` is told of what outlives the window, `wrote` of what is written to in place, and where."""
         self._moves = moves
+        self._kept = kept
         self._wrote = wrote
         self._guarded = guarded
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
@@ -111,7 +76,11 @@ class ReadWindow:
         self._made: dict[tuple[Any, str], tuple[Any, Any]] = {}
         """What was made for the windows before, and of which original: most of what it costs to open one."""
         self._busy = False
-        self._seen = _Seen()
+        self._arrived: list[int] = []
+        """Gradients that were given to a hook just now, by their memory."""
+        self.is_within_backward = False
+        """A backward pass is under way, and what hooks do is looked at."""
+        self._seen = Seen()
         self._powers: Powers | None = None
 
     @property
@@ -129,7 +98,7 @@ class ReadWindow:
         self._powers = Powers(scale, is_scaled_loss=lambda loss: carried.is_scaled(loss))
         machine = self._moves.machine
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
-        self._seen = _Seen()
+        self._seen = Seen()
         for name in _METHODS:
             self._replace(torch.Tensor, name, self._watch)
         for module, name in _FUNCTIONS:
@@ -149,7 +118,8 @@ class ReadWindow:
         self._saved.append((owner, name, original, replacement, name in vars(owner)))
         setattr(owner, name, replacement)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Every function is the original again."""
         self._functions.undo()
         for owner, name, original, replacement, was_own in reversed(self._saved):
             if vars(owner).get(name) is not replacement:
@@ -160,18 +130,67 @@ class ReadWindow:
                 delattr(owner, name)
         self._saved.clear()
 
+    # --- hooks ----------------------------------------------------------------------------------------------------------
+
+    def before_hooks(self) -> None:
+        """A scaled backward pass begins in which hooks of the script's may read gradients."""
+        self.open()
+        self.is_within_backward = self.is_open
+        if self.is_within_backward:
+            self._moves.scale_was_read = False
+
+    def arrives(self, gradient: Tensor, watch: OptimizerWatch | None) -> None:
+        """A hook is about to get this gradient. (What the last one got may be gone, and its memory be something else's.)"""
+        whose = watch or next(iter(self._moves.mine()), None)
+        if not self.is_within_backward or self._powers is None or whose is None or gradient.layout is not torch.strided:
+            return
+        if watch is not None:
+            for key in self._arrived:
+                self._powers.gradients.pop(key, None)
+            self._arrived = []
+        self._powers.gradients[gradient.data_ptr()] = Held(gradient.numel(), whose)
+        self._arrived.append(gradient.data_ptr())
+
+    def behind_hooks(self) -> bool:
+        """The backward pass is over. Whether one of them has asked for the scale."""
+        was_within, self.is_within_backward = self.is_within_backward, False
+        return was_within and self._moves.scale_was_read
+
+    def goes_on(self, knows_scale: bool) -> None:
+        """It goes on with the gradients that the pass has left. `knows_scale`: hooks of it have asked for the scale."""
+        if self._powers is None or not self.is_open:
+            return
+        for key in self._arrived:
+            self._powers.gradients.pop(key, None)
+        self._arrived = []
+        machine = self._moves.machine
+        self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
+        if self._moves.close.clips_in_hook:
+            self._seen = Seen()
+        self._moves.scale_was_read = knows_scale
+
     def close(self, tell: bool = True) -> None:
         """Put them back; tell what was used as if it were not scaled, unless the script has asked for the scale."""
-        self._put_back()
-        seen, self._seen = self._seen, _Seen()
+        self.put_back()
+        self.is_within_backward = False
+        seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
-        if tell and found is not None and not self._moves.scale_was_read:
-            self._judge(seen, found)
+        is_told = tell and not self._moves.scale_was_read
+        if found is not None:
+            self._kept.window_closes(found, is_told)
+        if found is not None and is_told:
+            Verdict(self._moves, seen, found).judge()
 
     def track(self, norm: Any, watch: OptimizerWatch, where: Line | None) -> None:
         """`norm` was computed, by a function of PyTorch's, from gradients of `watch` that are still scaled."""
         if self._powers is not None:
             self._powers.note(norm, 1.0, watch, where)
+
+    def taken(self, inputs: Any, results: Any, is_scaled: bool, where: Line | None) -> None:
+        """`torch.autograd.grad` has returned `results`, of a scaled loss or of one that is not."""
+        if self._powers is not None:
+            wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+            self._kept.taken(zip(wanted, results, strict=False), float(is_scaled), self._powers, where)
 
     def is_scaled(self, norm: Any) -> bool:
         """Whether this is a norm that carries the scale as it is."""
@@ -201,14 +220,15 @@ class ReadWindow:
         def use(*args: Any, **kwargs: Any) -> Any:
             if self._busy or not args or not is_user_code(sys._getframe(1).f_code):
                 return original(*args, **kwargs)
-            if recorder.paused or not recorder.active or torch.compiler.is_compiling():
+            is_paused = recorder.paused and not self.is_within_backward
+            if is_paused or not recorder.active or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             self._busy = True
             try:
                 self._guarded(self._before, name, args, kwargs)
                 result = original(*args, **kwargs)
                 self._guarded(self._after, name, args, kwargs, result)
-                self._guarded(self._added, name, args, kwargs.get("alpha", 1), result)
+                self._guarded(self._added, name, args, kwargs, result)
                 return result
             finally:
                 self._busy = False
@@ -228,7 +248,7 @@ class ReadWindow:
                 self._compared(args, found)
             elif name in powers.COUNTS:
                 self._counted(args[0], [*args[2:4], *(options[k] for k in ("min", "max") if k in options)], found)
-            elif name in powers.IN_PLACE or name in ("clamp_", "copy_"):
+            elif not self.is_within_backward and (name in powers.IN_PLACE or name in ("clamp_", "copy_")):
                 self._written(name, args, found)
 
     def _after(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
@@ -236,29 +256,36 @@ class ReadWindow:
         if found is None or name in powers.READS or name in powers.COMPARES:
             return
         with compat.unseen():
-            target = found.gradient(args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0])
+            target = found.gradient(first_of(args[0]))
             if target is not None and name in powers.IN_PLACE:
                 return
             carried = found.result(name, args)
             if carried is not None:
                 for arg in args[:2]:
                     found.mark_used(arg)
-                if target is not None and name in powers.TIMES | powers.OVER and isinstance(result, Tensor):
+                is_product = target is not None and name in powers.TIMES | powers.OVER and isinstance(result, Tensor)
+                if is_product and target is not None and not self.is_within_backward:
                     clip = self._clip(name, args, target.watch, found, sys._getframe(3))
                     self._seen.products.append((weakref.ref(result), clip))
                 if result is not args[0]:
                     is_limited = found.is_limited(name, args, options, carried[0])
-                    found.note(result, *carried, script_line(sys._getframe(3)), is_limited)
+                    found.note(result, *carried, script_line(sys._getframe(3)), is_limited, args)
 
-    def _added(self, name: str, args: tuple[Any, ...], alpha: Any, result: Any) -> None:
+    def _added(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
-        if self._powers is None:
+        if self._powers is None or self.is_within_backward:
             return
         with compat.unseen():
-            watch = self._seen.plain.is_one(name, args, alpha, self._powers)
+            self._kept.called(name, args, options, result, self._powers, sys._getframe(3))
+            watch = self._seen.plain.is_one(name, args, options.get("alpha", 1), self._powers)
             frame = sys._getframe(3)
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
-                self._seen.plain.add(watch, script_line(frame), result, name)
+                changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
+                self._seen.plain.add(watch, script_line(frame), result, changes_gradient)
+
+    def _note_hook(self, where: Line | None) -> None:
+        if self.is_within_backward:
+            self._seen.in_hooks.add(where)
 
     def _read(self, name: str, value: Any, found: Powers) -> None:
         carried = found.of(value)
@@ -269,8 +296,10 @@ class ReadWindow:
         found.mark_used(value)
         frame = sys._getframe(4)
         where = known.where if known is not None else script_line(frame)
-        spots = list(spots_of(frame, found.scale))
-        self._seen.numbers.append(_Number(carried[1], carried[0], where, spots, name in powers.SHOWS))
+        in_hook = self.is_within_backward
+        spots = list(spots_of(frame, found.scale, in_hook))
+        self._note_hook(where)
+        self._seen.numbers.append(Number(carried[1], carried[0], where, spots, name in powers.SHOWS, in_hook))
 
     def _compared(self, args: tuple[Any, ...], found: Powers) -> None:
         sides = [found.of(arg) for arg in args[:2]]
@@ -284,6 +313,7 @@ class ReadWindow:
             return  # two norms of the same kind, or a look at the sign
         quantity = found.quantity(args[0]) or found.quantity(args[1])
         where = quantity.where if quantity is not None else script_line(sys._getframe(4))
+        self._note_hook(where)
         self._seen.compared.append((known[1], where))
 
     def _counted(self, values: Any, limits: list[Any], found: Powers) -> None:
@@ -292,7 +322,9 @@ class ReadWindow:
         if carried is None or not carried[0] or not any(limits) or any(found.of_number(limit) for limit in limits):
             return
         found.mark_used(values)
-        self._seen.compared.append((carried[1], script_line(sys._getframe(4))))
+        where = script_line(sys._getframe(4))
+        self._note_hook(where)
+        self._seen.compared.append((carried[1], where))
 
     def _written(self, name: str, args: tuple[Any, ...], found: Powers) -> None:
         """Gradients are changed in place by a factor."""
@@ -305,7 +337,7 @@ class ReadWindow:
             is_copy = name == "copy_"
             if is_copy:  # a gradient of one element that was computed anew (a mean over ranks) is no norm
                 found.mark_used(args[-1])
-            self._seen.clips.append(_Clip(whose, args[-1], None, where, False, not is_copy, is_copy))
+            self._seen.clips.append(Clip(whose, args[-1], None, where, False, not is_copy, is_copy))
             return
         clip = self._clip(name, args, whose, found, sys._getframe(4))
         by_scale = found.of_number(clip.factor) if clip.power is None else 0.0
@@ -318,105 +350,15 @@ class ReadWindow:
             self._seen.clips.append(clip)
 
     @staticmethod
-    def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> _Clip:
+    def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> Clip:
         factor = args[1] if len(args) > 1 else 1.0
         carried, known = found.of(factor), found.quantity(factor)
         power = carried[0] if carried is not None else None
         is_limited = known is not None and known.is_limited
         is_limited = is_limited and not any(map(computes_with_scale, spots_of(frame, found.scale)))
-        return _Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
-
-    # --- the verdict --------------------------------------------------------------------------------------------------
-
-    def _judge(self, seen: _Seen, found: Powers) -> None:
-        knows_scale = any(computes_with_scale(s) for s in {s.code: s for n in seen.numbers for s in n.spots}.values())
-        told: set[OptimizerWatch] = set()
-        uses = [(n, use_of_number(list(n.spots), n.power)) for n in _distinct(seen.numbers) if not n.is_shown]
-        multiplies = any(use.clips for _, use in uses)
-        products = [c for ref, c in seen.products if c.is_limited or self._is_gradient(ref(), c, found)]
-        for clip in seen.clips + products:
-            misused = clip.power is not None and clip.power * (-1 if clip.is_division else 1) < 0
-            if clip.by_comparison:
-                misused = any(watch is clip.watch for watch, _ in seen.compared)
-            elif clip.power is None:
-                misused = clip.limits_values or multiplies
-            if misused and clip.watch not in told and not (knows_scale or self._holds_scale(found)):
-                told |= self._tell_clip(clip, found)
-        if not (knows_scale or self._holds_scale(found)):
-            self._tell_plain(seen.plain, found.scale)
-        if seen.asked_if_finite:
-            return
-        raw = [(n.watch, n.where) for n, use in uses if use.is_raw and not (use.clips and knows_scale)]
-        raw += [(n.watch, n.where) for n in seen.numbers if n.is_shown] + self._left_over(found)
-        if not (knows_scale or (seen.compared and self._holds_scale(found))):
-            raw += seen.compared
-        for watch, where in raw:
-            if watch not in told:
-                told.add(watch)
-                breaches = self._moves.machine.feed(Read(watch, where, clips=False))
-                self._moves.second_looks.tell(breaches, watch)
-
-    @staticmethod
-    def _is_gradient(product: Tensor | None, clip: _Clip, found: Powers) -> bool:
-        """Whether a product has taken the place of a gradient."""
-        if product is None or found.of_number(clip.factor):
-            return False
-        return any(p.grad is product for p in clip.watch.parameters())
-
-    def _tell_clip(self, clip: _Clip, found: Powers) -> set[OptimizerWatch]:
-        """A limit for true gradients was applied to scaled ones: by how much does the update differ?"""
-        facts: dict[str, Any] = {"by_hand": True, "by_comparison": clip.by_comparison}
-        if not (clip.limits_values or clip.by_comparison):
-            factor = abs(float(clip.factor))
-            factor = 1.0 / factor if clip.is_division and factor else factor
-            wanted = min(1.0, factor * found.scale)
-            if not factor:  # their norm has overflowed: by how much they are wrong, another step will show
-                return {clip.watch}
-            if abs(factor / wanted - 1.0) < NOT_CLIPPED:
-                return set()
-            facts |= {"multiplied_by": factor, "should_be": wanted, "update_too_small_by": wanted / factor}
-        breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
-        for breach in breaches:
-            breach.facts |= facts
-        self._moves.second_looks.tell(breaches, clip.watch)
-        return {clip.watch}
-
-    def _tell_plain(self, plain: PlainParts, scale: float) -> None:
-        """The scaler is about to divide what carries no scale."""
-        told: set[OptimizerWatch] = set()
-        for part in plain.found:
-            if part.watch in told or not part.is_in_gradient or not self._moves.machine.stage(part.watch).is_scaled:
-                continue
-            told.add(part.watch)
-            facts = {"scale": scale, "added_by_hand": True}
-            breach = Breach("unscaled-backward", part.watch, None, part.where, None, 1.0 / scale, facts)
-            self._moves.second_looks.tell([breach], part.watch)
-
-    def _left_over(self, found: Powers) -> list[tuple[OptimizerWatch, Line | None]]:
-        """Norms as tensors that the script's frames still hold, and that it goes on to use as they are."""
-        left = []
-        for quantity in found.known.values():
-            tensor = quantity.ref()
-            if tensor is None or quantity.is_used or not quantity.power or tensor.numel() != 1:
-                continue
-            if any(p.grad is tensor for p in quantity.watch.parameters()):
-                continue  # put in the place of a gradient of one element
-            frames = list(script_frames(sys._getframe(1)))
-            for depth, frame in enumerate(frames):
-                name = name_in(tensor, frame)
-                if name is None:
-                    continue
-                spots = [Spot(f.f_code, f.f_lineno, scales_in(f, found.scale)) for f in frames[depth:]]
-                if use_of_name(spots, name, quantity.power).is_raw:
-                    left.append((quantity.watch, quantity.where))
-                break
-        return left
-
-    def _holds_scale(self, found: Powers) -> bool:
-        """Whether a name of the script's frames is the scale: the limit was multiplied by it, before the backward pass."""
-        return any(map(computes_with_scale, spots_of(sys._getframe(1), found.scale)))
+        return Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
 
 
-def _distinct(numbers: list[_Number]) -> list[_Number]:
-    """One of those read at the same place."""
-    return list({(n.watch, n.power, *((id(s.code), s.line) for s in n.spots)): n for n in numbers}.values())
+def first_of(value: Any) -> Any:
+    """The first of a list; what is none itself."""
+    return value[0] if isinstance(value, (list, tuple)) and value else value

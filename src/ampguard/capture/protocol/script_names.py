@@ -16,19 +16,21 @@ MAX_SPOTS = 8
 MAX_ATTRIBUTES = 64
 
 
-def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those of the script among a frame and its callers, the innermost first."""
+def script_frames(frame: FrameType | None, in_a_row: bool = False) -> Iterator[FrameType]:
+    """Those of the script among a frame and its callers, the innermost first. `in_a_row`: up to who was called by others."""
     count = 0
     while frame is not None and count < MAX_SPOTS:
         if is_script_code(frame.f_code):
             count += 1
             yield frame
+        elif in_a_row and count:
+            return
         frame = frame.f_back
 
 
-def spots_of(frame: FrameType, scale: float) -> Iterator[Spot]:
+def spots_of(frame: FrameType, scale: float, in_a_row: bool = False) -> Iterator[Spot]:
     """Where each of them stands."""
-    for inner in script_frames(frame):
+    for inner in script_frames(frame, in_a_row):
         yield Spot(inner.f_code, inner.f_lineno, scales_in(inner, scale))
 
 

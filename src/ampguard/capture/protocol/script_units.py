@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 MAX_LINES = 20_000
-_READING = frozenset({"item", "tolist", "float", "int", "numpy"})
+READING = frozenset({"item", "tolist", "float", "int", "numpy"})
 _KEEPING = frozenset(
     [
         *("abs", "array", "asarray", "clone", "cpu", "detach", "fsum", "float", "hypot", "item", "list", "max", "mean"),
@@ -82,13 +82,13 @@ def use_of_number(spots: list[Spot], power: float) -> Use:
         spots = spots[1:]
     wanted: str | None = None
     for spot in spots:
-        function = _function(spot.code)
+        function = function_of(spot.code)
         if function is None:
             break
-        seeds = _calls_at(function, line if wanted is None else spot.line, {wanted} if wanted else _READING)
+        seeds = calls_at(function, line if wanted is None else spot.line, {wanted} if wanted else READING)
         if not seeds:
             break
-        units = _Units(seeds, power, spot.scales)
+        units = Units(seeds, power, spot.scales)
         units.walk(function)
         if units.is_raw or not units.returned:
             return Use(units.is_raw or not units.cancels, units.clips)
@@ -99,24 +99,24 @@ def use_of_number(spots: list[Spot], power: float) -> Use:
 def use_of_name(spots: list[Spot], name: str, power: float) -> Use:
     """A tensor that carries S^`power` is still known as `name` to the script's frame at the first of `spots` (the others
     called it)."""
-    function = _function(spots[0].code)
+    function = function_of(spots[0].code)
     if function is None:
         return Use()
-    units = _Units((), power, {**spots[0].scales, name: power})
+    units = Units((), power, {**spots[0].scales, name: power})
     units.walk(function)
     if units.returned and not (units.is_raw or units.cancels):
         return _use_of_returned(spots, units)
     return Use(units.is_raw or not (units.cancels or units.returned), units.clips)
 
 
-def _use_of_returned(spots: list[Spot], units: _Units) -> Use:
+def _use_of_returned(spots: list[Spot], units: Units) -> Use:
     """The same of a tensor that is returned: told only where a caller uses it, and none of them knows of a scale."""
     for callee, spot in itertools.pairwise(spots):
-        function = _function(spot.code)
+        function = function_of(spot.code)
         if function is None or spot.scales or "get_scale" in spot.code.co_names:
             break
-        calls = _calls_at(function, spot.line, {callee.code.co_name}) or _only_call_at(function, spot.line)
-        units = _Units(calls, units.returned, {}, units.returned_items, units.returned_keys)
+        calls = calls_at(function, spot.line, {callee.code.co_name}) or _only_call_at(function, spot.line)
+        units = Units(calls, units.returned, {}, units.returned_items, units.returned_keys)
         units.walk(function)
         if units.is_raw or units.cancels or not units.returned:
             return Use(units.is_raw and not units.cancels, units.clips)
@@ -125,16 +125,16 @@ def _use_of_returned(spots: list[Spot], units: _Units) -> Use:
 
 def computes_with_scale(spot: Spot) -> bool:
     """Whether the function multiplies or divides by one of its names that hold the loss scale."""
-    function = _function(spot.code) if spot.scales else None
+    function = function_of(spot.code) if spot.scales else None
     if function is None:
         return False
-    units = _Units((), 0.0, spot.scales)
+    units = Units((), 0.0, spot.scales)
     units.walk(function)
     return units.computes
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(path: str) -> ast.Module | None:
+def tree_of(path: str) -> ast.Module | None:
     lines = linecache.getlines(path)
     if not lines or len(lines) > MAX_LINES:
         return None
@@ -144,9 +144,9 @@ def _tree(path: str) -> ast.Module | None:
         return None
 
 
-def _function(code: CodeType) -> ast.AST | None:
+def function_of(code: CodeType) -> ast.AST | None:
     """The source of a function or of a script's module level."""
-    tree = _tree(code.co_filename)
+    tree = tree_of(code.co_filename)
     if tree is None or code.co_name == "<module>":
         return tree
     for node in ast.walk(tree):
@@ -157,9 +157,9 @@ def _function(code: CodeType) -> ast.AST | None:
     return None
 
 
-def _calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.AST, ...]:
+def calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.AST, ...]:
     found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
-    return tuple(call for call in found if _last_name(call.func) in names)
+    return tuple(call for call in found if last_name(call.func) in names)
 
 
 def _only_call_at(function: ast.AST, line: int) -> tuple[ast.AST, ...]:
@@ -168,7 +168,7 @@ def _only_call_at(function: ast.AST, line: int) -> tuple[ast.AST, ...]:
     return tuple(found) if len(found) == 1 else ()
 
 
-def _last_name(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -177,7 +177,7 @@ def _strongest(powers: Iterable[float]) -> float:
 
 
 @dataclass
-class _Units:
+class Units:
     """Follows S^power through one function, statement by statement."""
 
     seeds: tuple[ast.AST, ...]
@@ -193,6 +193,8 @@ class _Units:
     is_raw: bool = False
     clips: bool = False
     cancels: bool = False
+    kept: set[str] = field(default_factory=set)
+    """Names of what holds something that carries the scale for later: a list, a dictionary, an attribute."""
     returned: float = 0.0
     returned_items: tuple[float, ...] | None = None
     """Where a tuple is returned that is written out."""
@@ -210,7 +212,7 @@ class _Units:
 
     def walk(self, function: ast.AST) -> None:
         """Twice: what a loop computes is used in its next turn."""
-        body = list(getattr(function, "body", ()))
+        body = [ast.Expr(function.body)] if isinstance(function, ast.Lambda) else list(getattr(function, "body", ()))
         for _ in range(2):
             self._block(body)
 
@@ -275,8 +277,16 @@ class _Units:
                 self._set(inner, power)
             return
         name = ast.unparse(target)
+        if isinstance(target, ast.Subscript):
+            self._keep(target.value, power)
+        elif isinstance(target, ast.Attribute):
+            self._keep(target, power)
         if name not in self.fixed:
             self.names[name] = power
+
+    def _keep(self, holder: ast.AST, power: float) -> None:
+        if power:
+            self.kept |= {ast.unparse(holder)}
 
     # --- expressions --------------------------------------------------------------------------------------------------
 
@@ -311,13 +321,14 @@ class _Units:
         return _strongest((left, right))
 
     def _call(self, node: ast.Call) -> float:
-        name = _last_name(node.func)
+        name = last_name(node.func)
         given = [self.power(arg) for arg in (*node.args, *(k.value for k in node.keywords))]
         own = self.power(node.func.value) if isinstance(node.func, ast.Attribute) else 0.0
         power = _strongest(given)
         if name == "get_scale":
             return 1.0
         if name in ("append", "extend", "add") and isinstance(node.func, ast.Attribute):
+            self._keep(node.func.value, power)
             self._set(node.func.value, _strongest((own, power)))
             return 0.0
         if name.endswith("sqrt"):

@@ -17,6 +17,7 @@ Not this       an optimizer whose loss was never scaled, or whose gradients the 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ampguard.diagnose.protocol.framework import step_instead
 from ampguard.diagnose.protocol.scene import Scene, at, listed, number
@@ -162,17 +163,25 @@ def _old_scale(scene: Scene) -> Telling:
 
 
 def _own_update(scene: Scene) -> Telling:
-    """No optimizer: the script moves weights along their gradients itself."""
-    scaler, rate, scale = scene.scaler, number(float(f"{scene.facts['rate']:.3g}")), number(float(scene.facts["scale"]))
-    where = f", at {at(scene.again)}" if scene.again is not None else ""
-    text = (
-        f"The script itself moves {listed(scene.parameters)} along gradients that are still scaled: by {rate} times those "
-        f"from {at(scene.first)}, which are {scene.factor}{where}. An overflow is not noticed either."
-    )
+    """No optimizer: the script moves weights along their gradients itself, or by a sum of them."""
+    scaler, scale = scene.scaler, number(float(scene.facts["scale"]))
+    evidence: dict[str, Any] = {"scale": scale}
+    if scene.facts.get("made_of_them"):
+        text = (
+            f"The script itself moves {listed(scene.parameters)} by something made of gradients that are still scaled, those "
+            f"from {at(scene.first)}: what is added at {at(scene.again)} is {scene.factor}. An overflow is not noticed either."
+        )
+    else:
+        rate = evidence["rate"] = number(float(f"{scene.facts['rate']:.3g}"))
+        where = f", at {at(scene.again)}" if scene.again is not None else ""
+        text = (
+            f"The script itself moves {listed(scene.parameters)} along gradients that are still scaled: by {rate} times those "
+            f"from {at(scene.first)}, which are {scene.factor}{where}. An overflow is not noticed either."
+        )
     how = (
         f"give them to an optimizer and let {scaler}.step(...) make the update; or divide by {scaler}.get_scale() first, "
         f"and leave the update out where the gradients are not finite"
     )
     fix = order(scene, how, target=scene.module)
     line = scene.again if scene.again is not None else scene.first
-    return Telling(text, line, (fix,), evidence={"scale": scale, "rate": rate}, module=scene.module)
+    return Telling(text, line, (fix,), evidence=evidence, module=scene.module)

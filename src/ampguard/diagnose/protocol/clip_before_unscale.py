@@ -58,6 +58,11 @@ def clip_before_unscale(scene: Scene) -> Telling:
         )
     else:
         how = f"unscale first: {scaler}.unscale_({name}); {code or f'then {then}'}"
+    if scene.facts.get("in_hook"):
+        how = (
+            f"divide what the hook reads by {scaler}.get_scale(); or read the gradients behind the backward pass, after "
+            f"{scaler}.unscale_({name})"
+        )
     if scene.facts.get("own_scale"):
         how = f"divide the gradients by the loss scale {scale} first, then clip: the division stands behind {at(scene.again)}"
     how = clip_instead(scene, clips) or how
@@ -71,6 +76,8 @@ def clip_before_unscale(scene: Scene) -> Telling:
 
 
 def _in_loss(scene: Scene) -> Telling:
+    if scene.facts.get("kept"):
+        return _kept_in_loss(scene)
     text = (
         f"Gradients that are still scaled became part of the loss: those from {at(scene.again)} are {scene.factor}, and the "
         f"loss of {at(scene.first)} was made from them without a division by the scale. The term measures the loss scale, "
@@ -81,6 +88,25 @@ def _in_loss(scene: Scene) -> Telling:
         f"gradients = [g * inv_scale for g in gradients]"
     )
     return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "in_loss": True})
+
+
+def _kept_in_loss(scene: Scene) -> Telling:
+    """Importance weights and the like."""
+    power, scaler, name = float(scene.facts["power"]), scene.scaler, scene.optimizer
+    scale = number(float(scene.facts["scale"]))
+    carried = f"the loss scale {scale}" if power == 1 else f"the loss scale {scale} to the power of {power:g}"
+    text = (
+        f"Something made of gradients that are still scaled became part of a loss: what is computed at {at(scene.again)} carries "
+        f"{carried} and is {scene.factor}, and the loss of {at(scene.first)} was made of it without a division by that. The "
+        f"term measures the loss scale."
+    )
+    how = (
+        f"divide the gradients before they are kept: {scaler}.unscale_({name}) behind that backward pass, or "
+        f"inv_scale = 1.0 / {scaler}.get_scale() and p.grad * inv_scale in place of p.grad; or differentiate the loss there "
+        f"without {scaler}.scale(...)"
+    )
+    evidence = {"scale": scene.facts["scale"], "power": power, "in_loss": True}
+    return Telling(text, scene.again, (order(scene, how),), evidence=evidence)
 
 
 def _own_statement(scene: Scene) -> str:

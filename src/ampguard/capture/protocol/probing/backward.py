@@ -14,6 +14,7 @@ import torch
 from ampguard import compat
 from ampguard.capture.frames import user_frame
 from ampguard.capture.protocol.added import wants
+from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import script_line
 
@@ -93,6 +94,8 @@ class BackwardProbe:
                 scale = witness.guarded(self._scale_of, outputs, grad_outputs)
                 if scale is not None and not witness.own_updates.is_open:
                     witness.guarded(self._own_update_may_follow, inputs, results, scale, script_line(frame), step)
+                witness.guarded(witness.window.open)
+                witness.guarded(witness.window.taken, inputs, results, scale is not None, script_line(frame))
             return results
 
         return grad
@@ -114,7 +117,6 @@ class BackwardProbe:
 
     def _next_grad(self) -> None:
         """The script goes on to the next gradients."""
-        self._witness.window.close()
         self._witness.own_updates.settle()
 
     def _scale_of(self, outputs: Any, given: Any) -> float | None:
@@ -124,11 +126,11 @@ class BackwardProbe:
     def _own_update_may_follow(self, *of_grad: Any) -> None:
         """Gradients of a scaled loss were returned: the script may move weights along them itself."""
         self._witness.own_updates.after_grad(*of_grad)
-        if self._witness.own_updates.is_open:
-            self._witness.window.open()
 
     def _is_usual(self, tensors: Any) -> bool:
         moves, guarded = self._witness.moves, self._witness.guarded
+        if self._witness.kept.is_open:
+            guarded(self._witness.kept.glance, tensors)
         if moves.looks_closely and moves.routine.is_before_backward:
             guarded(moves.routine.leave)
             return False
@@ -145,17 +147,35 @@ class BackwardProbe:
             self._witness.models.look()
         if not self._witness.piled.is_over:
             self._witness.piled.before_backward(tensors)
+        kept = self._witness.kept
+        if kept.is_open and not moves.looks_closely:
+            kept.glance(tensors)
+        if kept.is_open and moves.looks_closely:
+            kept.before_backward(tensors, gradients, frame)
         moves.before_backward(tensors, gradients, frame)
+        if moves.looks_closely and moves.close.has_hooks and moves.is_scaled:
+            self._witness.window.before_hooks()
+
+    def _may_be_for_no_step(self, reached: tuple[OptimizerWatch, ...]) -> None:
+        """Gradients are made and cleared, again and again, as never before in this run: what for?"""
+        machine = self._witness.moves.machine
+        if any(machine.ledger(watch).is_wasteful for watch in reached):
+            self._witness.moves.second_looks.ask(*reached)
 
     def _after(self, frame: FrameType) -> None:
         witness = self._witness
+        knows_scale = witness.window.behind_hooks()
         reached = witness.moves.after_backward(frame)
         if not witness.piled.is_over:
             witness.piled.after_backward()
         if witness.habits.watches_regions:
             witness.habits.differentiated(reached)
         last = witness.moves.machine.last_backward
+        if last is not None and last.scale is not None and not witness.moves.looks_closely:
+            self._may_be_for_no_step(reached)
         if witness.moves.looks_closely and last is not None and last.scale is not None:
             witness.own_updates.after_backward(float(last.scale), last.where)
-        if witness.moves.looks_closely and (witness.moves.machine.scaled or witness.own_updates.is_open):
+        if witness.window.is_open:
+            witness.window.goes_on(knows_scale)
+        elif witness.moves.looks_closely and (witness.moves.machine.scaled or witness.own_updates.is_open):
             witness.window.open()

@@ -15,10 +15,12 @@ from ampguard.capture.protocol.averages import Averages
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
+from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.never_held import NeverHeld
+from ampguard.capture.protocol.own_moves import OwnMoves
 from ampguard.capture.protocol.own_steps import OwnSteps
 from ampguard.capture.protocol.own_updates import OwnUpdates
 from ampguard.capture.protocol.piled_by_hand import PiledByHand
@@ -52,7 +54,9 @@ class Witness:
         self.own_steps = OwnSteps(self.moves)
         self.own_updates = OwnUpdates(self.moves, self.models)
         self.piled = PiledByHand(self.moves)
-        self.window = ReadWindow(self.moves, self.guarded, self.own_updates.wrote)
+        self.kept = KeptQuantities(self.moves, OwnMoves(self.moves, self.own_updates))
+        self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
+        close.on_gradient = self.window.arrives
         self.dropped = DroppedGradients(recorder, self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
@@ -121,7 +125,8 @@ class Witness:
         def watch(original: Call) -> Call:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                if recorder.active and not recorder.paused and (get_ident() == training.ident or not training.ident):
+                is_paused = recorder.paused and not self.window.is_within_backward
+                if recorder.active and not is_paused and (get_ident() == training.ident or not training.ident):
                     guarded(before, None, *args)
                 return original(*args, **kwargs)
 
