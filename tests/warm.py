@@ -68,7 +68,8 @@ def run(
         done = subprocess.CompletedProcess(list(command), status, out.read(), said)
     if check and status:
         failed = subprocess.CalledProcessError(status, done.args, done.stdout, done.stderr)
-        failed.add_note(done.stderr[-4000:])
+        if sys.version_info >= (3, 11):
+            failed.add_note(done.stderr[-4000:])
         raise failed
     return done
 
