@@ -86,9 +86,7 @@ class Session:
             self._recorder, self._casebook, options.max_incidents, self._rank, self._on_small_fault
         )
         self._dynamics = LearningDynamics(self._recorder, self._casebook, self._rank, self._on_dynamics_fault)
-        self._protocol = ProtocolDesk(
-            self._casebook, self._rank, self._note, self._on_taken_back, self._is_own_doing
-        )
+        self._protocol = ProtocolDesk(self._casebook, self._rank, self._note, self._on_taken_back, self._is_own_doing)
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
         self._overrides = overrides_under(

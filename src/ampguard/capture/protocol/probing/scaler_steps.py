@@ -49,6 +49,8 @@ class ScalerStepProbe:
             if routine.is_on:
                 of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
                 if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
+                    if watch is not None and watch.was_bad:
+                        guarded(moves.close.tell_hidden, watch, of)
                     guarded(moves.second_looks.divided_as_usual, watch)
                     try:
                         return original(self_, optimizer)
@@ -86,6 +88,8 @@ class ScalerStepProbe:
                     moves.attempt = recorder.steps.count
                     watch.stepped = False
                     moves.stepping = (of, watch, None)
+                    if divides and watch.was_bad:
+                        guarded(moves.close.tell_hidden, watch, of)
                     if divides:
                         guarded(moves.second_looks.divided_as_usual, watch)
                     try:
