@@ -163,5 +163,5 @@ class ScalerStepProbe:
             if steps in LOOKS:
                 witness.guarded(habits.idle.look, of, watch)
                 habits.watches_regions |= bool(habits.idle.suspected)
-        elif not steps & witness.unfrozen.mask:
+        elif not steps & witness.unfrozen.mask or (witness.unfrozen.sample and witness.unfrozen.is_thawed()):
             witness.guarded(witness.unfrozen.look, watch)
