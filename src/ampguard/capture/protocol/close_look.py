@@ -33,6 +33,9 @@ from ampguard.protocol.states import Stage
 if TYPE_CHECKING:
     from ampguard.capture.protocol.moves import Frame, Moves
 
+MOST_HIDDEN = 3
+"""Steps that are told in which the script has hidden an overflow from the scaler."""
+
 HAND_SCALE = 8.0
 """A smaller number may divide gradients for many reasons (ranks, accumulation)."""
 
@@ -145,6 +148,11 @@ class CloseLook:
     def before_unscale(self, watch: OptimizerWatch, of: ScalerWatch, frame: Frame) -> None:
         """The scaler is about to divide: what is wrong with these gradients already?"""
         moves = self._moves
+        if watch.was_bad:
+            self.tell_hidden(watch, of)
+        if not watch.cleans and not watch.hidden and moves.looks_closely and not watch.is_untouched():
+            compared = watch.compared()
+            watch.cleans = compared is not None and compared.is_as_before
         self.settle(watch)
         if of.is_enabled and self.of_weights.unknown(watch):
             made_at = self.of_weights.settle(watch)
@@ -184,6 +192,15 @@ class CloseLook:
         if compared is not None and compared.was_made_finite:
             moves.recorder.gradients.replaced(optimizer, float(of.current_scale()))
         return compared
+
+    def tell_hidden(self, watch: OptimizerWatch, of: ScalerWatch) -> None:
+        """A gradient was not finite behind the backward pass. Is it now that the scaler is about to look?"""
+        watch.was_bad, optimizer = False, watch.ref()
+        if optimizer is None or not of.is_enabled or self._moves.looks_closely or not watch.is_first_finite():
+            return  # (a close look compares it itself)
+        watch.hidden += 1
+        watch.cleans = watch.hidden < MOST_HIDDEN
+        self._moves.recorder.gradients.replaced(optimizer, float(of.current_scale()))
 
     def note_division(self, watch: OptimizerWatch) -> None:
         """The script may have divided the gradients by the scale itself, before more are added or before its own step."""

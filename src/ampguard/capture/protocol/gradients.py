@@ -57,6 +57,11 @@ class Comparison:
         return self.ratio * self.divided if self.off <= 1e-2 * self.length_before else None
 
     @property
+    def is_as_before(self) -> bool:
+        """Whether it has the values that it had."""
+        return bool(self.square) and self.off == 0.0 and self.ratio == 1.0
+
+    @property
     def was_made_finite(self) -> bool:
         """Whether it was not finite, and is now."""
         return not math.isfinite(self.length_before) and math.isfinite(self.square)
@@ -71,6 +76,7 @@ class OptimizerWatch:
         "before",
         "by_scaler",
         "candidates",
+        "cleans",
         "copy",
         "created",
         "divided",
@@ -79,6 +85,7 @@ class OptimizerWatch:
         "divides_in_hook",
         "first_step",
         "had_gradient",
+        "hidden",
         "is_stale",
         "is_used",
         "lost_one",
@@ -94,6 +101,7 @@ class OptimizerWatch:
         "taken",
         "thread",
         "usually_touched",
+        "was_bad",
         "was_skipped",
         "weights",
         "without_since",
@@ -138,6 +146,12 @@ class OptimizerWatch:
         """Its last step went through a scaler."""
         self.scaled_by: Hashable | None = None
         """The watch of the scaler that was seen to divide its gradients last."""
+        self.cleans = False
+        """The script was seen to write to its gradients what they were: it may put numbers in the place of Inf and NaN."""
+        self.was_bad = False
+        """One of them was not finite behind the backward pass, where that is looked at because of it."""
+        self.hidden = 0
+        """Steps in which such a gradient was finite when the scaler came to look."""
         self.set_by_hand = False
         """The script has put its gradients in place itself: no backward pass will tell when there are new ones."""
         self.before: list[Seen] | None = None
@@ -197,6 +211,8 @@ class OptimizerWatch:
         """Whether the backward pass changed any. How it left them is remembered, for `is_untouched`."""
         before, self.before = self.before, None
         self.rest()
+        if self.cleans:
+            self.look_for_bad()
         if before is None:
             with_grad = [p for p in self.sample if p.grad is not None]
             self.lost_one = self.lost_one or (self.steps > 0 and 0 < len(with_grad) < len(self.sample))
@@ -229,6 +245,17 @@ class OptimizerWatch:
             if id(grad) != identity or (grad is not None and version_of(grad) != version):
                 return False
         return True
+
+    def look_for_bad(self) -> None:
+        """Behind a backward pass. What is not finite spreads to what lies before it: the first parameter tells."""
+        self.was_bad = self.was_bad or not self.is_first_finite()
+
+    def is_first_finite(self) -> bool:
+        """Whether the first small gradient is, where that need not be waited for."""
+        grads = (p.grad for p in self.sample if p.numel() <= SMALL and p.grad is not None and p.grad.is_cpu)
+        first = next((grad for grad in grads if not grad.is_sparse), None)
+        with torch.no_grad(), compat.unseen():
+            return first is None or is_finite(first.detach())
 
     def are_bad(self) -> bool:
         """Whether any gradient is not finite. Waits for the device."""

@@ -260,7 +260,7 @@ class Moves:
         self._step_frame = frame
         if self.machine.stage(watch) is Stage.SCALED:
             self.second_looks.divided(watch)
-        if of.is_enabled and (watch.copy is not None or self.looks_closely):
+        if of.is_enabled and (watch.copy is not None or self.looks_closely or watch.was_bad):
             self.close.before_unscale(watch, of, frame)
 
     def after_scaler_step(self, scaler: Any, optimizer: Optimizer) -> tuple[ScalerWatch, OptimizerWatch]:

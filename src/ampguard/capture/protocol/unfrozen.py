@@ -26,6 +26,8 @@ NEVER = -1
 EVERY_32 = 31
 EVERY_8 = 7
 MAX_FROZEN = 4096
+SAMPLE = 8
+"""Frozen parameters that are asked after each step."""
 
 
 class Moves(Protocol):
@@ -60,6 +62,8 @@ class Unfrozen:
         """All parameters, by identity, when the frozen ones were noted last."""
         self.mask = NEVER
         """An optimizer's step is one to look after where its number has none of these bits."""
+        self.sample: list[weakref.ref[Tensor]] = []
+        """A few of the frozen ones, which are asked after each step."""
 
     def after_step(self, watch: OptimizerWatch, may_be_new: bool) -> None:
         """Note what is frozen, in steps that are looked at anyway. `may_be_new`: a layer was made, or has come or gone."""
@@ -77,8 +81,16 @@ class Unfrozen:
             self.look(watch)
             if self._seen_by is None:
                 self._note_frozen()
-        elif not steps & self.mask:
+        elif not steps & self.mask or (self.sample and self.is_thawed()):
             self.look(watch)
+
+    def is_thawed(self) -> bool:
+        """Whether one of those that are asked after each step is frozen no more."""
+        for ref in self.sample:  # (at the price of one call)
+            p = ref()
+            if p is not None and p.requires_grad:
+                return True
+        return False
 
     def _note_frozen(self) -> None:
         self._is_early = False
@@ -88,6 +100,9 @@ class Unfrozen:
         self._frozen = [weakref.ref(p) for p in known.values()][:MAX_FROZEN]
         self._there = {id(p) for p in self._models.parameters()}
         self.mask = EVERY_32 if self._frozen else NEVER
+        last = len(self._frozen) - 1
+        chosen = sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)}) if self._frozen else []
+        self.sample = [self._frozen[n] for n in chosen]
 
     def _added(self, watch: OptimizerWatch) -> list[Tensor]:
         """What has been added to a model of which the optimizer holds other parameters, and has a gradient."""
@@ -103,6 +118,7 @@ class Unfrozen:
 
     def look(self, watch: OptimizerWatch) -> None:
         """Have any of them got gradients, and does nobody use these?"""
+        self.sample = [ref for ref in self.sample if (p := ref()) is not None and not p.requires_grad]
         if self._seen_by is None:
             found = self._trained()
             if found:

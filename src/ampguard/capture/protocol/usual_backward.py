@@ -61,6 +61,8 @@ class UsualBackward:
         for watch, (grad, version) in zip(watches, glances, strict=True):
             now = watch.glance()
             watch.at_rest = [(id(now[0]), now[1])]
+            if watch.cleans:
+                watch.look_for_bad()
             empty += (grad is None,)
             if now[0] is not grad or now[1] != version:
                 reached += (watch,)

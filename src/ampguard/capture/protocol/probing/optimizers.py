@@ -107,7 +107,7 @@ class OptimizerProbe:
         asks = watch.candidates or watch.lost_one or habits.has_saved or habits.region is not None
         if asks or steps in LOOKS:
             witness.guarded(witness.stepped, watch)
-        elif not steps & witness.unfrozen.mask:
+        elif not steps & witness.unfrozen.mask or (witness.unfrozen.sample and witness.unfrozen.is_thawed()):
             witness.guarded(witness.unfrozen.look, watch)
 
     def _before_direct_step(self, optimizer: Optimizer) -> None:

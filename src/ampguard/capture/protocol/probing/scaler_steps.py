@@ -51,6 +51,8 @@ class ScalerStepProbe:
             if routine.is_on:
                 of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
                 if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
+                    if watch is not None and watch.was_bad:
+                        guarded(moves.close.tell_hidden, watch, of)
                     guarded(moves.second_looks.divided_as_usual, watch)
                     try:
                         return original(self_, optimizer)
@@ -88,6 +90,8 @@ class ScalerStepProbe:
                     moves.attempt = recorder.steps.count
                     watch.stepped = False
                     moves.stepping = (of, watch, None)
+                    if divides and watch.was_bad:
+                        guarded(moves.close.tell_hidden, watch, of)
                     if divides:
                         guarded(moves.second_looks.divided_as_usual, watch)
                     try:
@@ -162,5 +166,5 @@ class ScalerStepProbe:
             if steps in LOOKS:
                 witness.guarded(habits.idle.look, of, watch)
                 habits.watches_regions |= bool(habits.idle.suspected)
-        elif not steps & witness.unfrozen.mask:
+        elif not steps & witness.unfrozen.mask or (witness.unfrozen.sample and witness.unfrozen.is_thawed()):
             witness.guarded(witness.unfrozen.look, watch)
