@@ -10,7 +10,7 @@ from engine_loops import batch
 from torch import nn
 
 import ampguard
-from ampguard.errors import SetupError
+from ampguard.errors import ProtocolError, SetupError
 
 Change = Callable[[nn.Sequential, torch.optim.Optimizer], None]
 
@@ -142,3 +142,52 @@ def test_a_resumed_run_may_add_parameters_before_it_loads(mode: str) -> None:
     amp_steps(resumed, other, range(4, 6))
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def head_of_another(model: nn.Sequential) -> None:
+    torch.manual_seed(1)
+    model[2] = nn.Linear(16, 1)
+
+
+def test_a_layer_that_is_replaced_and_in_no_optimizer_is_refused() -> None:
+    """It would get gradients in every step, and never move."""
+    model, optimizer = model_and_optimizer()
+    amp = ampguard.Amp(model, optimizer, init_scale=256.0)
+    amp_steps(amp, model, range(3))
+    head_of_another(model)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ProtocolError, match=r"`2\.weight`, `2\.bias` .* no optimizer holds them") as caught:
+        amp_steps(amp, model, range(3, 4))
+    assert caught.value.cause == "stale-parameters"
+    assert torch.equal(model[0].weight, before)
+
+
+def test_without_a_loss_scale_it_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer of the loop's own may update it."""
+    model, optimizer = model_and_optimizer()
+    amp = ampguard.Amp(model, optimizer, "bf16")
+    amp_steps(amp, model, range(3))
+    head_of_another(model)
+    amp_steps(amp, model, range(3, 8))
+    assert caplog.text.count("no optimizer holds") == 1
+
+
+def test_what_is_taken_out_of_the_model_is_let_be(caplog: pytest.LogCaptureFixture) -> None:
+    """An auxiliary head that is dropped half-way gets no gradient, and nothing has come in its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 1))
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), 0.05), init_scale=256.0)
+    amp_steps(amp, model, range(2))
+    del model[1]
+    amp_steps(amp, model, range(2, 5))
+    assert not caplog.text
+
+
+def test_the_last_of_many_layers_is_glanced_at() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(nn.Linear(8, 8, bias=False) for _ in range(150)), nn.Linear(8, 1))
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), 1e-6), init_scale=1.0)
+    amp_steps(amp, model, range(1))
+    model[151] = nn.Linear(8, 1, bias=False)
+    with pytest.raises(ProtocolError, match=r"`151\.weight`"):
+        amp_steps(amp, model, range(1, 2))

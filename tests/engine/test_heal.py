@@ -252,14 +252,16 @@ def in_replay() -> bool:
     return frame is not None
 
 
-def skipped_in_three_steps(model: Scaled, precision: str, session: Session) -> list[bool]:
+def skipped_in_steps(
+    model: Scaled, precision: str, session: Session, sizes: tuple[float, ...] = (1.0, 3000.0, 1.0)
+) -> list[bool]:
     session.start()
     try:
         amp = ampguard.Amp(
             model, torch.optim.SGD(model.parameters(), 0.01), precision, on_nonfinite="heal", init_scale=8.0
         )
         skipped = []
-        for size in (1.0, 3000.0, 1.0):
+        for size in sizes:
             model.normed.reset_running_stats()
             with amp.autocast():
                 loss = model(size * torch.randn(16, 8)).square().mean()
@@ -278,7 +280,7 @@ def test_weights_in_float16_are_healed_by_casts_of_them(
     torch.manual_seed(0)
     session = Session(RunOptions(out=tmp_path / "run"))
     model = Scaled()
-    assert skipped_in_three_steps(model, precision, session) == [False, False, False]
+    assert skipped_in_steps(model, precision, session) == [False, False, False]
     said = capfd.readouterr().err
     assert "healed, float16 weights run as float32 casts from now on" in said
     assert "bfloat16 from now on" not in said
@@ -298,7 +300,7 @@ def test_casts_that_the_model_does_not_bear_are_taken_back(tmp_path: Path, capfd
     torch.manual_seed(0)
     session = Session(RunOptions(out=tmp_path / "run"))
     model = HalfOnly()
-    assert skipped_in_three_steps(model, "O3", session) == [False, True, False]
+    assert skipped_in_steps(model, "O3", session) == [False, True, False]
     assert "not healed after all" in capfd.readouterr().err
     assert session.report.run["healed"] == []
     assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {torch.float16}
@@ -308,10 +310,20 @@ def test_a_fix_that_the_model_does_not_bear_is_taken_back(tmp_path: Path, capfd:
     """The next larger one follows."""
     torch.manual_seed(0)
     session = Session(RunOptions(out=tmp_path / "run"))
-    assert skipped_in_three_steps(Choosy(), "fp16", session) == [False, False, False]
+    assert skipped_in_steps(Choosy(), "fp16", session) == [False, False, False]
     said = capfd.readouterr().err
     assert "not healed after all, with the root module in float32 the model's own code fails (autocast only)" in said
     assert [done["action"] for done in session.report.run["healed"]] == ["use-bf16"]
+
+
+def test_a_fix_that_leaves_the_scaler_without_use_accuses_nobody(tmp_path: Path) -> None:
+    """With autocast in bfloat16 the loss scale has nothing to do: that was our doing, and there is no scaler to delete."""
+    torch.manual_seed(0)
+    session = Session(RunOptions(out=tmp_path / "run"))
+    sizes = (1.0,) * 10 + (3000.0,) + (1.0,) * 40
+    assert not any(skipped_in_steps(Choosy(), "fp16", session, sizes))
+    assert [done["action"] for done in session.report.run["healed"]] == ["use-bf16"]
+    assert [incident.cause for incident in session.report.incidents] == ["fp16-overflow"]
 
 
 def test_where_no_guard_can_start_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,39 @@ def test_low_precision_weights(level: str) -> None:
         NativeScaler(precision=level)
 
 
+@pytest.mark.parametrize("is_made_first", [False, True])
+@pytest.mark.parametrize("window", [1, 3])
+def test_float16_weights_are_updated_in_float32(is_made_first: bool, window: int) -> None:
+    """In float16 the squares of these gradients are 0, and so is AdamW's eps: its updates were many times too large."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    amp = ampguard.precision("O3")
+    scaler = NativeScaler(precision=amp) if is_made_first else None
+    amp.prepare(model, optimizer)
+    scaler = scaler or NativeScaler(precision=amp)
+    assert optimizer.param_groups[0]["eps"] == 1e-8
+    exact = network().double()
+    start = [p.detach().clone() for p in exact.parameters()]
+    its_optimizer = torch.optim.AdamW(exact.parameters(), 1e-3)
+    for number, (x, y) in enumerate(batches(12)):
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(model(x), y) / window
+        ends = (number + 1) % window == 0
+        scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters(), need_update=ends)
+        (nn.functional.cross_entropy(exact(x.double()), y) / window).backward()
+        if ends:
+            optimizer.zero_grad()
+            torch.nn.utils.clip_grad_norm_(exact.parameters(), 1.0)
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    moved = torch.cat([(p.detach() - s).flatten() for p, s in zip(exact.parameters(), start, strict=True)])
+    apart = torch.cat(
+        [(p.detach() - q.detach()).flatten() for p, q in zip(model.parameters(), exact.parameters(), strict=True)]
+    )
+    assert float(apart.norm() / moved.norm()) < 0.1
+    assert {t.dtype for t in optimizer.state[model[0].weight].values()} == {torch.float32}
+
+
 def test_gradients_that_wait_for_their_step_follow_the_scale() -> None:
     """A generator accumulates while the discriminator's overflow halves the scale they share."""
     model, critic = network(), network()

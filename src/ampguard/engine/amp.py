@@ -23,6 +23,7 @@ from ampguard.engine.followers import Followers
 from ampguard.engine.holding import Holding
 from ampguard.engine.policies import BadStep, Policy, policy_named
 from ampguard.engine.precision import mode_named
+from ampguard.engine.replaced import refuse_replaced
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import named, parameter_names, refuse_strangers
 from ampguard.engine.step import LossScale
@@ -187,6 +188,9 @@ class Amp:
             return self._left_out(chosen)
         if closure is not None:
             return self._step_with_closure(chosen, closure)
+        if any(holding.misses_more and holding.has_gradients() for holding in chosen):
+            holdings, is_scaled = list(self.holdings.values()), self.stepper.scale is not None
+            refuse_replaced(self.models, holdings, self._names, self.mode.parameter_of, is_scaled)
         if self.accumulate > 1 and not last:
             for holding in chosen:
                 self.stepper.rules.in_window(holding)

@@ -19,6 +19,8 @@ SAMPLE = 64
 
 Fingerprint = tuple[list[int], list[int]]
 
+_NO_GRADIENT = id(None)
+
 
 class Holding:
     """Made once per optimizer. Nothing here reads a gradient's values."""
@@ -47,6 +49,8 @@ class Holding:
         self.writes_own = False
         """Whether the loop has called `amp.unscale_` before there was any gradient: it writes its own, without a scale."""
         self.foreign_writes_told = False
+        self.misses_more = False
+        """Whether more parameters than ever before are without a gradient: a layer may have been replaced."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -55,7 +59,10 @@ class Holding:
         flat = {id(p) for p in self.flat}
         learning = [p for p in self.parameters if self._leaf_of(p).requires_grad or id(p) in flat]
         self._learning = frozenset(map(id, learning))
-        self._sample = learning[:: -(-len(learning) // SAMPLE) or 1]
+        self._sample = learning[::-1][:: -(-len(learning) // SAMPLE) or 1][
+            ::-1
+        ]  # with the last one: heads get replaced
+        self._most_missing = 0
         self._leaves = [leaf for p in self._sample if (leaf := self._leaf_of(p)) is not p]
         self._ends = [self._leaf_of(p) for p in (*self.parameters[:1], *self.parameters[-1:])]
         self._placed = [_place(p) for p in self._ends]
@@ -109,6 +116,12 @@ class Holding:
         """Changes when a gradient is added to, written to, replaced or cleared (as far as the sample shows)."""
         gradients = [p.grad for p in (*self._sample, *self._leaves)]
         return list(map(id, gradients)), compat.versions_of([g for g in gradients if g is not None])
+
+    def note_missing(self, seen: Fingerprint) -> None:
+        """After a backward pass that has left this."""
+        missing = seen[0].count(_NO_GRADIENT)
+        if missing > self._most_missing:
+            self._most_missing, self.misses_more = missing, True
 
     def glanced_at(self) -> list[tuple[Tensor, Tensor]]:
         """The leaf that autograd knows, and the parameter that gets its gradient; none of a flat buffer's."""

@@ -15,6 +15,7 @@ from ampguard.engine.precision import mode_named
 from ampguard.engine.precision.o2 import O2
 from ampguard.engine.precision.o3 import O3
 from ampguard.engine.setup import named, refuse_strangers
+from ampguard.engine.step import GradientCheck, apply_update
 from ampguard.errors import PrecisionError, ProtocolError
 
 ONLY_WITH_AMP = ("bf16-true", "float8")
@@ -34,6 +35,7 @@ class LoopPrecision:
         self._mode = kind(self.device_type)
         self._mode.refuse_if_unsupported([])
         self._is_ready = kind.weights_dtype == torch.float32
+        self._steps_are_taken = False
         self.name = kind.name
         self.dtype = kind.autocast_dtype or kind.weights_dtype
         scales = kind.scales_loss and kind.name != "O3"  # GradScaler refuses float16 gradients
@@ -51,13 +53,24 @@ class LoopPrecision:
         roots, updating = list(models_by_name.values()), list(optimizers_by_name.values())
         self._is_ready = True
         if isinstance(self._mode, O3):
-            self._mode.updates_in_float32 = False
+            self._mode.updates_in_float32 = self._steps_are_taken
         self._mode.convert(roots, updating, [])
         arguments.note_converted(models_by_name, optimizers_by_name, self._mode)
         if isinstance(self._mode, O2):
             mode = self._mode
             for optimizer in updating:
                 optimizer.register_step_post_hook(lambda stepped, *_: mode.copy_to_model(stepped))
+
+    def take_steps(self) -> None:
+        """Somebody makes the optimizers' steps by `apply_update` from now on: in O3 they are computed in float32 then."""
+        self._steps_are_taken = True
+        if isinstance(self._mode, O3):
+            self._mode.update_in_float32()
+
+    def apply_update(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
+        """Update the parameters with checked gradients, which are divided and clipped afterwards, or leave all as it is."""
+        if not (isinstance(self._mode, O3) and self._mode.apply_own(optimizer, check, max_norm)):
+            apply_update(optimizer, check, max_norm, write_back=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model, optimizer and scaler: in O2 the float32 master weights, else nothing."""

@@ -108,6 +108,8 @@ class Rules:
         reached = tuple(
             h.name for h in self._holdings if h.name in changed or (not h.sees_all() and self._may_be_reached(h))
         )
+        for holding in self._holdings:
+            holding.note_missing(now[holding.name])
         self._backward_at = misuse.calling_line()
         scale = self._scale if self._is_scaled else None
         self._machine.feed(Backward(reached, scale, self._backward_at))

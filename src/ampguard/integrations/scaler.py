@@ -25,7 +25,7 @@ from ampguard.engine.policies.base import ADVICE, BadStep
 from ampguard.engine.precision import mode_named
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameter_names
-from ampguard.engine.step import GradientCheck, LossScale, apply_update, check_for_update, check_gradients
+from ampguard.engine.step import GradientCheck, LossScale, check_for_update, check_gradients
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
 from ampguard.errors import NonfiniteError, PrecisionError, SetupError
 from ampguard.integrations.announcing import scalers_may_scale
@@ -66,6 +66,7 @@ class EngineScaler:
         if patience is not None and not is_count(patience):
             raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1; None: never")
         self.precision = _known(precision)
+        self.precision.take_steps()
         self._mode = mode_named(self.precision.name)(self.precision.device_type)
         self._is_enabled = self._mode.scales_loss and scalers_may_scale()
         self._model = model
@@ -132,9 +133,8 @@ class EngineScaler:
         check = self._checked(own, max_norm is not None or wants_norm) if own.check is None else checked_again(own)
         max_norm = max_norm if own.check is None else None
         names = self._nonfinite(own, check)
-        self._announcer.step(
-            optimizer, check.found_inf, lambda: apply_update(optimizer, check, max_norm, write_back=True)
-        )
+        apply = self.precision.apply_update
+        self._announcer.step(optimizer, check.found_inf, lambda: apply(optimizer, check, max_norm))
         own.stepped_at, own.rest = misuse.calling_line(), marks_of(own)
         self._found_infs.append(check.found_inf)
         self.norm = check.norm

@@ -29,6 +29,7 @@ from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import RunFolderError, StopRun
 from ampguard.incident import Environment, Incident, Report, status_of
+from ampguard.protocol.events import Breach
 from ampguard.report.history import EventRow
 from ampguard.report.store import read_report
 from ampguard.report.summary import print_summary
@@ -85,7 +86,7 @@ class Session:
             self._recorder, self._casebook, options.max_incidents, self._rank, self._on_small_fault
         )
         self._dynamics = LearningDynamics(self._recorder, self._casebook, self._rank, self._on_dynamics_fault)
-        self._protocol = ProtocolDesk(self._casebook, self._rank, self._note, self._on_taken_back)
+        self._protocol = ProtocolDesk(self._casebook, self._rank, self._note, self._on_taken_back, self._is_own_doing)
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
         self._overrides = overrides_under(
@@ -317,6 +318,9 @@ class Session:
             self._overrides.heal(incident)
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
             raise StopRun(f"{incident.cause} in step {incident.step}", 3)
+
+    def _is_own_doing(self, breach: Breach) -> bool:
+        return self._overrides is not None and self._overrides.is_own_doing(breach)
 
     def _on_taken_back(self, incident: Incident) -> None:
         """What was told has turned out to be nothing: whoever reads along is to know."""

@@ -35,8 +35,11 @@ class ProtocolDesk:
         rank: int,
         on_told: Callable[[Incident], None] = lambda incident: None,
         on_taken_back: Callable[[Incident], None] = lambda incident: None,
+        is_own_doing: Callable[[Breach], bool] = lambda breach: False,
     ) -> None:
+        """`is_own_doing`: whether the script does only what was made of it from outside, by a fix that was applied say."""
         self._casebook = casebook
+        self._is_own_doing = is_own_doing
         self._on_told = on_told
         self._on_taken_back = on_taken_back
         self._rank = rank
@@ -70,7 +73,7 @@ class ProtocolDesk:
             self._retell(key, breach, step)
         elif breach is None:
             self._suspicions.pop(key, None)
-        elif _key(breach) not in self._cases:
+        elif _key(breach) not in self._cases and not self._is_own_doing(breach):
             known = self._suspicions.get(key)
             since = known[1].step if known is not None else step
             incident = self._incident(breach, since)

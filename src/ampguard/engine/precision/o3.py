@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,9 @@ class O3(Precision):
         self.updates_in_float32 = True
         """Not where the loop calls the optimizer's own step: that computes in the type of the weights."""
         self._updates: dict[int, RoundedUpdate] = {}
+        self._raised: list[tuple[dict[str, Any], float]] = []
+        """Parameter groups whose eps was raised, and what it was."""
+        self._stepping_alone: list[Optimizer] = []
 
     def convert(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
@@ -41,12 +45,30 @@ class O3(Precision):
         if self.updates_in_float32:
             self._updates = {id(optimizer): RoundedUpdate(optimizer, "nearest") for optimizer in optimizers}
             return
+        self._stepping_alone += optimizers
         for number, optimizer in enumerate(optimizers):
+            self._raised += [(group, group["eps"]) for group in optimizer.param_groups if "eps" in group]
             for before, after in raise_eps(optimizer):
                 self.notes.append(
                     f"eps of optimizer {number} raised from {before:g}, {too_small(before)}, to {after:g}"
                 )
             lower_state(optimizer)
+
+    def update_in_float32(self) -> None:
+        """The steps of these optimizers go through `apply` from now on, with the eps that they were given."""
+        self.updates_in_float32 = True
+        for group, eps in self._raised:
+            if group["eps"] == EPS:
+                group["eps"] = eps
+        self._updates |= {id(one): RoundedUpdate(one, "nearest") for one in self._stepping_alone}
+        self._raised, self._stepping_alone = [], []
+
+    def apply_own(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> bool:
+        """As `apply`, with the gradients written back; False where the optimizer is none of these."""
+        update = self._updates.get(id(optimizer))
+        if update is not None:
+            update.apply(check, max_norm, write_back=True)
+        return update is not None
 
     def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
         self._updates[id(optimizer)].apply(check, max_norm)

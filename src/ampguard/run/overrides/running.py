@@ -16,6 +16,7 @@ from ampguard.capture.barrier import FaultBarrier, captures_underway
 from ampguard.capture.patches import Patches
 from ampguard.capture.record import BadResult
 from ampguard.incident import Incident
+from ampguard.protocol.events import Breach
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.as_options import in_options
 from ampguard.run.overrides.asked import OnNonfinite, Overrides
@@ -24,7 +25,7 @@ from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.forced import Forced
 from ampguard.run.overrides.gradients_again import GradientsAgain
 from ampguard.run.overrides.healed_ranks import HealedRanks
-from ampguard.run.overrides.healing import Healer
+from ampguard.run.overrides.healing import PRECISION_OF, Healer
 from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.lightning import LightningPlugins
 from ampguard.run.overrides.lines import LinesInFloat32
@@ -208,6 +209,12 @@ class RunningOverrides:
         if is_done:
             self._healed_until = self._listener.events()
         return is_done
+
+    def is_own_doing(self, breach: Breach) -> bool:
+        """Whether a fix that was applied explains it: with autocast in bfloat16 the script's scaler has nothing to do."""
+        return breach.cause == "needless-scaler" and any(
+            healed["action"] in PRECISION_OF for healed in self.ledger.healed
+        )
 
     def was_before_healing(self, bad: BadResult) -> bool:
         """Whether a bad result was computed before the last fix was applied: run again, it would be finite.
