@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ampguard import compat
 from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.plain_leaves import LastingLeaves
 from ampguard.capture.protocol.frozen import FrozenSince, is_frozen
@@ -72,7 +72,7 @@ class Scans:
         self._models = models
         self._told: set[tuple[str, int]] = set()
         self._collections = 0
-        self._versions = WeakIdKeyDictionary()
+        self._versions = compat.by_tensor()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
         self._frozen = FrozenSince(moves)
         self._suspected: dict[OptimizerWatch, list[weakref.ref[Tensor]]] = {}
