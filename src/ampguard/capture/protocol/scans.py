@@ -33,6 +33,7 @@ from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.protocol.unused import replaced_by_tying, unused_facts
 from ampguard.compat import version_of
+from ampguard.errors import message_of
 from ampguard.protocol.events import Breach, Clear
 
 EARLY_STEPS = 3
@@ -326,7 +327,7 @@ class Scans:
 
     def raised(self, error: BaseException) -> None:
         """DistributedDataParallel refuses to go on because parameters have had no gradient: which?"""
-        if DDP_REFUSES not in str(error):
+        if DDP_REFUSES not in message_of(error):
             return
         self._models.look()
         where = script_line(sys._getframe(1))
