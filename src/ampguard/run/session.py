@@ -353,8 +353,8 @@ class Session:
     def _tell(self, fault: Exception, what_now: str) -> None:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         print(
-            f"ampguard: a fault of its own ({type(fault).__name__}: {message_of(fault)}, {Path(last.filename).name}:{last.lineno}); "
-            f"{what_now}. Please report it: {ISSUES}",
+            f"ampguard: a fault of its own ({type(fault).__name__}: {message_of(fault)}, "
+            f"{Path(last.filename).name}:{last.lineno}); {what_now}. Please report it: {ISSUES}",
             file=sys.stderr,
         )
         if os.environ.get("AMPGUARD_DEBUG"):
