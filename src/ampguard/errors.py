@@ -109,3 +109,11 @@ class PoisonedStateError(EngineError):
 
 class CheckpointError(EngineError):
     """A saved state does not belong to this model and mode, or is damaged. Nothing was loaded."""
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; nothing where it cannot: the script's own classes may fail in their `__str__`."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -15,6 +15,7 @@ from ampguard.capture.on_device import DeviceGradients
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
 from ampguard.compat import HAS_CUDA, version_of, versions_of
+from ampguard.errors import message_of
 from ampguard.numerics import all_finite_on_cpu
 
 CLOSE_LOOKS = 8
@@ -228,4 +229,4 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def is_anomaly(error: BaseException) -> bool:
     """Whether `torch.autograd.detect_anomaly` raised this: a derivative was NaN."""
-    return isinstance(error, RuntimeError) and torch.is_anomaly_enabled() and "returned nan values" in str(error)
+    return isinstance(error, RuntimeError) and torch.is_anomaly_enabled() and "returned nan values" in message_of(error)

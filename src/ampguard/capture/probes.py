@@ -21,6 +21,7 @@ from ampguard.capture.probing.forward_mode import ForwardModeProbe
 from ampguard.capture.probing.functions import FunctionProbe
 from ampguard.capture.probing.loading import LoadingProbe
 from ampguard.capture.probing.modules import ModuleProbe
+from ampguard.capture.probing.swapping import SwappingProbe
 from ampguard.capture.probing.updates import UpdateProbe
 from ampguard.capture.probing.warnings_shown import WarningProbe
 from ampguard.capture.recorder import FlightRecorder
@@ -35,6 +36,7 @@ PROBES = (
     EdgeProbe,
     CollectiveProbe,
     LoadingProbe,
+    SwappingProbe,
     WarningProbe,
     DeviceGraphProbe,
 )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ampguard import compat
 from ampguard.capture.frames import is_user_code, locals_of
 from ampguard.compat import cuda_is_capturing as is_capturing
+from ampguard.errors import message_of
 from ampguard.numerics import is_finite
 
 _OF_NUMBERS = re.compile(
@@ -28,7 +29,7 @@ _OUR_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 def is_conversion_refusal(error: BaseException | None) -> bool:
     """PyTorch's refusal to put a constant into a type that cannot hold it (`masked_fill(half, -1e9)`)."""
-    return isinstance(error, RuntimeError) and "without overflow" in str(error)
+    return isinstance(error, RuntimeError) and "without overflow" in message_of(error)
 
 
 def refused_values(error: BaseException) -> list[Tensor]:
@@ -54,7 +55,7 @@ def is_about_numbers(error: BaseException | None) -> bool:
         if is_user_code(entry.tb_frame.f_code):
             line = linecache.getline(entry.tb_frame.f_code.co_filename, entry.tb_lineno)
         entry = entry.tb_next
-    return _OF_NUMBERS.search(f"{error} {line}") is not None
+    return _OF_NUMBERS.search(f"{message_of(error)} {line}") is not None
 
 
 def refused_tensors(error: Exception) -> Iterator[Tensor]:

@@ -204,6 +204,7 @@ from ampguard.compat.updates import (
     total_norm_function,
     unscales_as_it_steps,
 )
+from ampguard.compat.weak_tensors import by_tensor, unhindered
 
 __all__ = [
     "FOUND_INF",
@@ -228,6 +229,7 @@ __all__ = [
     "before_fully_shard",
     "bound_type",
     "buffers_of",
+    "by_tensor",
     "call_while_paused",
     "can_borrow_scaler",
     "cast_leaf",
@@ -379,6 +381,7 @@ __all__ = [
     "tracing_state",
     "tree_leaves",
     "tree_map",
+    "unhindered",
     "unscale_all_",
     "unscales_as_it_steps",
     "unseen",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from ampguard.errors import AmpguardError, StopRun
+from ampguard.errors import AmpguardError, StopRun, message_of
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -69,7 +69,7 @@ def hide_our_frames(error: BaseException) -> None:
 def say_fault(what: str, fault: Exception) -> None:
     """One line about a fault of our own."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"ampguard: {what} ({type(fault).__name__}: {fault})", file=sys.stderr)
+        print(f"ampguard: {what} ({type(fault).__name__}: {message_of(fault)})", file=sys.stderr)
 
 
 def _exit_status(error: SystemExit) -> int:

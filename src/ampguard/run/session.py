@@ -27,7 +27,7 @@ from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
-from ampguard.errors import RunFolderError, StopRun
+from ampguard.errors import RunFolderError, StopRun, message_of
 from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.protocol.events import Breach
 from ampguard.report.history import EventRow
@@ -159,17 +159,11 @@ class Session:
         _guarding = None
         try:
             if not isinstance(error, StopRun):
-                self._recorder.judge.gradients.is_ended_by_numbers = is_about_numbers(error)
-                self._calls.forward_begins()
-                self._calls.run_ends()
-                with left_by(error):
-                    self._barrier.call(self._recorder.flush, error)
-                    self._barrier.call(self._examiner.close)
-                if self._ranks is not None:
-                    self._ranks.close()
-                self._barrier.call(self._protocol.close)
+                self._judge_the_rest(error)
         except StopRun:
             pass  # it is ending already
+        except Exception as fault:
+            self._tell(fault, "the end of the run was not looked at")
         finally:
             self._take_out(has_failed=error is not None and not isinstance(error, StopRun))
             self._dynamics.finish()
@@ -177,6 +171,17 @@ class Session:
             self._conclude(error)
         except Exception as fault:
             self._tell(fault, "the report could not be finished")
+
+    def _judge_the_rest(self, error: BaseException | None) -> None:
+        self._recorder.judge.gradients.is_ended_by_numbers = is_about_numbers(error)
+        self._calls.forward_begins()
+        self._calls.run_ends()
+        with left_by(error):
+            self._barrier.call(self._recorder.flush, error)
+            self._barrier.call(self._examiner.close)
+        if self._ranks is not None:
+            self._ranks.close()
+        self._barrier.call(self._protocol.close)
 
     def abandon(self) -> None:
         """In a forked child: nothing is watched any more and nothing is written. The run is the parent's."""
@@ -352,8 +357,8 @@ class Session:
     def _tell(self, fault: Exception, what_now: str) -> None:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         print(
-            f"ampguard: a fault of its own ({type(fault).__name__}: {fault}, {Path(last.filename).name}:{last.lineno}); "
-            f"{what_now}. Please report it: {ISSUES}",
+            f"ampguard: a fault of its own ({type(fault).__name__}: {message_of(fault)}, "
+            f"{Path(last.filename).name}:{last.lineno}); {what_now}. Please report it: {ISSUES}",
             file=sys.stderr,
         )
         if os.environ.get("AMPGUARD_DEBUG"):

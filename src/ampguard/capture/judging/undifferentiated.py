@@ -14,6 +14,7 @@ from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import refs_of
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
+from ampguard.capture.judging.meant import is_own_constant
 from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import UNINITIALISED, is_finite
 
@@ -49,7 +50,7 @@ def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
         for value in locals_of(entry.tb_frame).values():
             if isinstance(value, Tensor) and value.is_floating_point() and is_immediate(value):
                 ref = log.lookup(value)
-                if ref is not None and not is_finite(value) and not _is_unfilled(log.record.event(ref.event)):
+                if ref is not None and not is_finite(value) and not _is_innocent(log, ref):
                     found.append(ref)
             elif isinstance(value, Tensor) and _was_no_number(value) and (ref := _before_cast(value, log)) is not None:
                 found.append(ref)
@@ -94,10 +95,12 @@ def mode_of(record: StepRecord, first: Ref) -> Literal["train", "eval"]:
     return "train" if has_no_call and any(isinstance(e, GlueOp) and e.grad for e in behind[:1]) else "eval"
 
 
-def _is_unfilled(event: Event | None) -> bool:
-    """Whether it is memory that was asked for and that nobody has written to yet."""
+def _is_innocent(log: EventLog, ref: Ref) -> bool:
+    """Whether it is memory that was asked for and that nobody has written to yet, or bad because the script wrote it so."""
+    event = log.record.event(ref.event)
     func = event.func if isinstance(event, GlueOp) else None
-    return getattr(getattr(func, "overloadpacket", func), "__name__", None) in UNINITIALISED
+    is_unfilled = getattr(getattr(func, "overloadpacket", func), "__name__", None) in UNINITIALISED
+    return is_unfilled or is_own_constant(log.record, ref, log.producers.writers)
 
 
 def bad_outputs(root: RootCall) -> tuple[Ref, ...]:

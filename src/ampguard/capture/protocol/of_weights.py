@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampguard import compat
 from ampguard.capture.events.operands import held_by, refs_of
@@ -34,7 +33,7 @@ class MadeOfWeights:
         self._until = -1
         self._seen = -1
         """The last event that was looked at."""
-        self._known = WeakIdKeyDictionary()
+        self._known = compat.by_tensor()
         """Tensors that were made of weights and numbers alone, with the line that did and their version: what else has
         written to them since was not seen."""
 
@@ -127,6 +126,6 @@ class MadeOfWeights:
 
     def _end(self) -> None:
         self._until = -1
-        self._known = WeakIdKeyDictionary()
+        self._known = compat.by_tensor()
         self._gone = set()
         self._moves.recorder.schedule.tapes_all = False

@@ -17,6 +17,7 @@ from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.watches import Watches
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.errors import message_of
 from ampguard.protocol.events import Breach, Clear, Refused, reason_of
 from ampguard.protocol.machine import Machine
 
@@ -52,7 +53,7 @@ class Refusals:
         self, call: str, scaler: Any, optimizer: Optimizer | None, error: Exception, frame: FrameType | None
     ) -> None:
         """PyTorch has raised."""
-        reason = reason_of(str(error))
+        reason = reason_of(message_of(error))
         if reason is None:
             return
         moves, machine = self._moves, self._moves.machine

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ampguard import compat
 from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.plain_leaves import LastingLeaves
 from ampguard.capture.protocol.frozen import FrozenSince, is_frozen
@@ -33,6 +33,7 @@ from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.script_lines import is_script_code, script_line
 from ampguard.capture.protocol.unused import replaced_by_tying, unused_facts
 from ampguard.compat import version_of
+from ampguard.errors import message_of
 from ampguard.protocol.events import Breach, Clear
 
 EARLY_STEPS = 3
@@ -72,7 +73,7 @@ class Scans:
         self._models = models
         self._told: set[tuple[str, int]] = set()
         self._collections = 0
-        self._versions = WeakIdKeyDictionary()
+        self._versions = compat.by_tensor()
         """Of parameters that were put around frozen ones and that no optimizer holds, when first seen."""
         self._frozen = FrozenSince(moves)
         self._suspected: dict[OptimizerWatch, list[weakref.ref[Tensor]]] = {}
@@ -326,7 +327,7 @@ class Scans:
 
     def raised(self, error: BaseException) -> None:
         """DistributedDataParallel refuses to go on because parameters have had no gradient: which?"""
-        if DDP_REFUSES not in str(error):
+        if DDP_REFUSES not in message_of(error):
             return
         self._models.look()
         where = script_line(sys._getframe(1))
