@@ -20,12 +20,14 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.givens.held_low import HeldLow, held_low
-from ampguard.diagnose.givens.made_before import made_before
+from ampguard.diagnose.givens.made_before import made_before, made_in_step
 from ampguard.diagnose.givens.naming import NamedTensor, describe_state, nonfinite_state, repaired_state
 from ampguard.incident import Location
 from ampguard.numerics import dtype_name, stats
 from ampguard.replay.variants import Variant
 
+BEFORE = "The script made them so before its first step"
+WITHIN = "The script made them so in this step"
 OVERWRITES = frozenset({"copy_", "fill_", "_foreach_copy_"})
 """Operators that leave nothing of what was there before."""
 QUOTED = 40
@@ -49,13 +51,15 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
     low = held_low(state.tensor.detach()) if load is not None else None
     others = sum(key != id(state.held) for key in nonfinite_state(evidence))
     before = made_before(evidence, state.held, state.tensor)
+    within = made_in_step(evidence, write, state.held) if before is None else None
+    made, when = (before, BEFORE) if before is not None else (within, WITHIN)
     memory = _uninitialised_at(evidence, state.held)
     places = (~torch.isfinite(state.tensor.detach())).nonzero().tolist() if bad <= SHOWN else []
     return Finding(
         "nonfinite-parameter",
         f"The {state.role} `{state.name}` was not finite before the step began: {bad} of {state.tensor.numel()} "
         f"values{_where(places)}{_and_others(others)}. The computation only passed them on, first in {words.operator(evidence)}."
-        f"{before.in_words() if before is not None else ''}",
+        f"{made.in_words(when) if made is not None else ''}",
         weight=100,
         evidence={
             "name": state.name,
@@ -76,6 +80,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
             else None,
         }
         | ({"made_before": before.as_dict()} if before is not None else {})
+        | ({"made_in_step": within.as_dict()} if within is not None else {})
         | (
             {"uninitialised_at": {"file": memory.file, "line": memory.line, "code": memory.code}}
             if memory is not None
@@ -84,7 +89,7 @@ def nonfinite_parameter(evidence: Evidence) -> Finding | None:
         proposals=_after_load(evidence, state, load, low)
         if load is not None
         else (
-            *(before.proposals(state.name, state.tensor, id(state.held)) if before is not None else ()),
+            *(made.proposals(state.name, state.tensor, id(state.held)) if made is not None else ()),
             Proposal(
                 "initialise-parameter",
                 state.name,

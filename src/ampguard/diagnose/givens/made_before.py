@@ -1,4 +1,5 @@
-"""Bad values that the script computed before its first step: the call that made them, why, and what repairs it there.
+"""Bad values that the script computed before its first step, or wrote to a buffer in this one: the call that made them, why,
+and what repairs it there.
 
 A class weight of `1 / count` where a class has no samples, a feature that is constant and was standardised, a node without
 neighbours in a normalised graph: the step only reads what came of it. The calls that made it were kept, and are run again.
@@ -119,6 +120,20 @@ def made_before(evidence: Evidence, held: Tensor, values: Tensor) -> MadeBefore 
     behind = explained_before(evidence, record, ref)
     finding = find_cause(behind) if behind is not None and behind.given is None else None
     return MadeBefore(behind if finding is not None else None, finding, event, rows)
+
+
+def made_in_step(evidence: Evidence, write: GlueOp | None, held: Tensor) -> MadeBefore | None:
+    """The same of what the script has computed in this step and then copied to a parameter or a buffer, before it was read
+    there: class centres, a table, weights put in the place of others."""
+    if evidence.replayer is None or write is None or write.func.__name__.partition(".")[0] != "copy_":
+        return None
+    source = write.args[1] if len(write.args) > 1 else None
+    event = evidence.bad.record.event(source.event) if isinstance(source, Ref) else None
+    if not isinstance(source, Ref) or not isinstance(event, GlueOp):
+        return None
+    behind = explained_before(evidence, evidence.bad.record, source)
+    finding = find_cause(behind) if behind is not None and behind.given is None else None
+    return MadeBefore(behind, finding, event, None) if finding is not None else None
 
 
 def explained_before(evidence: Evidence, record: StepRecord, ref: Ref) -> Evidence | None:
