@@ -185,6 +185,16 @@ def test_what_makes_every_step_fail_is_not_told_twice() -> None:
             assert (answer.module, answer.op) == ("fc", "aten.mul.Tensor")
 
 
+@pytest.mark.parametrize(("occurrences", "last_step", "told"), [(9, 19, False), (1, 10, True), (4, 19, True)])
+def test_what_makes_every_step_fail_and_is_not_counted_any_more(occurrences: int, last_step: int, told: bool) -> None:
+    trajectory, _ = scaled([False] * 10 + [True] * 40)
+    situation = Situation(trajectory, 50)
+    fields = {f: getattr(OVERFLOW, f) for f in OVERFLOW.__struct_fields__} | {"cause": "singular-gradient"}
+    fields |= {"occurrences": occurrences, "evidence": {"last_step": last_step}}
+    situation.known = Incident(**fields)
+    assert (scale_collapse(situation) is not None) == told
+
+
 # --- the optimizer's own arithmetic -------------------------------------------------------------------------------------
 
 

@@ -132,3 +132,52 @@ def test_along_what_autograd_grad_returns(in_module: bool, divides: bool, guard:
         assert (run.first.step, run.first.evidence["factor"]) == (0, SCALE)
         assert run.first.location is not None
         assert run.first.location.code.endswith("# update")
+
+
+class Prompted(nn.Module):
+    """Takes what is learned beside its weights as an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 5))
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return self.body(x + prompt)
+
+
+def in_sign(parameters: Iterable[Tensor], scaler: Any) -> None:
+    """As an attack does: the scale cancels."""
+    with torch.no_grad():
+        for p in parameters:
+            p += 0.01 * p.grad.sign()
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+@pytest.mark.parametrize("update", [plainly, past_autograd, divided, divided_by_a_constant, normalised, in_sign])
+def test_an_input_that_is_learned(update: Callable[..., None], is_behind: bool, guard: Guard) -> None:
+    """Before the optimizer beside it has stepped, or behind it."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model, prompt = Prompted(), torch.randn(8, 5, requires_grad=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        opt = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(6):
+            x = torch.randn(8, 5)
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(x, prompt)
+            opt.zero_grad()
+            prompt.grad = None
+            scaler.scale((out.float() - x).square().mean()).backward()
+            if not is_behind:
+                update([prompt], scaler)
+            scaler.step(opt)
+            if is_behind:
+                update([prompt], scaler)
+            scaler.update()
+
+    run = guard(body)
+    is_wrong = update in (plainly, past_autograd)
+    assert (run.faults, run.causes) == (0, ["bypassed-scaler"] if is_wrong else [])
+    if is_wrong:
+        assert (run.first.step, run.first.evidence["factor"]) == (0, SCALE)

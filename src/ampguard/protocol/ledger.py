@@ -71,6 +71,8 @@ class Ledger:
     backwards_per_step: int = 0
     """In the last iteration that was stepped."""
     steps: int = 0
+    cleared_steps: int = 0
+    """Those behind a backward pass whose gradients were cleared before them."""
     by_scaler: bool = False
     """The scaler has stepped with them, and did not skip it."""
     repeated: int = 0

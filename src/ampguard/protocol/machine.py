@@ -28,6 +28,9 @@ from ampguard.protocol.ledger import Ledger, Session, scaler_of
 from ampguard.protocol.refusals import Refusals
 from ampguard.protocol.states import BREACHES, MOVES, Move, Stage
 
+CLEARED_STEPS = 8
+"""Steps from the first one on, none of them with gradients, because these were cleared behind each backward pass."""
+
 PILED_STEPS = 3
 """Steps in a row on top of old gradients, after which nobody can have meant it."""
 
@@ -251,6 +254,20 @@ class Machine:
             ledger.steps += 1
             ledger.stepped_at = event.where
             ledger.idle_steps += ledger.stage is Stage.USED
+            if ledger.cleared_part is not None:
+                ledger.cleared_steps += 1
+                if ledger.cleared_steps == ledger.steps == CLEARED_STEPS:
+                    facts = {
+                        "why": "cleared",
+                        "backward": ledger.cleared_part.where,
+                        "steps": CLEARED_STEPS,
+                        "zeros": True,
+                    }
+                    breaches.append(
+                        Breach(
+                            "no-gradients", event.optimizer, event.scaler, ledger.cleared_at, event.where, None, facts
+                        )
+                    )
             if ledger.idle_steps == PILED_STEPS and event.scaler is not None:
                 facts = {"steps": ledger.idle_steps, "has_scaler": True, "is_reused": True}
                 breaches.append(

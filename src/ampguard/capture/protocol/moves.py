@@ -412,12 +412,21 @@ class Moves:
             self.routine.spoil()
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
+            if breach.facts.get("zeros") and not self._steps_with_zeros(breach.optimizer):
+                continue
             self.name_scaler(breach)
             self.listener.on_breach(breach, self._began(breach, step))
+
+    def _steps_with_zeros(self, watch: Any) -> bool:
+        """Whether the gradients that it has just stepped with are 0, and nobody else trains: the script may also have put others
+        in place, or freeze a part of the model for a time."""
+        return len(self.watches.optimizers) == 1 and bool(watch.are_zero())
 
     @staticmethod
     def _began(breach: Breach, step: int) -> int:
         """The iteration to tell it of: one that has to be seen several times in a row began with the first."""
+        if breach.facts.get("zeros"):
+            return max(step + 1 - int(breach.facts["steps"]), 0)
         is_counted = breach.cause == "missing-zero-grad" and not breach.facts.keys() & {"by_hand", "is_stuck"}
         earliest = getattr(breach.optimizer, "first_step", None) or 0
         return max(earliest, step + 1 - int(breach.facts["steps"])) if is_counted else step

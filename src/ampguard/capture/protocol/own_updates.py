@@ -80,7 +80,9 @@ class OwnUpdates:
         self._models = models
         self._followed: list[_Followed] = []
         self._of_optimizers: list[_Followed] = []
-        """The same of parameters that an optimizer holds, until it uses their gradients; and of inputs that want one."""
+        """The same of parameters that an optimizer holds, until it uses their gradients."""
+        self._inputs: list[_Followed] = []
+        """The same of inputs of modules that want a gradient and that no optimizer holds (a prompt)."""
         self._seen: tuple[float, int] | None = None
         """By how many times their gradients those were moved, and since which iteration."""
         self._scale = 1.0
@@ -93,19 +95,22 @@ class OwnUpdates:
 
     @property
     def is_open(self) -> bool:
-        return bool(self._followed or self._of_optimizers)
+        return bool(self._followed or self._of_optimizers or self._inputs)
 
     def after_backward(self, scale: float, where: Line | None) -> None:
         """Copy some that no optimizer holds. An accumulation window begins anew with each of its backward passes."""
-        self._followed, self._of_optimizers = [], []
+        self._followed, self._of_optimizers, self._inputs = [], [], []
         if self.has_told or scale < SMALLEST_SCALE:
             return
-        found = unowned(self._models, self._held())
+        held = self._held()
+        found = unowned(self._models, held)
         self._follow([(p, p.grad) for p in found], scale, where)
         sampled = [p for watch in self._moves.mine() for p in watch.sample]
-        inputs = [p for p in self._models.plain_leaves() if not any(p is other for other in (*sampled, *found))]
-        self._of_optimizers = [each for p in (*sampled, *inputs[:MOST]) if (each := _follow(p, p.grad))]
-        self._lines |= {compat.storage_key(each.parameter): None for each in self._of_optimizers}
+        owned = {id(p) for p in (*held, *found)}
+        inputs = [p for p in self._models.plain_leaves() if id(p) not in owned]
+        self._of_optimizers = [each for p in sampled if (each := _follow(p, p.grad))]
+        self._inputs = [each for p in inputs[:MOST] if (each := _follow(p, p.grad))]
+        self._lines |= {compat.storage_key(each.parameter): None for each in (*self._of_optimizers, *self._inputs)}
         steps = self._moves.recorder.steps
         self._step = steps.count - steps.counts_backwards  # where it stands for the step it has ended it
 
@@ -141,23 +146,29 @@ class OwnUpdates:
             key = compat.storage_key(target)
             if key in self._lines:
                 self._lines[key] = self._lines[key] or where
-                for each in (*self._followed, *self._of_optimizers):
+                for each in (*self._followed, *self._of_optimizers, *self._inputs):
                     each.is_written = each.is_written or compat.storage_key(each.parameter) == key
 
     def settle(self) -> None:
         """The iteration is over, or it goes on to other gradients: were they moved along those that still carry the scale?"""
         self.before_optimizers()
+        inputs, self._inputs = self._inputs, []
+        self._twice(inputs)
         followed, self._followed = self._followed, []
         moved = [each for each in self._moved(followed) if each[1] > 0]
         if moved and not self.has_told:
             self._tell(moved, self._step)
 
     def before_optimizers(self) -> None:
-        """The gradients of optimizers are about to be divided, stepped with, or added to: were their weights moved before?
+        """The gradients of optimizers are about to be divided, stepped with, or added to: were their weights moved before?"""
+        followed, self._of_optimizers = self._of_optimizers, []
+        self._twice(followed)
+
+    def _twice(self, followed: list[_Followed]) -> None:
+        """Tell of those that were moved by the same number in two iterations.
 
         A step along a gradient of some length (SAM's) may be by a round number once, and is by another in the next iteration.
         """
-        followed, self._of_optimizers = self._of_optimizers, []
         moved = self._moved(followed)
         if not moved or self.has_told:
             return

@@ -10,6 +10,8 @@ Not this       a few skipped steps at the start, or one every 2,000 steps: the s
 
 from __future__ import annotations
 
+import math
+
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.words import number, spelled_out
@@ -41,13 +43,7 @@ def scale_collapse(situation: Situation) -> Incident | None:
     if scale is None or not has_collapsed(trajectory, scale, before):
         return None
     known = situation.known
-    is_other = known is not None and known.cause not in ITS_GRADIENTS
-    if (
-        known is not None
-        and is_other
-        and known.severity == "error"
-        and known.occurrences >= trajectory.skips_in_fall / 2
-    ):
+    if known is not None and known.cause not in ITS_GRADIENTS and is_behind(known, trajectory):
         return None  # what makes every step fail has been told: this is its consequence
     facts = {
         "since_step": since,
@@ -78,6 +74,15 @@ def scale_collapse(situation: Situation) -> Incident | None:
         evidence={**(known.evidence if known else {}), **facts},
         fixes=fixes(known),
     )
+
+
+def is_behind(known: Incident, trajectory: Trajectory) -> bool:
+    """Whether most of the skipped steps were skipped for this failure, as far as failures were counted: later ones, of a run
+    that goes on failing, are not looked at."""
+    since, last = trajectory.falling_since or 0, known.evidence.get("last_step", math.inf)
+    counted = sum(was_skipped and since <= step <= last for step, _, was_skipped in trajectory.used_scales())
+    is_enough = counted >= min(MIN_SKIPS, trajectory.skips_in_fall / 2)
+    return known.severity == "error" and is_enough and known.occurrences >= counted / 2
 
 
 def _losses(trajectory: Trajectory) -> str:

@@ -60,7 +60,11 @@ def missing_update(scene: Scene) -> Telling | None:
             f"`{scaler}.update()` was left out: since {at(scene.first)} the scaler takes the gradients of `{name}` as unscaled "
             f"already. At {at(scene.again)} they still carry the loss scale, {scene.factor}."
         )
-        how = f"call {scaler}.update() also where the step is skipped (before a `continue`): {once}"
+        how = (
+            f"call {scaler}.update() once the gradients that were unscaled at {at(scene.first)} have been used or dropped, "
+            f"before the next backward pass (also before a `continue`, and between the two passes of SAM): "
+            f"{scaler}.step({name}) unscales the new ones then"
+        )
     else:
         text = _between(scene)
         how = f"one {scaler}.update() an iteration, after the last optimizer's step: here behind {at(scene.again)}"

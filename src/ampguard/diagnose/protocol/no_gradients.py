@@ -26,7 +26,10 @@ def no_gradients(scene: Scene) -> Telling:
     said = ' PyTorch says "No inf checks were recorded".' if refused else " Without a scaler no error comes of it."
     count = scene.facts.get("of")
     head = f"No parameter of `{name}` has a gradient" + (f" ({count} parameters): " if count else ": ")
-    alone = bool(refused) or bool(scene.facts.get("alone"))
+    if scene.facts.get("zeros"):
+        head = f"All gradients of `{name}` are 0 when it steps, in each of the first {scene.facts['steps']} steps: "
+        said = " No error comes of it." if scene.breach.scaler is not None else said
+    alone = bool(refused) or bool(scene.facts.get("alone")) or bool(scene.facts.get("zeros"))
     return Telling(
         head + text + said,
         scene.again,
