@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -174,8 +175,14 @@ class GradientWatch:
         if all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
             self._judge.are_good()
         else:  # what earlier calls have left there was finite: it was looked at
-            scale = self._scale_held_off()
-            self._judge.are_bad(parameters, scale, is_held_off=scale is not None, since=call.index)
+            self._are_bad_by_hand(parameters, call.index)
+
+    def _are_bad_by_hand(self, parameters: Iterable[Tensor], since: int) -> None:
+        """No optimizer was to use them, and no scaler was asked: the scale may be all that is wrong with them."""
+        held_off, scaler = self._scale_held_off(), self.scaler
+        is_past = held_off is None and scaler is not None and scaler.is_enabled()
+        scale = float(scaler.get_scale()) if is_past else held_off
+        self._judge.are_bad(parameters, scale, is_held_off=held_off is not None, since=since, is_past_scaler=is_past)
 
     def _scale_held_off(self) -> float | None:
         """The loss scale of one that takes back what it has spoilt, where no optimizer's step could be held off."""
@@ -208,9 +215,7 @@ class GradientWatch:
         self._is_unjudged = False
         parameters = self._judge.parameters_of_modules()
         if not all_finite_on_cpu(p.grad for p in parameters if p.grad is not None):
-            since = max(self._cleared.values(), default=0)
-            scale = self._scale_held_off()
-            self._judge.are_bad(parameters, scale, is_held_off=scale is not None, since=since)
+            self._are_bad_by_hand(parameters, max(self._cleared.values(), default=0))
 
     def look_for_underflow(self, optimizer: torch.optim.Optimizer, loss_scale: float | None) -> None:
         """Somebody suspects that these gradients have lost a part to zero: have the step run again."""

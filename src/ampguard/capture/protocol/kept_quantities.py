@@ -208,8 +208,8 @@ class KeptQuantities:
         self._looks += 1
         with compat.unseen():
             kept = self._in_graph(losses)
-        if kept is None:
-            return
+        if kept is None or (kept.power == 1 and not self._moves.carried.is_scaled(losses)):
+            return  # (what goes on from gradients that carry the scale need not be scaled itself)
         self._looks = MAX_LOOKS
         self._kept = {}
         facts = {"scale": kept.scale, "power": kept.power, "clips": True, "in_loss": True, "kept": True}

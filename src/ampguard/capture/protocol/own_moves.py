@@ -66,7 +66,8 @@ class OwnMoves:
         _, power, where = moved[0]
         facts = {"own_update": True, "made_of_them": True, "parameters": [p for p, *_ in moved], "scale": scale}
         first = last.where if last is not None else None
-        self._moves.tell([Breach("bypassed-scaler", None, None, first, where, scale**power, facts)], self._step)
+        step = self._moves.second_looks.read_since(self._step, *self._moves.mine())
+        self._moves.tell([Breach("bypassed-scaler", None, None, first, where, scale**power, facts)], step)
 
 
 def _power(name: str, args: tuple[Any, ...], sums: Sums) -> float:

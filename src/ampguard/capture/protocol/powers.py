@@ -6,8 +6,9 @@ what an operator does that has no rule here is not followed any further.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +106,8 @@ COMPARES = frozenset({"__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", 
 COUNTS = frozenset({"histc"})
 """Their limits are those of what they count, where they are given."""
 READS = frozenset({"item", "tolist", "__float__", "__format__", "__repr__", "__str__", "numpy", "__array__"})
+MAX_READ = 64
+ROUND = 1e-7
 SHOWS = frozenset({"__format__", "__repr__", "__str__"})
 
 
@@ -117,6 +120,10 @@ class Powers:
     weights: dict[int, Held] = field(default_factory=dict)
     """The parameters themselves, which carry no scale."""
     known: dict[int, Quantity] = field(default_factory=dict)
+    read: dict[int, tuple[Line | None, float, list[float]]] = field(default_factory=dict)
+    """Numbers that were read from quantities, by the line that computed these: which power they carry."""
+    cancelled: set[Line | None] = field(default_factory=set)
+    """Lines of numbers that were seen to take the scale out of what they were multiplied by."""
     is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
     """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 
@@ -190,6 +197,34 @@ class Powers:
             return 0.0
         return next((p for p in (1.0, -1.0, 2.0, -2.0) if abs(value / self.scale**p - 1) < 1e-6), 0.0)
 
+    def note_read(self, number: Any, power: float, where: Line | None) -> None:
+        """A number was read that carries S^power."""
+        if isinstance(number, float) and math.isfinite(number) and number and len(self.read) < MAX_READ:
+            self.read.setdefault(hash((where, power)), (where, power, []))[2].append(number)
+
+    def of_ratio(self, value: Any) -> tuple[float, Line | None] | None:
+        """What a number carries that is a round number over what was read, or times it; and where that was computed."""
+        if not isinstance(value, float) or not value or not math.isfinite(value):
+            return None
+        for where, power, numbers in self.read.values():
+            for found, carried in _totals(numbers, power):
+                if _is_round(value * found):
+                    return -carried, where
+                if _is_round(value / found):
+                    return carried, where
+        return None
+
+    def _of_factor(self, value: Any) -> float:
+        by_scale = self.of_number(value)
+        ratio = self.of_ratio(value) if not by_scale else None
+        return ratio[0] if ratio is not None else by_scale
+
+    def note_factor(self, value: Any, power: float) -> None:
+        """Something that carries S^power was multiplied by this number."""
+        ratio = self.of_ratio(value)
+        if ratio is not None and power and ratio[0] + power == 0:
+            self.cancelled.add(ratio[1])
+
     def _is_unknown(self, value: Any) -> bool:
         """A tensor that was computed from who knows what, perhaps from scaled gradients as well."""
         return isinstance(value, Tensor) and self.of(value) is None and not self.of_number(value)
@@ -214,8 +249,8 @@ class Powers:
             return 0.0, watch  # what a weight is compared with is of a weight's kind
         if len(args) > 1 and name not in BOUNDS and any(self._is_unknown(arg) for arg in args[:2]):
             return None
-        left = first[0] if first is not None else self.of_number(args[0])
-        right = second[0] if second is not None else self.of_number(args[1]) if len(args) > 1 else 0.0
+        left = first[0] if first is not None else self._of_factor(args[0])
+        right = second[0] if second is not None else self._of_factor(args[1]) if len(args) > 1 else 0.0
         if name in KEEPS:
             if first is not None and second is not None and left != right:
                 return None  # a sum of what is scaled and what is not
@@ -273,3 +308,20 @@ class Powers:
             return False
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
         return is_number and not self.of_number(value) and abs(float(value)) >= SMALLEST_LIMIT
+
+
+def _totals(numbers: list[float], power: float) -> Iterator[tuple[float, float]]:
+    """What a script makes of such numbers, and what that carries: one of them, their sum, the norm that they make."""
+    yield from ((number, power) for number in numbers)
+    yield sum(numbers), power
+    yield sum(n * n for n in numbers) ** 0.5, power
+    yield abs(sum(numbers)) ** 0.5, power / 2
+
+
+def _is_round(value: float) -> bool:
+    """Whether it has no more than two significant digits.
+
+    >>> _is_round(0.05000000001), _is_round(0.0512)
+    (True, False)
+    """
+    return bool(value) and math.isfinite(value) and abs(value / float(f"{value:.1e}") - 1.0) < ROUND

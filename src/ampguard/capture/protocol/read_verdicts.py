@@ -106,6 +106,7 @@ class Verdict:
             self._tell_plain()
         if seen.asked_if_finite:
             return
+        uses = [(n, use.in_view_of(n.where in self._found.cancelled)) for n, use in uses]
         raw = [(n.watch, n.where) for n, use in uses if use.is_raw and not (use.clips and knows_scale)]
         raw += [(n.watch, n.where) for n in seen.numbers if n.is_shown] + self._left_over()
         if not (knows_scale or (seen.compared and self._holds_scale())):

@@ -254,8 +254,10 @@ class ReadWindow:
     def _after(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         found = self._powers
         if found is None or name in powers.READS or name in powers.COMPARES:
+            self._number_read(args[0], result)
             return
         with compat.unseen():
+            self._multiplied(name, args, options, found)
             target = found.gradient(first_of(args[0]))
             if target is not None and name in powers.IN_PLACE:
                 return
@@ -270,6 +272,25 @@ class ReadWindow:
                 if result is not args[0]:
                     is_limited = found.is_limited(name, args, options, carried[0])
                     found.note(result, *carried, script_line(sys._getframe(3)), is_limited, args)
+
+    def _number_read(self, value: Any, number: Any) -> None:
+        carried = self._powers.of(value) if self._powers is not None else None
+        if self._powers is not None and carried is not None and carried[0]:
+            known = self._powers.quantity(value)
+            self._powers.note_read(number, carried[0], known.where if known is not None else None)
+
+    @staticmethod
+    def _multiplied(name: str, args: tuple[Any, ...], options: dict[str, Any], found: Powers) -> None:
+        """By a number, perhaps one that takes the scale out."""
+        if name in powers.TIMES | powers.OVER and len(args) > 1:
+            for value, factor in (args[:2], args[1::-1]):
+                carried = found.of(value)
+                if carried is not None and isinstance(factor, float):
+                    found.note_factor(factor, carried[0] if name in powers.TIMES else -carried[0])
+        factor = options.get("alpha", options.get("value"))
+        carried = found.of(args[1]) if isinstance(factor, float) and len(args) > 1 else None
+        if carried is not None:
+            found.note_factor(factor, carried[0])
 
     def _added(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
@@ -353,7 +374,8 @@ class ReadWindow:
     def _clip(name: str, args: tuple[Any, ...], watch: OptimizerWatch, found: Powers, frame: FrameType) -> Clip:
         factor = args[1] if len(args) > 1 else 1.0
         carried, known = found.of(factor), found.quantity(factor)
-        power = carried[0] if carried is not None else None
+        ratio = found.of_ratio(factor) if carried is None else None
+        power = carried[0] if carried is not None else ratio[0] if ratio is not None else None
         is_limited = known is not None and known.is_limited
         is_limited = is_limited and not any(map(computes_with_scale, spots_of(frame, found.scale)))
         return Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)

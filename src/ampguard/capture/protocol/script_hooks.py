@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampguard.capture.protocol.script_units import READING, Spot, Units, Use, calls_at, function_of, tree_of
+from ampguard.capture.protocol.script_source import calls_at, function_of, tree_of
+from ampguard.capture.protocol.script_units import READING, Spot, Units, Use
 
 
 def use_in_hook(spots: list[Spot], power: float) -> Use:

@@ -8,15 +8,14 @@ of the scale S; compared with a constant, formatted or handed to a call it is no
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
-import linecache
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-MAX_LINES = 20_000
+from ampguard.capture.protocol.script_source import calls_at, function_of, last_name, only_call_at
+
 READING = frozenset({"item", "tolist", "float", "int", "numpy"})
 _KEEPING = frozenset(
     [
@@ -54,6 +53,10 @@ _KEEPING = frozenset(
 )
 _FREE = frozenset({"isnan", "isinf", "isfinite", "len", "type", "isinstance", "id", "keys"})
 _CLIPPING = frozenset({"mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"})
+_MULTIPLYING = frozenset({"mul_", "mul", "multiply", "_foreach_mul_", "_foreach_mul"})
+_FACTORS = frozenset({"alpha", "value"})
+"""Names of arguments by which an operator multiplies another one."""
+_LIMITING = frozenset({"min", "minimum", "clamp", "clip"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,17 @@ class Use:
     """It is used as if it were free of the scale."""
     clips: bool = False
     """Something is multiplied by it in place, as gradients are that are clipped."""
+    multiplies: bool = False
+    """A factor that carries the inverse of the scale is all that it is used for: what it is multiplied by may carry the scale."""
+
+    is_lost: bool = False
+    """Where it went could not be followed, and it counts as used as it is."""
+
+    def in_view_of(self, cancels: bool) -> Use:
+        """The same, once it is known whether the scale was seen to cancel there."""
+        if cancels and (self.multiplies or self.is_lost):
+            return Use(False, self.clips)
+        return Use(self.is_raw or self.multiplies, self.clips)
 
 
 def use_of_number(spots: list[Spot], power: float) -> Use:
@@ -91,9 +105,14 @@ def use_of_number(spots: list[Spot], power: float) -> Use:
         units = Units(seeds, power, spot.scales)
         units.walk(function)
         if units.is_raw or not units.returned:
-            return Use(units.is_raw or not units.cancels, units.clips)
+            return _use_of(units)
         power, wanted = units.returned, spot.code.co_name
-    return Use(is_raw=True)
+    return Use(is_raw=True, is_lost=True)
+
+
+def _use_of(units: Units) -> Use:
+    multiplies = units.multiplies and not (units.is_raw or units.limits)
+    return Use(units.is_raw or not (units.cancels or multiplies), units.clips, multiplies and not units.cancels)
 
 
 def use_of_name(spots: list[Spot], name: str, power: float) -> Use:
@@ -115,7 +134,7 @@ def _use_of_returned(spots: list[Spot], units: Units) -> Use:
         function = function_of(spot.code)
         if function is None or spot.scales or "get_scale" in spot.code.co_names:
             break
-        calls = calls_at(function, spot.line, {callee.code.co_name}) or _only_call_at(function, spot.line)
+        calls = calls_at(function, spot.line, {callee.code.co_name}) or only_call_at(function, spot.line)
         units = Units(calls, units.returned, {}, units.returned_items, units.returned_keys)
         units.walk(function)
         if units.is_raw or units.cancels or not units.returned:
@@ -131,45 +150,6 @@ def computes_with_scale(spot: Spot) -> bool:
     units = Units((), 0.0, spot.scales)
     units.walk(function)
     return units.computes
-
-
-@functools.lru_cache(maxsize=64)
-def tree_of(path: str) -> ast.Module | None:
-    lines = linecache.getlines(path)
-    if not lines or len(lines) > MAX_LINES:
-        return None
-    try:
-        return ast.parse("".join(lines))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def function_of(code: CodeType) -> ast.AST | None:
-    """The source of a function or of a script's module level."""
-    tree = tree_of(code.co_filename)
-    if tree is None or code.co_name == "<module>":
-        return tree
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if first <= code.co_firstlineno <= node.lineno:
-                return node
-    return None
-
-
-def calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.AST, ...]:
-    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
-    return tuple(call for call in found if last_name(call.func) in names)
-
-
-def _only_call_at(function: ast.AST, line: int) -> tuple[ast.AST, ...]:
-    """The call at a line, where there is one alone: what is called may have another name than its code (a partial)."""
-    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
-    return tuple(found) if len(found) == 1 else ()
-
-
-def last_name(node: ast.AST) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _strongest(powers: Iterable[float]) -> float:
@@ -193,6 +173,9 @@ class Units:
     is_raw: bool = False
     clips: bool = False
     cancels: bool = False
+    multiplies: bool = False
+    limits: bool = False
+    """A factor was limited: `min(1.0, limit / norm)`."""
     kept: set[str] = field(default_factory=set)
     """Names of what holds something that carries the scale for later: a list, a dictionary, an attribute."""
     returned: float = 0.0
@@ -311,14 +294,22 @@ class Units:
 
     def _combined(self, op: ast.operator, left: float, right: float, exponent: ast.expr) -> float:
         if isinstance(op, (ast.Mult, ast.Div)):
-            power = left + right if isinstance(op, ast.Mult) else left - right
             self.computes = self.computes or bool(left or right)
+            if isinstance(op, ast.Mult) and self._is_factor(left, right, exponent):
+                return 0.0
+            power = left + right if isinstance(op, ast.Mult) else left - right
             self.cancels = self.cancels or (not power and bool(left))
             return power
         if isinstance(op, ast.Pow):
             value = getattr(exponent, "value", None)
             return left * value if isinstance(value, (int, float)) else left
         return _strongest((left, right))
+
+    def _is_factor(self, left: float, right: float, other: ast.expr) -> bool:
+        """Whether one side of a product carries the inverse of the scale, and the other one may carry the scale."""
+        is_one = min(left, right) < 0 and not max(left, right) and not isinstance(other, ast.Constant)
+        self.multiplies = self.multiplies or is_one
+        return is_one
 
     def _call(self, node: ast.Call) -> float:
         name = last_name(node.func)
@@ -335,8 +326,15 @@ class Units:
             return _strongest((own, power)) / 2
         if name in _FREE:
             return 0.0
+        if name in _LIMITING and power < 0 and any(isinstance(arg, ast.Constant) for arg in node.args):
+            self.limits = True
         if name in _KEEPING:
             return _strongest((own, power))
+        factors = node.args if name in _MULTIPLYING else [k.value for k in node.keywords if k.arg in _FACTORS]
+        if power < 0 and sum(map(bool, given)) == sum(bool(self.power(factor)) for factor in factors):
+            self.multiplies = True
+            self.clips = self.clips or name in _CLIPPING
+            return 0.0
         if power:
             self.is_raw = True
             self.clips = self.clips or name in _CLIPPING

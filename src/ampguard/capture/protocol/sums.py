@@ -25,7 +25,7 @@ SUMS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__", "maximum", "
 SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "lerp_", "addcmul_"})
 PRODUCTS = frozenset({"addcmul", "addcmul_"})
 """Those that add the product of two operands."""
-EXACT = 1e-5
+EXACT = 1e-9
 
 Carried = tuple[float, OptimizerWatch]
 
@@ -40,7 +40,14 @@ class Sums(Powers):
     @classmethod
     def of_window(cls, powers: Powers) -> Sums:
         gradients = {key: dataclasses.replace(held) for key, held in powers.gradients.items()}
-        return cls(powers.scale, gradients, powers.weights, is_scaled_loss=powers.is_scaled_loss)
+        return cls(
+            powers.scale,
+            gradients,
+            powers.weights,
+            read=powers.read,
+            cancelled=powers.cancelled,
+            is_scaled_loss=powers.is_scaled_loss,
+        )
 
     def follow(self, name: str, args: tuple[Any, ...], result: Any, where: Callable[[], Line | None]) -> None:
         """The script has called an operator. `where`: finds its line."""
@@ -82,7 +89,9 @@ class Sums(Powers):
                 self.gradients.pop(tensor.data_ptr(), None)
 
     def _is_unclear(self, value: Any) -> bool:
-        return isinstance(value, float) and not self.of_number(value) and not is_free_of(value, self.scale)
+        if not isinstance(value, float) or self.of_number(value) or self.of_ratio(value) is not None:
+            return False
+        return not is_free_of(value, self.scale)
 
     def _added(self, name: str, args: tuple[Any, ...]) -> Carried | None:
         """Something that carries the scale was added to what is known of nothing, or to what carries as much."""

@@ -1,7 +1,7 @@
 """bypassed-scaler: an optimizer is stepped directly on gradients that are still scaled.
 
 What happens   scaler.scale(loss).backward(), then optimizer.step() instead of scaler.step(optimizer); or an update of the
-               script's own, p -= lr * p.grad, with such gradients.
+               script's own, p -= lr * p.grad, with such gradients or with a momentum that is made of them.
 Why it hurts   the gradients are 65536 times too large; Adam hides it until weight decay, clipping or its eps matter. An
                overflow is not noticed, and the step makes the weights NaN. Later scaler.update() may say "No inf checks were
                recorded prior to update."

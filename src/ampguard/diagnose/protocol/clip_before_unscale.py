@@ -5,9 +5,10 @@ Why it hurts   the norm is 65536 times too large, so every step is clipped, and 
                smaller than the limit asks for: training nearly stands still. A norm that is only logged is wrong by as much.
 Instead        scaler.unscale_(optimizer) first; scaler.step() sees that it was done.
                Gradients from torch.autograd.grad(scaler.scale(loss), ..., create_graph=True) that become part of the loss, as
-               in a gradient penalty, are used at that size too.
+               in a gradient penalty, are used at that size too. So is what is made of gradients and kept for a later loss:
+               squared ones, which weigh how important each parameter is, carry the square of the scale.
 Not this       a limit that the script multiplies by scaler.get_scale() itself; a ratio of two norms of scaled gradients; a
-               norm that is divided by the scale before it is used.
+               norm that is divided by the scale before it is used; importance weights that are normalised.
 """
 
 from __future__ import annotations

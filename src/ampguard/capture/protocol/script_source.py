@@ -1,0 +1,50 @@
+"""The source of a script as trees: a function's, and the calls at one of its lines."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterable
+from types import CodeType
+
+MAX_LINES = 20_000
+
+
+@functools.lru_cache(maxsize=64)
+def tree_of(path: str) -> ast.Module | None:
+    lines = linecache.getlines(path)
+    if not lines or len(lines) > MAX_LINES:
+        return None
+    try:
+        return ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def function_of(code: CodeType) -> ast.AST | None:
+    """The source of a function or of a script's module level."""
+    tree = tree_of(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first <= code.co_firstlineno <= node.lineno:
+                return node
+    return None
+
+
+def calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.AST, ...]:
+    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
+    return tuple(call for call in found if last_name(call.func) in names)
+
+
+def only_call_at(function: ast.AST, line: int) -> tuple[ast.AST, ...]:
+    """The call at a line, where there is one alone: what is called may have another name than its code (a partial)."""
+    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
+    return tuple(found) if len(found) == 1 else ()
+
+
+def last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
