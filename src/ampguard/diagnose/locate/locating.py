@@ -148,9 +148,11 @@ def chain_at(op: TracedOp) -> Chain:
 
 
 def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
-    """An infinity that the code wrote, and returned or read in evaluation, unchanged: masked logits, a sentinel, the score
-    of a path that does not exist."""
+    """An infinity that the code wrote, and kept in a buffer, returned or read in evaluation, unchanged: a mask, masked
+    logits, a sentinel, the score of a path that does not exist."""
     if not chain.intended or chain.conversion() is not None:
         return False
     is_score = bad.kind == "loss" and bad.mode == "eval" and chain.given is None
-    return bad.kind == "output" or (is_score and all(link.op.short_name in SEARCHING for link in chain.links[:-1]))
+    return bad.kind in ("output", "buffer") or (
+        is_score and all(link.op.short_name in SEARCHING for link in chain.links[:-1])
+    )
