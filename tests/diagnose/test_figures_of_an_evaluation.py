@@ -71,6 +71,16 @@ def masked_logits(logits: Tensor, target: Tensor, number: int) -> Any:
     return logits.masked_fill(torch.arange(CLASSES) > 1, float("-inf")).tolist()
 
 
+def least_log_probability(logits: Tensor, target: Tensor, number: int) -> float:
+    masked = logits.masked_fill(torch.arange(CLASSES) > 1, float("-inf"))
+    return (masked / 0.5).log_softmax(1).min().item()
+
+
+def likelihood_of_the_masked(logits: Tensor, target: Tensor, number: int) -> float:
+    masked = logits.masked_fill(torch.arange(CLASSES) > (1 if number == 1 else CLASSES), float("-inf"))
+    return masked.log_softmax(1).mean().item()
+
+
 def precision(logits: Tensor, target: Tensor, number: int) -> float:
     hits = logits.argmax(1) == CLASSES - 1
     hits = hits & (target < 0)
@@ -106,13 +116,19 @@ def test_finite_ones_are_none(guard: Guard, read: Callable[..., Any]) -> None:
     assert not run.report.incidents
 
 
-@pytest.mark.parametrize("read", [soft_dice, errors_where_known, masked_logits])
+@pytest.mark.parametrize("read", [soft_dice, errors_where_known, masked_logits, least_log_probability])
 def test_what_is_meant_is_none(guard: Guard, read: Callable[..., Any]) -> None:
     plain = Run(read)()
     run = guard(Run(read))
     assert run.faults == 0, run.stderr
     assert not run.report.incidents
     np.testing.assert_array_equal(run.result, plain)
+
+
+def test_a_mean_that_takes_in_a_masked_one_is_told(guard: Guard) -> None:
+    run = guard(Run(likelihood_of_the_masked))
+    assert run.faults == 0, run.stderr
+    assert [(i.cause, i.severity, i.mode) for i in run.report.incidents] == [("indeterminate", "error", "eval")]
 
 
 def test_a_precision_of_nothing_is_a_note(guard: Guard) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 
 def test_the_call_that_poisoned_a_buffer_is_replayed_bit_for_bit(guard: Callable[..., Any]) -> None:
@@ -37,3 +39,81 @@ def test_the_call_that_poisoned_a_buffer_is_replayed_bit_for_bit(guard: Callable
     assert (run.first.step, run.first.module, run.first.op) == (2, "3", "aten.convolution.default")
     assert run.first.evidence["rung"] == "replay"
     assert "4.running_mean" in run.first.evidence["poisoned_buffers"]
+
+
+class Codebook(nn.Module):
+    """Refitted in some steps only: a code that nobody uses divides by its count of 0."""
+
+    def __init__(self, size: int, is_assigned: bool) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(size, 4))
+        self.is_assigned, self.is_refitted = is_assigned, False
+
+    def forward(self, z: Tensor) -> Tensor:
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        if self.is_refitted:
+            used = functional.one_hot(nearest, len(self.codes)).to(z.dtype)
+            codes = used.t() @ z.detach() / used.sum(0)[:, None]
+            if self.is_assigned:
+                self.codes = codes
+            else:
+                self.codes.copy_(codes)
+        return z + (self.codes[nearest] - z).detach()
+
+
+def train_with(part: nn.Module, before: Callable[[int], None]) -> None:
+    net = nn.Sequential(nn.Linear(6, 4), part, nn.Linear(4, 6))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for step in range(8):
+        before(step)
+        x = torch.randn(5, 6)
+        loss = (net(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+
+@pytest.mark.parametrize(("size", "is_assigned"), [(12, False), (12, True), (20_000, True)])
+def test_the_first_write_to_a_buffer_late_in_training(guard: Callable[..., Any], size: int, is_assigned: bool) -> None:
+    torch.manual_seed(0)
+    codebook = Codebook(size, is_assigned)
+
+    def refit(step: int) -> None:
+        codebook.is_refitted = step == 5
+
+    run = guard(lambda: train_with(codebook, refit))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step, run.first.module) == ("division-by-zero", 5, "1")
+    assert run.first.location.code == "codes = used.t() @ z.detach() / used.sum(0)[:, None]"
+    assert run.first.evidence["rung"] == "replay"
+    assert run.first.fixes[0].verified
+    assert run.causes == ["division-by-zero"], "what followed is its consequence"
+
+
+class Keeping(nn.Module):
+    """A mask that is made anew for a longer input, or a smallest value that is begun again: infinities of the code's own."""
+
+    def __init__(self, is_assigned: bool) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(4))
+        self.is_assigned, self.begins_anew = is_assigned, False
+
+    def forward(self, z: Tensor) -> Tensor:
+        if self.begins_anew and self.is_assigned:
+            self.kept = torch.zeros(4).masked_fill(torch.arange(4) > 2, float("-inf"))
+        elif self.begins_anew:
+            self.kept.fill_(float("inf"))
+        return z + self.kept.clamp(-1.0, 1.0)
+
+
+@pytest.mark.parametrize("is_assigned", [False, True])
+def test_an_infinity_that_the_code_keeps_in_a_buffer(guard: Callable[..., Any], is_assigned: bool) -> None:
+    part = Keeping(is_assigned)
+
+    def begin_anew(step: int) -> None:
+        part.begins_anew = step == 5
+
+    run = guard(lambda: train_with(part, begin_anew))
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.record import BackwardCall, Held, Line, Ref
@@ -35,7 +37,7 @@ class BackwardCalls:
         if gradients is not None:
             gradients = log.named((gradients,) if isinstance(gradients, Tensor) else tuple(gradients))
         if inputs is not None:
-            wanted = (inputs,) if _is_one(inputs) else inputs
+            wanted = each_of(inputs)
             inputs = [Held(t, version_of(t)) if isinstance(t, nn.Parameter) else log.named(t) for t in wanted]
         index, made = log.next_index, self._steps.attempts
         log.next_index = index + 1
@@ -48,7 +50,7 @@ class BackwardCalls:
 
     def returned(self, call: BackwardCall, gradients: Any) -> None:
         """What `torch.autograd.grad` returned."""
-        for position, gradient in enumerate(gradients):
+        for position, gradient in enumerate(each_of(gradients)):
             if isinstance(gradient, Tensor):
                 self._log.producers.define(gradient, Ref(call.index, position))
                 call.outputs.append(weakref.ref(gradient))
@@ -58,6 +60,9 @@ class BackwardCalls:
                 call.floating.append(False)
 
 
-def _is_one(inputs: Any) -> bool:
-    """Whether the inputs of a derivative are a single tensor (or an edge of the graph) rather than a sequence."""
-    return isinstance(inputs, Tensor) or not isinstance(inputs, (list, tuple))
+def each_of(inputs: Any) -> tuple[Any, ...]:
+    """The inputs of a derivative as PyTorch takes them: one tensor (or edge of the graph), a dictionary's values, or any
+    iterable (`parameters.values()`). An iterator is used up."""
+    if isinstance(inputs, (Tensor, GradientEdge)) or not isinstance(inputs, Iterable):
+        return (inputs,)
+    return tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)

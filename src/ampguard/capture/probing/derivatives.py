@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from ampguard import compat
 from ampguard.capture import hooks
+from ampguard.capture.backward_calls import each_of
 from ampguard.capture.probing.probe import Probe
 
 
@@ -48,8 +49,11 @@ class DerivativeProbe(Probe):
                 gradients = args[0] if args else kwargs.get("grad_tensors")
                 call = guarded(recorder.before_backward, tensors, gradients)
                 only = args[4] if len(args) > 4 else kwargs.get("inputs")
+                if isinstance(only, Iterator):
+                    only = tuple(only)
+                    args, kwargs = _with_inputs(only, 4, args, kwargs)
                 if only is not None and call is not None:
-                    call.only = frozenset(map(id, only if isinstance(only, (list, tuple)) else (only,)))
+                    call.only = frozenset(map(id, each_of(only)))
                 recorder.paused = True
                 try:
                     if recorder.live is not None and call is not None:
@@ -86,6 +90,9 @@ class DerivativeProbe(Probe):
                 return original(*args, **kwargs)
 
             def followed(*args: Any, **kwargs: Any) -> Any:
+                inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+                if isinstance(inputs, Iterator):
+                    args, kwargs = _with_inputs(tuple(inputs), 1, args, kwargs)
                 given = dict(
                     zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
                 )
@@ -132,3 +139,12 @@ class DerivativeProbe(Probe):
         self._patches.replace(torch.autograd, "backward", watch_backward)
         self._patches.replace(torch.autograd, "grad", watch_grad)
         self._patches.replace(torch.Tensor, "register_hook", hooks.watching(recorder, recorder.gradients.hooks))
+
+
+def _with_inputs(
+    inputs: tuple[Any, ...], position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with what an iterator (`net.parameters()`) gave: it can be read once, and is looked at before PyTorch does."""
+    if len(args) > position:
+        return (*args[:position], inputs, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "inputs": inputs}

@@ -6,6 +6,7 @@ buffers that calls really change are copied; which those are, their version coun
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,9 @@ from ampguard.numerics import all_finite_on_cpu, has_same_bits, is_finite
 
 FIRST_CALL_COPY = 1 << 16
 """Elements up to which a buffer is copied before it is known whether calls in this mode change it."""
+
+MOST_AT_REST = 1 << 20
+"""Elements of the buffers of a module that no call has changed yet, of which the copies are kept."""
 
 RESCAN_CALLS = 256
 
@@ -34,6 +38,9 @@ class _Watched:
     modes: set[bool] = field(default_factory=set)
     """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
     calls: int = 0
+    at_rest: dict[tuple[int, str], SavedBuffer] = field(default_factory=dict)
+    """What no call has changed yet, with its value: a codebook is written in its tenth call first."""
+    elements_at_rest: int = 0
 
 
 class BufferWatch:
@@ -101,8 +108,11 @@ class BufferWatch:
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
             if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
-                buffer.copy = None  # unchanged: the live one serves, and holds no memory
+                if buffer.copy is not None:
+                    _keep_at_rest(buffer, watched)
+                    buffer.copy = None  # unchanged: the live one serves
                 continue
+            _take_from_rest(buffer, watched)
             watched.changing.add((id(buffer.owner), buffer.name))
             if now.is_floating_point() and now.device.type == "cpu":
                 changed.append((buffer, now))
@@ -112,11 +122,36 @@ class BufferWatch:
         poisoned = []
         for buffer, now in changed:
             key = (id(buffer.owner), buffer.name)
-            if key in self._poisoned or buffer.copy is None or not is_finite(buffer.copy) or is_finite(now):
+            before = _before(buffer, now)
+            if key in self._poisoned or before is None or not is_finite(before) or is_finite(now):
                 continue
             self._poisoned.add(key)
             poisoned.append((paths.get(key, buffer.name), now))
         return poisoned
+
+
+def _keep_at_rest(buffer: SavedBuffer, watched: _Watched) -> None:
+    key = (id(buffer.owner), buffer.name)
+    known = watched.at_rest.get(key)
+    if known is not None and known.copy is buffer.copy:
+        return
+    watched.elements_at_rest += buffer.tensor.numel() if known is None else 0
+    if watched.elements_at_rest <= MOST_AT_REST:
+        watched.at_rest[key] = dataclasses.replace(buffer)
+
+
+def _take_from_rest(buffer: SavedBuffer, watched: _Watched) -> None:
+    """Give what a call has changed for the first time the value that it had before, where that was kept."""
+    known = watched.at_rest.pop((id(buffer.owner), buffer.name), None) if watched.at_rest else None
+    if known is not None and known.tensor is buffer.tensor and known.version == buffer.version:
+        buffer.copy = known.copy if buffer.copy is None else buffer.copy
+
+
+def _before(buffer: SavedBuffer, now: Tensor) -> Tensor | None:
+    """The value that a buffer had before a call; None where it is gone."""
+    if buffer.copy is not None or now is buffer.tensor:
+        return buffer.copy
+    return buffer.tensor if version_of(buffer.tensor) == buffer.version else None
 
 
 def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched) -> bool:

@@ -162,6 +162,17 @@ class Casebook:
         self.count(self._bad_events[event], bad, calls_behind(bad))
         return True
 
+    def hands_on(self, cause: str, bad: BadResult, event: int) -> bool:
+        """Whether a bad value that a call was given came with what is told of that call; it is counted to that.
+
+        A decoder's second call reads what its first one cached of the encoder's result.
+        """
+        case = self._bad_events.get(event)
+        if case is None or cause != "nonfinite-input":
+            return False
+        self.count(case, bad, calls_behind(bad))
+        return True
+
     def _note_targets(self, case: Case, bad: BadResult) -> None:
         self._bad_events |= {target.event: case for target in bad.targets if isinstance(target, Ref)}
         for event in list(self._bad_events)[:-MOST_EVENTS]:

@@ -207,7 +207,8 @@ class Examiner:
 
     def _is_consequence(self, finding: Finding, bad: BadResult, evidence: Evidence) -> bool:
         """Whether the step was only given what a failure that was told has left behind; it is counted to that then."""
-        if self._casebook.kept_state.explains(finding.cause, bad, evidence):
+        book, cause = self._casebook, finding.cause
+        if book.kept_state.explains(cause, bad, evidence) or book.hands_on(cause, bad, evidence.op.event):
             return True
         is_of_buffer = finding.cause == "nonfinite-parameter" and finding.evidence.get("role") == "buffer"
         return is_of_buffer and self._casebook.poison.explains_buffer(str(finding.evidence.get("name")), bad)

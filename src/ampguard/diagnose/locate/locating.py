@@ -30,6 +30,11 @@ NOT_MADE = "no operator of the replay made the bad value"
 SEARCHING = COPIES | {"add", "sub"}
 """What a search makes scores of (Viterbi, time warping): sums and choices. A mean, or a product, is a figure of its own."""
 
+CHOOSING = frozenset(["max", "amax", "min", "amin"])
+
+OF_EACH = frozenset(["_log_softmax", "mul", "div"])
+"""What leaves the infinity of an element alone: its log-probability, its score at another temperature."""
+
 
 def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> Evidence | None:
     """Where the failure begins. One traced replay.
@@ -147,10 +152,17 @@ def chain_at(op: TracedOp) -> Chain:
     return Chain([Link(op, 0, None, NEG_INF)])
 
 
+def _is_searched(chain: Chain) -> bool:
+    """Whether the infinity is the score of a path, or that of the worst of all elements (the least log-probability)."""
+    names = [link.op.short_name for link in chain.links[:-1]]
+    known = SEARCHING | OF_EACH if names and names[0] in CHOOSING else SEARCHING
+    return all(name in known for name in names)
+
+
 def is_on_purpose(bad: BadResult, chain: Chain) -> bool:
-    """An infinity that the code wrote, and returned or read in evaluation, unchanged: masked logits, a sentinel, the score
-    of a path that does not exist."""
+    """An infinity that the code wrote, and kept in a buffer, returned or read in evaluation, unchanged: a mask, masked
+    logits, a sentinel, the score of a path that does not exist."""
     if not chain.intended or chain.conversion() is not None:
         return False
     is_score = bad.kind == "loss" and bad.mode == "eval" and chain.given is None
-    return bad.kind == "output" or (is_score and all(link.op.short_name in SEARCHING for link in chain.links[:-1]))
+    return bad.kind in ("output", "buffer") or (is_score and _is_searched(chain))

@@ -1,0 +1,82 @@
+"""What a decoder has cached of a bad encoder's result: it is the encoder's failure, however the script ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watching import Watched, seed_everything
+
+import ampguard
+
+Guard = Callable[..., Watched]
+
+
+class Layer:
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+
+
+class Cache:
+    """Keys of the memory, computed once, by layer."""
+
+    def __init__(self) -> None:
+        self.layers = [Layer()]
+        self.is_updated: dict[int, bool] = {}
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(10, 8)
+        self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, tokens: Tensor, memory: Tensor, cache: Cache) -> Tensor:
+        if not cache.is_updated.get(0):
+            cache.layers[0].keys = self.key(memory)
+            cache.is_updated[0] = True
+        keys, query = cache.layers[0].keys, self.token(tokens)
+        assert keys is not None
+        return self.out(query + (query @ keys.mT).softmax(-1) @ keys)
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(10, 8)
+        self.encoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.decoder = Decoder()
+
+
+def translate(size: float) -> None:
+    seed_everything()
+    model = Translator().half().eval()
+    with torch.no_grad():
+        model.encoder[0].weight.mul_(size)
+        model.encoder[2].weight.mul_(size)
+    with torch.inference_mode():
+        given = {"memory": model.encoder(model.token(torch.randint(0, 10, (2, 5))))}
+        tokens, cache = torch.zeros(2, 1, dtype=torch.long), Cache()
+        for _ in range(3):
+            logits = model.decoder(tokens, given["memory"], cache)[:, -1, :].float()
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
+
+
+def test_only_the_encoder_is_to_blame(tmp_path: Path) -> None:
+    """The script ends with what the sampler says of the probabilities, with the scores at hand."""
+    with pytest.raises(RuntimeError, match="probability"), ampguard.watch(out=tmp_path / "run") as session:
+        translate(1e3)
+    assert session.report is not None
+    (incident,) = session.report.incidents
+    assert incident.cause == "fp16-overflow"
+    assert incident.location is not None
+    assert incident.location.code.startswith('given = {"memory": model.encoder(')
+
+
+def test_a_healthy_translation(guard: Guard) -> None:
+    run = guard(lambda: translate(1.0))
+    assert run.faults == 0, run.stderr
+    assert not run.report.incidents

@@ -1,0 +1,94 @@
+"""What a derivative is taken for, in every form that PyTorch takes: a step is replayed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+BAD = 3
+
+
+def by_iterator(loss: Tensor, net: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, net.parameters(), create_graph=True)  # type: ignore[arg-type]
+
+
+def by_keyword(loss: Tensor, net: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs=net.parameters(), create_graph=True)  # type: ignore[arg-type]
+
+
+def by_values(loss: Tensor, net: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, dict(net.named_parameters()).values(), create_graph=True)  # type: ignore[arg-type]
+
+
+def by_list(loss: Tensor, net: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+
+
+def by_name(loss: Tensor, net: nn.Module) -> tuple[Tensor, ...]:
+    named = dict(net.named_parameters())
+    try:
+        found: Any = torch.autograd.grad(loss, named, create_graph=True)  # type: ignore[arg-type]
+    except (TypeError, AttributeError, RuntimeError):
+        pytest.skip("this PyTorch takes no dictionary")
+    return tuple(found.values())
+
+
+def learn_to_learn(derive: Callable[[Tensor, nn.Module], tuple[Tensor, ...]]) -> list[float]:
+    """One step of gradient descent in the loss (MAML); of one task the spread is 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    losses = []
+    for step in range(6):
+        x = torch.randn(5, 3)
+        y = x.sum(1, keepdim=True)
+        spread = y.std() * (step != BAD)
+        gradients = derive((net(x) - y).square().mean(), net)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(net.named_parameters(), gradients, strict=True)}
+        wrong = functional_call(net, fast, (x,)) - y
+        loss = (wrong / spread).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("derive", [by_iterator, by_keyword, by_values, by_list, by_name])
+def test_a_step_with_a_derivative_inside(
+    guard: Callable[..., Any], derive: Callable[[Tensor, nn.Module], tuple[Tensor, ...]]
+) -> None:
+    plain = learn_to_learn(derive)
+    run = guard(lambda: learn_to_learn(derive))
+    assert run.faults == 0, run.stderr
+    assert run.result[:BAD] == plain[:BAD]
+    assert (run.first.cause, run.first.step) == ("division-by-zero", BAD)
+    assert run.first.location.code == "loss = (wrong / spread).square().mean()"
+    assert run.first.evidence["rung"] == "replay"
+    assert run.first.fixes[0].verified
+
+
+def test_backward_into_an_iterator_of_parameters(guard: Callable[..., Any]) -> None:
+    def body() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for step in range(6):
+            x = torch.randn(5, 3) * (step != BAD)
+            loss = (net(x) - net.bias).square().sum().sqrt()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss, inputs=net.parameters())  # type: ignore[arg-type]
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    plain = body()
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    torch.testing.assert_close(run.result, plain, rtol=0, atol=0, equal_nan=True)
+    assert (run.first.cause, run.first.step, run.first.phase) == ("singular-gradient", BAD, "backward")
+    assert run.first.evidence["rung"] == "replay"
