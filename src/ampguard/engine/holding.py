@@ -133,6 +133,10 @@ class Holding:
         flat = {id(p) for p in self.flat}
         return [(self._leaf_of(p), p) for p in self._sample if id(p) not in flat]
 
+    def sample(self) -> Sequence[Tensor]:
+        """The parameters whose gradients are glanced at."""
+        return self._sample
+
     def sees_all(self) -> bool:
         """Whether the fingerprint is of all parameters."""
         return len(self._sample) == len(self._learning)
