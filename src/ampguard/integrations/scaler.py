@@ -285,7 +285,8 @@ def _refusing_direct_steps(scaler: weakref.ref[EngineScaler], own: Updating) -> 
         if its is None or its._is_stepping or not own.scaled or own.check is not None:
             return
         if are_as_glanced(own, own.scaled) and its.get_scale() != 1.0:  # nobody has divided or replaced them
-            raise direct_step(own, its.get_scale())
+            do = "leave it out: the scaler's own call steps, at the end of each accumulation window"
+            raise direct_step(own, its.get_scale(), do)
 
     return before_step
 

@@ -91,11 +91,11 @@ def stepped_twice(own: Updating) -> ProtocolError:
     )
 
 
-def direct_step(own: Updating, scale: float) -> ProtocolError:
+def direct_step(own: Updating, scale: float, do: str) -> ProtocolError:
     return misuse.error(
         "bypassed-scaler",
         f"optimizer.step() of `{own.holding.name}` with gradients that are {scale:g} times too large: they carry the loss scale",
-        "leave it out: the scaler's own call steps, at the end of each accumulation window",
+        do,
         again=users_line(),
     )
 
