@@ -133,7 +133,7 @@ class CastWeights:
         if torch.is_grad_enabled():
             self._last.setdefault(root, []).append(casts)
         casts.enter()
-        self._ledger.done(f"models run on {numerics.dtype_name(dtype)} casts of the script's weights")
+        self._ledger.done(on_casts(dtype))
         return casts.leave
 
     def types_of(self, root: nn.Module) -> tuple[torch.dtype, torch.dtype]:
@@ -149,14 +149,21 @@ class CastWeights:
 
     def mix(self, root: nn.Module) -> None:
         """The root's own code brings float32 tensors to low-precision weights: its calls run under autocast too."""
-        low = numerics.dtype_name(self._plan.weights_dtype)
-        self._ledger.done(
-            f"{type(root).__name__} runs under {low} autocast too: its own code mixes its weights with float32"
-        )
+        self._ledger.done(self._mixed(root))
 
-    def give_up(self, root: nn.Module, refusal: Exception) -> None:
-        """A call of the root on low-precision weights has failed: from now on it keeps the script's own."""
+    def _mixed(self, root: nn.Module) -> str:
+        low = numerics.dtype_name(self._plan.weights_dtype)
+        return f"{type(root).__name__} runs under {low} autocast too: its own code mixes its weights with float32"
+
+    def give_up(self, root: nn.Module, refusal: Exception, is_only: bool = False) -> None:
+        """A call of the root on low-precision weights has failed: from now on it keeps the script's own.
+
+        `is_only`: no call of any model has succeeded on such weights yet.
+        """
         self._given_up.add(root)
+        self._ledger.not_done(self._mixed(root))
+        if is_only:
+            self._ledger.not_done(on_casts(self._plan.weights_dtype))
         self._last.pop(root, None)
         for parameter in root.parameters():
             self._cast.pop(id(parameter), None)
@@ -230,3 +237,8 @@ class CastWeights:
                     casts.leave()
 
         return run
+
+
+def on_casts(dtype: torch.dtype) -> str:
+    """What the report says was done."""
+    return f"models run on {numerics.dtype_name(dtype)} casts of the script's weights"

@@ -84,7 +84,7 @@ class LowCalls:
         if random_numbers is not None:
             torch.set_rng_state(random_numbers)
         if is_mixed:
-            self._barrier.call(self._weights.give_up, module, refusal)
+            self._barrier.call(self._weights.give_up, module, refusal, not self._has_run)
             return run(args, kwargs)
         self._mixed.add(module)
         return self._call(run, module, args, kwargs)
