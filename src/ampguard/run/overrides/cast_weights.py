@@ -28,6 +28,7 @@ from ampguard.engine.precision.weights import CastInputs, CastToInputs, norms_in
 from ampguard.errors import PatternError
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.not_borne import first_line_of
 from ampguard.run.overrides.places import is_not_made_yet, why_weights_stay
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import any_low_dtype, own_low_dtype
@@ -169,7 +170,7 @@ class CastWeights:
             self._cast.pop(id(parameter), None)
         self._ledger.failed(
             f"{type(root).__name__} stays in float32: its own code does not go with "
-            f"{numerics.dtype_name(self._plan.weights_dtype)} weights ({str(refusal).splitlines()[0]}); use --precision fp16 "
+            f"{numerics.dtype_name(self._plan.weights_dtype)} weights ({first_line_of(refusal)}); use --precision fp16 "
             "or bf16 (autocast)"
         )
 
@@ -179,7 +180,7 @@ class CastWeights:
         low = next(p.dtype for p in root.parameters() if p.is_floating_point())
         self._ledger.failed(
             f"{type(root).__name__} computes in the type of its own weights after all: its code casts to that itself "
-            f"({str(refusal).splitlines()[0]})",
+            f"({first_line_of(refusal)})",
             instead_of=low_by_itself(root, low) + ON_CASTS,
         )
 
