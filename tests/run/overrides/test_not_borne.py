@@ -125,6 +125,31 @@ def test_a_backward_pass_that_does_not_bear_it_says_what_to_do(overridden: Calla
     assert "--force-fp32" in session.report.run["could_not"][0]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_nor_does_one_of_torch_func(overridden: Callable[..., Any], precision: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    weights_of_net = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss_of(held: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(torch.func.functional_call(net, held, (x[None],)), y[None])
+
+    of_each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
+    (x, y), *_ = batches(1)
+    with overridden(precision) as session, pytest.raises(RuntimeError, match="expected scalar type"):
+        of_each(weights_of_net, x, y)
+    assert "a backward pass does not go with gained autocast" in session.report.run["could_not"][0]
+
+
+def test_healthy_gradients_of_torch_func_are_not_spoken_of(overridden: Callable[..., Any]) -> None:
+    """In bfloat16 there is no loss scale that they could go without."""
+    net = nn.Linear(8, 4)
+    (x, y), *_ = batches(1)
+    with overridden("bf16") as session:
+        torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+    assert session.report.run["could_not"] == []
+
+
 def test_what_makes_a_weight_is_no_model(overridden: Callable[..., Any]) -> None:
     """Registered, it is called by PyTorch itself, before the script opens a region."""
 
