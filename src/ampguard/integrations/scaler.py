@@ -69,7 +69,6 @@ class EngineScaler:
         if patience is not None and not is_count(patience):
             raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1; None: never")
         self.precision = _known(precision)
-        self.precision.take_steps()
         self._mode = mode_named(self.precision.name)(self.precision.device_type)
         self._is_enabled = self._mode.scales_loss and scalers_may_scale()
         self._model = model
