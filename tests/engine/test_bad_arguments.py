@@ -157,6 +157,7 @@ def test_what_is_no_pattern(given: Any) -> None:
         (lambda amp, loss: amp.update(), "delete the call"),
         (lambda amp, loss: amp.unscale(), r"amp\.unscale_\(optimizer\)"),
         (lambda amp, loss: amp.sclae, "Amp has no 'sclae'"),
+        (lambda amp, loss: amp.autocsat, r"Amp has no 'autocsat'\n  do    call amp.autocast, if that is meant"),
     ],
 )
 def test_calls_of_another_scaler(call: Callable[[Any, Any], Any], do: str) -> None:

@@ -95,6 +95,19 @@ def test_the_context_casts_several_and_leaves_other_values() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
+def test_what_was_one_tensor_stays_one() -> None:
+    """Attention computes itself in another way where its query is not its key."""
+
+    @ampguard.force_fp32
+    def attend(query: Tensor, key: Tensor, *, value: Tensor) -> bool:
+        assert query.dtype == torch.float32
+        return query is key is value
+
+    x = torch.randn(2, 3).half()
+    assert attend(x, x, value=x)
+    assert not attend(x, x.clone(), value=x)
+
+
 def test_as_a_decorator_results_go_back_to_the_type_of_the_inputs() -> None:
     @ampguard.force_fp32
     def product(a: Tensor, *, b: Tensor) -> dict[str, Tensor]:

@@ -51,6 +51,79 @@ def test_autocast_and_scaler_agree(name: str, scales: bool, dtype: torch.dtype) 
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
+def test_steps_of_a_loop_of_ones_own_in_o3_compute_in_float32() -> None:
+    """In float16 AdamW's eps is 0 and so are the squares of these gradients: its updates were seven times too large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    exact = copy.deepcopy(model).double()
+    start = torch.cat([p.detach().flatten() for p in exact.parameters()])
+    optimizer, its = (torch.optim.AdamW(m.parameters(), 1e-3) for m in (model, exact))
+    chosen = ampguard.precision("O3", "cpu")
+    chosen.prepare(model, optimizer)
+    for number in range(20):
+        x, y = batch(number)
+        with chosen.autocast():
+            loss = nn.functional.mse_loss(model(x), y) * 1e-3
+        loss.backward()
+        chosen.scaler.step(optimizer)
+        optimizer.zero_grad()
+        (nn.functional.mse_loss(exact(x.double()), y.double()) * 1e-3).backward()
+        its.step()
+        its.zero_grad()
+    found, true = (torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (model, exact))
+    assert float((found - true).norm() / (true - start).norm()) < 0.1
+    assert optimizer.param_groups[0]["eps"] == 1e-8
+    assert [p.dtype for p in optimizer.param_groups[0]["params"]] == [torch.float16] * 4
+    assert {t.dtype for t in optimizer.state[model[0].weight].values()} == {torch.float32}
+
+
+def test_a_step_that_fails_in_o3_leaves_the_parameters_as_they_were() -> None:
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            if self.fails:
+                raise KeyError("once")
+            super().step()
+
+    model = nn.Linear(2, 1)
+    optimizer = Failing(model.parameters(), 0.5)
+    chosen = ampguard.precision("O3", "cpu")
+    chosen.prepare(model, optimizer)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.fails = False
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5)
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_a_step_inside_a_step_in_o3() -> None:
+    """What the subclass does before it calls the step that it extends counts, in float32 too."""
+
+    class Decaying(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(1 - 2**-13)  # 1 - 2**-13 is 1 in float16
+                    p.add_(2**-13)
+            super().step()
+
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)  # whose class has hooks of its own from now on
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = Decaying(model.parameters(), 0.5)
+    chosen = ampguard.precision("O3", "cpu")
+    chosen.prepare(model, optimizer)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert torch.equal(model.weight, torch.full((1, 2), 2**-13 - 0.5).half())
+
+
 def test_o2_without_its_model_is_refused() -> None:
     with pytest.raises(ProtocolError, match=r"prepare\(model, optimizer\)"), ampguard.precision("O2", "cpu").autocast():
         pass

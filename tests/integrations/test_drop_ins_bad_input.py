@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampguard
-from ampguard.errors import CheckpointError, LossError, PrecisionError, SetupError, UsageError
+from ampguard.errors import CheckpointError, LossError, PrecisionError, ProtocolError, SetupError, UsageError
 from ampguard.integrations.d2 import AMPTrainer
 from ampguard.integrations.hf import prepare
 from ampguard.integrations.timm import NativeScaler, NativeScalerWithGradNormCount
@@ -26,6 +26,48 @@ def test_native_scalers(scaler_class: type) -> None:
     with pytest.raises(SetupError, match="a NoneType is no optimizer"):
         scaler(loss, None)
     assert scaler(loss, optimizer) > 0
+
+
+def test_an_optimizer_that_computes_its_losses_itself() -> None:
+    """No call of these takes a closure: the way out is another."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(
+        SetupError, match=r"(?s)`LBFGS` computes the loss several times.*amp\.step\(optimizer, closure\)"
+    ):
+        NativeScaler(precision="bf16")(model(torch.ones(2, 4)).mean(), optimizer)
+    assert model.weight.grad is None
+    with pytest.raises(SetupError, match="AMPTrainer is given one loss a step"):
+        AMPTrainer(model, [], optimizer)
+
+
+def test_a_step_of_the_optimizer_itself_inside_a_window() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = NativeScaler()
+    scaler(model(torch.ones(2, 4)).mean() / 2, optimizer, need_update=False)
+    before = model.weight.detach().clone()
+    with pytest.raises(ProtocolError, match=r"`SGD` with gradients that are 65536 times too large") as caught:
+        optimizer.step()
+    assert caught.value.cause == "bypassed-scaler"
+    assert torch.equal(model.weight, before)
+    scaler(model(torch.ones(2, 4)).mean() / 2, optimizer)  # the window goes on
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_step_of_the_optimizer_itself_on_gradients_of_its_own(in_place: bool) -> None:
+    """The window was given up, or is over: these carry no scale."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = NativeScaler()
+    for ends in (False, True):
+        scaler(model(torch.ones(2, 4)).mean() / 2, optimizer, need_update=ends)
+        optimizer.zero_grad(set_to_none=not in_place)
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_prepare_of_a_model() -> None:

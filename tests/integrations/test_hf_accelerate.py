@@ -346,6 +346,40 @@ def test_backward_in_place_of_accelerators() -> None:
     assert f"test_hf_accelerate.py:{line_of(raw, '.step()')}" in str(told.value)
 
 
+def test_a_step_past_the_wrapper_is_refused() -> None:
+    """The loop goes on with the optimizer that it gave to `prepare`, in place of the one that came back."""
+    acc, model = accelerator("ours"), network()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped, optimizer = acc.prepare(model, inner)
+    (x, y), *_ = batches(1)
+    acc.backward(nn.functional.cross_entropy(wrapped(x), y))
+    before = model[7].weight.detach().clone()
+    with pytest.raises(
+        ProtocolError, match=r"65536 times too large(?s:.*)that accelerator\.prepare\(\) has returned"
+    ) as told:
+        inner.step()
+    assert told.value.cause == "bypassed-scaler"
+    assert torch.equal(model[7].weight, before)
+    optimizer.step()
+    assert not torch.equal(model[7].weight, before)
+
+
+@pytest.mark.parametrize("how", ["clipped", "cleared", "cleared in place", "stepped"])
+def test_a_step_past_the_wrapper_on_true_gradients_is_let_be(how: str) -> None:
+    acc, model = accelerator("ours"), network()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped, optimizer = acc.prepare(model, inner)
+    (x, y), *_ = batches(1)
+    acc.backward(nn.functional.cross_entropy(wrapped(x), y))
+    if how == "clipped":
+        acc.clip_grad_norm_(wrapped.parameters(), 1.0)
+    elif how == "stepped":
+        optimizer.step()
+    else:
+        optimizer.zero_grad(set_to_none=how == "cleared")
+    inner.step()
+
+
 def test_a_run_in_which_no_step_succeeds_ends() -> None:
     acc = accelerator("theirs")
     prepare(acc, patience=3)

@@ -169,6 +169,19 @@ def raw_second(module: Any, optimizers: list[Any], losses: list[Tensor], number:
         optimizer.step()
 
 
+def past_the_plugin(module: Any, optimizers: list[Any], losses: list[Tensor], number: int) -> None:
+    module.manual_backward(torch.stack(losses).sum())
+    for optimizer in module.optimizers(use_pl_optimizer=False):
+        optimizer.step()
+
+
+def test_a_step_past_the_plugin_is_refused() -> None:
+    """On gradients that are still scaled."""
+    with pytest.raises(ProtocolError, match=r"times too large(?s:.*)optimizer that self\.optimizers\(\) gives") as told:
+        norms(PL, guarded(), step=past_the_plugin)
+    assert told.value.cause == "bypassed-scaler"
+
+
 @pytest.mark.parametrize("step", [raw, raw_second])
 def test_backward_in_place_of_manual_backward_is_told_with_its_line(step: Any) -> None:
     with pytest.raises(ProtocolError) as told:

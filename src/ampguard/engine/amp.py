@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.engine import arguments, closures, options
+from ampguard.engine import arguments, closures, copies, options
 from ampguard.engine.all_ranks import RanksOfModels
 from ampguard.engine.checkpoint import files, sharded
 from ampguard.engine.checkpoint.state import Checkpoint
@@ -254,7 +254,14 @@ class Amp:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise arguments.unknown_call(name)
+            raise arguments.unknown_call(name, vars(Amp))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
+        """With its models and optimizers, as `copy.deepcopy((model, optimizer, amp))` copies each of them once."""
+        return copies.copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise copies.refusal("cannot be pickled")
 
     @property
     def steps(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,9 +140,12 @@ _OF_GRAD_SCALER = {
 }
 
 
-def unknown_call(name: str) -> UnknownCallError:
-    """What `Amp` does not have, perhaps because GradScaler has it."""
+def unknown_call(name: str, known: Iterable[str] = ()) -> UnknownCallError:
+    """What `Amp` does not have, perhaps because GradScaler has it, or by a slip of the keys (`known`: what it has)."""
     do = _OF_GRAD_SCALER.get(name)
+    if do is None and not name.startswith("_"):  # Python itself asks for names that begin so
+        near = difflib.get_close_matches(name, [own for own in known if not own.startswith("_")], 1)
+        do = f"call amp.{near[0]}, if that is meant" if near else None
     return UnknownCallError(f"Amp has no {name!r}" + (f"\n  do    {do}" if do else ""), name=name)
 
 

@@ -13,12 +13,24 @@ from torch import Tensor
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor of another type cast to `dtype`; the containers are made anew.
 
-    Complex and integer tensors, and float64 ones (somebody asked for them), stay what they are.
+    Complex and integer tensors, and float64 ones (somebody asked for them), stay what they are. What was one tensor is one
+    afterwards: attention asks whether its query is its key.
 
     >>> cast_floats({"x": torch.ones(1, dtype=torch.float16), "n": 3}, torch.float32)
     {'x': tensor([1.]), 'n': 3}
     """
-    return map_tensors(lambda t: t.to(dtype) if is_castable(t) and t.dtype != dtype else t, value)
+    done: list[tuple[Tensor, Tensor]] = []
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not is_castable(tensor) or tensor.dtype == dtype:
+            return tensor
+        for before, after in done:
+            if before is tensor:
+                return after
+        done.append((tensor, tensor.to(dtype)))
+        return done[-1][1]
+
+    return map_tensors(cast, value)
 
 
 def is_castable(tensor: Tensor) -> bool:

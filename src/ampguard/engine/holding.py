@@ -67,6 +67,11 @@ class Holding:
         self._ends = [self._leaf_of(p) for p in (*self.parameters[:1], *self.parameters[-1:])]
         self._placed = [_place(p) for p in self._ends]
 
+    def take_gradients(self, originals: Sequence[Tensor]) -> None:
+        """Those of the parameters that these are copies of: PyTorch's copies have none."""
+        for p, original in zip(self.parameters, originals, strict=True):
+            p.grad = original.grad.clone() if original.grad is not None else None
+
     def refuse_moved(self, name_of: Callable[[Tensor], str]) -> None:
         """Raise SetupError where the model has gone to another device or type since it was last looked."""
         for weight, before in zip(self._ends, self._placed, strict=True):
@@ -127,6 +132,10 @@ class Holding:
         """The leaf that autograd knows, and the parameter that gets its gradient; none of a flat buffer's."""
         flat = {id(p) for p in self.flat}
         return [(self._leaf_of(p), p) for p in self._sample if id(p) not in flat]
+
+    def sample(self) -> Sequence[Tensor]:
+        """The parameters whose gradients are glanced at."""
+        return self._sample
 
     def sees_all(self) -> bool:
         """Whether the fingerprint is of all parameters."""

@@ -30,12 +30,16 @@ class LeftOver:
     """
 
     def __init__(self, scales_loss: bool, computes_in: torch.dtype, holdings: Sequence[Holding]) -> None:
-        self.optimizers = frozenset(id(holding.optimizer) for holding in holdings)
-        """By identity: the Amp keeps them alive."""
+        self.follow(holdings)
         self._may_compute_in_float16 = scales_loss or computes_in == torch.float16
         self._odd: dict[str, int] = {}
         self._looks = 0
         self._began = compat.follow_scalers(_explain_unused)
+
+    def follow(self, holdings: Sequence[Holding]) -> None:
+        """These are the optimizers of an Amp."""
+        self.optimizers = frozenset(id(holding.optimizer) for holding in holdings)
+        """By identity: the Amp keeps them alive."""
         _alive.add(self)
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:

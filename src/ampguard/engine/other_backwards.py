@@ -71,6 +71,11 @@ class OtherBackwards:
             self._watched = [holding.optimizer for holding in holdings]
         self._updates_left = WATCHED_UPDATES
 
+    def watch_anew(self, holdings: Sequence[Holding]) -> None:
+        """Copies of those that were watched have no hooks."""
+        self._updates_left = 0
+        self.watch(holdings)
+
     def updated(self) -> None:
         """A step is over."""
         if self._updates_left:

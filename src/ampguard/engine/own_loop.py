@@ -35,7 +35,6 @@ class LoopPrecision:
         self._mode = kind(self.device_type)
         self._mode.refuse_if_unsupported([])
         self._is_ready = kind.weights_dtype == torch.float32
-        self._steps_are_taken = False
         self.name = kind.name
         self.dtype = kind.autocast_dtype or kind.weights_dtype
         scales = kind.scales_loss and kind.name != "O3"  # GradScaler refuses float16 gradients
@@ -52,20 +51,15 @@ class LoopPrecision:
         arguments.refuse_combinations(self._mode, self._mode, refuse_strangers(models_by_name, optimizers_by_name))
         roots, updating = list(models_by_name.values()), list(optimizers_by_name.values())
         self._is_ready = True
-        if isinstance(self._mode, O3):
-            self._mode.updates_in_float32 = self._steps_are_taken
         self._mode.convert(roots, updating, [])
         arguments.note_converted(models_by_name, optimizers_by_name, self._mode)
         if isinstance(self._mode, O2):
             mode = self._mode
             for optimizer in updating:
                 optimizer.register_step_post_hook(lambda stepped, *_: mode.copy_to_model(stepped))
-
-    def take_steps(self) -> None:
-        """Somebody makes the optimizers' steps by `apply_update` from now on: in O3 they are computed in float32 then."""
-        self._steps_are_taken = True
         if isinstance(self._mode, O3):
-            self._mode.update_in_float32()
+            for optimizer in updating:
+                self._mode.follow_own_steps(optimizer)
 
     def apply_update(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
         """Update the parameters with checked gradients, which are divided and clipped afterwards, or leave all as it is."""

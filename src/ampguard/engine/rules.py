@@ -47,9 +47,15 @@ class Rules:
         self._seen: dict[str, Fingerprint] = {}
         """What the gradients were when the last call of ours that changed them had ended."""
         self._backward_at: Line | None = None
-        self.others = OtherBackwards(lambda: float(self._scale), self.is_held)
+        self.others = OtherBackwards(self._scale.__float__, self.is_held)
         if is_scaled:
             self.others.watch(holdings)
+
+    def was_copied(self) -> None:
+        """With its holdings: their gradients are other tensors now."""
+        self._seen = {h.name: h.fingerprint() for h in self._holdings if h.name in self._seen}
+        if self._is_scaled:
+            self.others.watch_anew(self._holdings)
 
     def stage(self, holding: Holding) -> Stage:
         return self._machine.stage(holding.name)

@@ -41,14 +41,25 @@ class Stepper:
         self._window = window
         self._max_norm = max_norm
         self._left_over = LeftOver(mode.scales_loss, mode.autocast_dtype or mode.weights_dtype, holdings)
-        self.rules = Rules(holdings, mode.scales_loss, window, lambda: float(loss_scale.value), self._left_over)
+        self.rules = Rules(holdings, mode.scales_loss, window, loss_scale.read, self._left_over)
         self._announcer = Announcer(loss_scale.value if mode.scales_loss else None)
         self.found_infs: dict[str, Tensor] = {}
         """The answers of the optimizers that have been stepped since the last update of the scale."""
         self.found_when_unscaled: dict[str, Tensor] = {}
         """By optimizer: whether its gradients were not finite when the loop had them divided; a clamp may hide it since."""
         self._is_stepping = False
-        for holding in holdings:
+        self._watch_optimizers()
+
+    def was_copied(self) -> None:
+        """With its holdings: what is known by identity, and hooks, are the original's."""
+        for holding in self._holdings:
+            holding.refresh()
+        self._left_over.follow(self._holdings)
+        self.rules.was_copied()
+        self._watch_optimizers()
+
+    def _watch_optimizers(self) -> None:
+        for holding in self._holdings:
             earlier = _hooks.pop(holding.optimizer, None)
             if earlier is not None:
                 earlier.remove()

@@ -28,7 +28,13 @@ class AcceleratedScaler(SharedScaler):
     def __init__(self, accelerator: Any, *, patience: int | None = PATIENCE) -> None:
         self._accelerator = accelerator
         name = NAMES[accelerator.mixed_precision]
-        super().__init__(name, optimizers=self._inner, backward_call="accelerator.backward(loss)", patience=patience)
+        super().__init__(
+            name,
+            optimizers=self._inner,
+            backward_call="accelerator.backward(loss)",
+            step_call="step() of the optimizer that accelerator.prepare() has returned",
+            patience=patience,
+        )
         self.losses = Losses()
         """The losses of `accelerator.backward`, and how many of them were not finite."""
 

@@ -33,6 +33,7 @@ from ampguard.integrations.d2_config import dtype_of, name_of
 from ampguard.integrations.diagnosis import with_diagnosis
 from ampguard.integrations.flat import FlatGradients
 from ampguard.integrations.scaler import EngineScaler
+from ampguard.integrations.updating import refuse_closures
 
 __all__ = ["AMPTrainer"]
 
@@ -90,6 +91,7 @@ class AMPTrainer:
         self, model: nn.Module, data_loader: Iterable[Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         _refuse_strangers(model, optimizer)
+        refuse_closures(optimizer, "AMPTrainer")
         _refuse_several_devices(model)
         framework = _framework(args, kwargs)
         options = _SIGNATURES[framework](*args, **kwargs)

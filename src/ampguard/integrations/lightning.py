@@ -75,6 +75,7 @@ class GuardedPrecision:
             "fp16" if precision == "16-mixed" else "bf16",
             optimizers=lambda: self._optimizers,
             backward_call="self.manual_backward(loss)",
+            step_call="step() of the optimizer that self.optimizers() gives (in Fabric: that fabric.setup() has returned)",
             **self._options,
         )
         """Scales, checks and steps; `engine.result` says what the last step did."""

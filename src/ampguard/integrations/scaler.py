@@ -6,8 +6,10 @@ gradients that wait for their own step follow the scale when it changes, and a s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,10 +31,11 @@ from ampguard.engine.step import GradientCheck, LossScale, check_for_update, che
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
 from ampguard.errors import NonfiniteError, PrecisionError, SetupError
 from ampguard.integrations.announcing import scalers_may_scale
-from ampguard.integrations.left_over import are_as_marked, marks_of
+from ampguard.integrations.left_over import are_as_glanced, are_as_marked, glanced_marks_of, marks_of
 from ampguard.integrations.updating import (
     Updating,
     checked_again,
+    direct_step,
     divide,
     divided_twice,
     held,
@@ -66,7 +69,6 @@ class EngineScaler:
         if patience is not None and not is_count(patience):
             raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1; None: never")
         self.precision = _known(precision)
-        self.precision.take_steps()
         self._mode = mode_named(self.precision.name)(self.precision.device_type)
         self._is_enabled = self._mode.scales_loss and scalers_may_scale()
         self._model = model
@@ -74,6 +76,7 @@ class EngineScaler:
         self._loss_scale = LossScale(device or "cpu", init_scale=init_scale, growth_interval=growth_interval)
         self._announcer = self._new_announcer()
         self._updating: dict[int, Updating] = {}
+        self._is_stepping = False
         self._found_infs: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._verdicts = Verdicts(patience or sys.maxsize, lambda _: None, _on_bad_step)
@@ -102,10 +105,11 @@ class EngineScaler:
     def backward(self, loss: Tensor, optimizer: Optimizer | None = None, *, create_graph: bool = False) -> None:
         """`scale(loss).backward()`. The gradients of `optimizer` may wait for its step: they follow the scale."""
         refuse_loss(loss, "the scaler")
-        if optimizer is not None:
-            self._of(optimizer)
+        own = self._of(optimizer) if optimizer is not None else None
         with self._mode.computing():
             self.scale(loss).backward(create_graph=create_graph)
+        if own is not None and self._is_enabled:
+            self._note_scaled(own)
 
     def unscale_(self, optimizer: Optimizer) -> Tensor:
         """Divide its gradients by the loss scale now, to clip or read them. Returns their true norm, a 0-d tensor."""
@@ -134,7 +138,12 @@ class EngineScaler:
         max_norm = max_norm if own.check is None else None
         names = self._nonfinite(own, check)
         apply = self.precision.apply_update
-        self._announcer.step(optimizer, check.found_inf, lambda: apply(optimizer, check, max_norm))
+        self._is_stepping = True
+        try:
+            self._announcer.step(optimizer, check.found_inf, lambda: apply(optimizer, check, max_norm))
+        finally:
+            self._is_stepping = False
+        own.scaled = []
         own.stepped_at, own.rest = misuse.calling_line(), marks_of(own)
         self._found_infs.append(check.found_inf)
         self.norm = check.norm
@@ -200,6 +209,16 @@ class EngineScaler:
         self._loss_scale.load_state_dict(state)
         self._announcer = self._new_announcer(self._announcer.was_loaded)
 
+    def _note_scaled(self, own: Updating) -> None:
+        """A backward pass of ours has added to its gradients, and perhaps to those of other optimizers."""
+        if not own.is_watched:
+            own.is_watched = True
+            with contextlib.suppress(AttributeError):  # a wrapper around an optimizer may have no hooks
+                own.holding.optimizer.register_step_pre_hook(_refusing_direct_steps(weakref.ref(self), own))
+        for other in self._updating.values():
+            if other is own or other.scaled:
+                other.scaled = glanced_marks_of(other)
+
     def _of(self, optimizer: Optimizer) -> Updating:
         own = self._updating.get(id(optimizer))  # its holding keeps the optimizer, and so the id
         if own is None:
@@ -244,6 +263,7 @@ class EngineScaler:
                 for p in own.holding.parameters:
                     if p.grad is not None:
                         p.grad.mul_(ratio.to(p.grad.device))
+                own.scaled = glanced_marks_of(own) if own.scaled else []
 
 
 def _known(precision: str | LoopPrecision) -> LoopPrecision:
@@ -256,6 +276,18 @@ def _known(precision: str | LoopPrecision) -> LoopPrecision:
             f"  do    p = ampguard.precision({kind.name!r}); p.prepare(model, optimizer); give the scaler precision=p"
         )
     return LoopPrecision(precision)
+
+
+def _refusing_direct_steps(scaler: weakref.ref[EngineScaler], own: Updating) -> Callable[..., None]:
+    def before_step(*_: Any) -> None:
+        its = scaler()
+        if its is None or its._is_stepping or not own.scaled or own.check is not None:
+            return
+        if are_as_glanced(own, own.scaled) and its.get_scale() != 1.0:  # nobody has divided or replaced them
+            do = "leave it out: the scaler's own call steps, at the end of each accumulation window"
+            raise direct_step(own, its.get_scale(), do)
+
+    return before_step
 
 
 def _on_bad_step(bad: BadStep) -> None:

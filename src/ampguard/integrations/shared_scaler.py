@@ -26,7 +26,7 @@ from ampguard.errors import SetupError
 from ampguard.integrations.left_over import Mark, are_as_marked, marks_of
 from ampguard.integrations.raw_backward import RawBackwards
 from ampguard.integrations.scaler import EngineScaler
-from ampguard.integrations.updating import Updating, divide, no_gradients
+from ampguard.integrations.updating import Updating, direct_step, divide, no_gradients
 from ampguard.integrations.users_line import shown, users_line
 
 Listener = Callable[[Optimizer, Tensor], None]
@@ -37,7 +37,7 @@ class SharedScaler(EngineScaler):
     """`EngineScaler` for loops that are not ours: `update()` may be called too often, `unscale_` too early or twice.
 
     `optimizers` gives those that share the scale, where the framework knows them before they step. `backward_call` is
-    what its users call in place of `loss.backward()`.
+    what its users call in place of `loss.backward()`, `step_call` in place of an optimizer's own step.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class SharedScaler(EngineScaler):
         *,
         optimizers: Callable[[], Iterable[Optimizer]] = tuple,
         backward_call: str = "backward(loss)",
+        step_call: str = "the step of the optimizer that the framework has given back",
         **options: Any,
     ) -> None:
         super().__init__(precision, **options)
         self._known = optimizers
         self._backward_call = backward_call
-        self._raw = RawBackwards()
+        self._step_call = step_call
+        self._raw = RawBackwards(self._refuse_own_step)
         self._expected: frozenset[int] = frozenset()
         """The optimizers that stepped in the iteration before, by identity."""
         self._backwards = 0
@@ -281,6 +283,15 @@ class SharedScaler(EngineScaler):
         listened = self._announcer._scaler
         if listened is not None:
             compat.forget_optimizer(listened, own.holding.optimizer)
+
+    def _refuse_own_step(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()` past the framework's wrapper, on gradients that carry the scale."""
+        own = self._updating.get(id(optimizer))
+        if own is None or self._is_stepping or own.check is not None or not self._raw.are_scaled(optimizer):
+            return
+        scale = super().get_scale()
+        if scale != 1.0:
+            raise direct_step(own, scale, f"call {self._step_call}")
 
     def _refuse_raw(self, own: Updating) -> None:
         optimizer = own.holding.optimizer

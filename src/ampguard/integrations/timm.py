@@ -22,6 +22,7 @@ from ampguard.engine.step import check_gradients
 from ampguard.errors import SetupError, UsageError
 from ampguard.integrations.clipping import MODES, clip_
 from ampguard.integrations.scaler import PATIENCE, EngineScaler
+from ampguard.integrations.updating import refuse_closures
 
 __all__ = ["NativeScaler", "NativeScalerWithGradNormCount"]
 
@@ -78,6 +79,7 @@ class _OneCall:
             raise UsageError(f"unknown clip_mode {clip_mode!r}: it is one of {', '.join(map(repr, MODES))}")
         if not hasattr(optimizer, "param_groups"):
             raise SetupError(f"a {type(optimizer).__name__} is no optimizer\n  do    loss_scaler(loss, optimizer, ...)")
+        refuse_closures(optimizer, "this scaler")
         if clip_grad and not (isinstance(clip_grad, Tensor) or (_is_number(clip_grad) and clip_grad > 0)):
             raise UsageError(f"clip_grad={clip_grad!r}: a number above 0; None for no clipping")
         self._scaler.backward(loss, optimizer, create_graph=create_graph)

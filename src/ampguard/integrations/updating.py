@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.engine import misuse
+from ampguard.engine.closures import needs_closure
 from ampguard.engine.holding import Holding
 from ampguard.engine.setup import parameters_of
 from ampguard.engine.step import GradientCheck, check_gradients
-from ampguard.errors import ProtocolError
+from ampguard.errors import ProtocolError, SetupError
 from ampguard.integrations.users_line import users_line
 
 
@@ -31,6 +32,10 @@ class Updating:
     rest: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     """Its gradients as its last step left them."""
     names: dict[int, str] = field(default_factory=dict)
+    is_watched: bool = False
+    """Whether the optimizer's own step is looked at."""
+    scaled: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    """Its gradients as our own backward pass has left them, with the loss scale; none since they were used."""
 
 
 def held(optimizer: Optimizer, model: nn.Module | None) -> Holding:
@@ -84,3 +89,22 @@ def stepped_twice(own: Updating) -> ProtocolError:
         own.stepped_at,
         misuse.calling_line(),
     )
+
+
+def direct_step(own: Updating, scale: float, do: str) -> ProtocolError:
+    return misuse.error(
+        "bypassed-scaler",
+        f"optimizer.step() of `{own.holding.name}` with gradients that are {scale:g} times too large: they carry the loss scale",
+        do,
+        again=users_line(),
+    )
+
+
+def refuse_closures(optimizer: Optimizer, who: str) -> None:
+    """Raise SetupError for an optimizer that asks for a loss as often as it likes (LBFGS)."""
+    if needs_closure(optimizer):
+        raise SetupError(
+            f"`{type(optimizer).__name__}` computes the loss several times within one step, and {who} is given one loss a step\n"
+            "  do    use another optimizer; or ampguard.Amp(model, optimizer, precision='bf16') (or 'fp32'), whose "
+            "amp.step(optimizer, closure) takes it"
+        )

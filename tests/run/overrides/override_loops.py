@@ -95,3 +95,16 @@ def train_by_hand(steps: int = 6, every: int = 1, spoilt: int | None = None) -> 
                 scaler.step(optimizer)
             scaler.update()
     return net
+
+
+class Asserting(nn.Module):
+    """Written for float32, and sees to it. (Here, as pytest gives every `assert` of a test file words.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        assert hidden.dtype == torch.float32
+        return self.second(hidden)

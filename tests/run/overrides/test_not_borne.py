@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from override_loops import batches, weights
+from override_loops import Asserting, batches, weights
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -125,6 +125,31 @@ def test_a_backward_pass_that_does_not_bear_it_says_what_to_do(overridden: Calla
     assert "--force-fp32" in session.report.run["could_not"][0]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_nor_does_one_of_torch_func(overridden: Callable[..., Any], precision: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    weights_of_net = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss_of(held: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(torch.func.functional_call(net, held, (x[None],)), y[None])
+
+    of_each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
+    (x, y), *_ = batches(1)
+    with overridden(precision) as session, pytest.raises(RuntimeError, match="expected scalar type"):
+        of_each(weights_of_net, x, y)
+    assert "a backward pass does not go with gained autocast" in session.report.run["could_not"][0]
+
+
+def test_healthy_gradients_of_torch_func_are_not_spoken_of(overridden: Callable[..., Any]) -> None:
+    """In bfloat16 there is no loss scale that they could go without."""
+    net = nn.Linear(8, 4)
+    (x, y), *_ = batches(1)
+    with overridden("bf16") as session:
+        torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+    assert session.report.run["could_not"] == []
+
+
 def test_what_makes_a_weight_is_no_model(overridden: Callable[..., Any]) -> None:
     """Registered, it is called by PyTorch itself, before the script opens a region."""
 
@@ -155,3 +180,71 @@ def test_nor_inside_a_step_of_lightnings(overridden: Callable[..., Any]) -> None
         holder.training_step(torch.randn(6, 8)).sum().backward()
     assert sorted(session.report.run["in_float32"]) == ["Experts", "Masked"]
     assert session.report.run["did"] == ["autocast around Lightning's steps"]
+
+
+class Encoder(nn.Module):
+    """PyTorch's own, whose evaluation takes another way than its training: one that autocast of a CPU does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
+        return self.head(self.body(x, src_key_padding_mask=is_padding).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "O2", "bf16-true"])
+def test_what_pytorch_asserts_about_types_ends_no_script(overridden: Callable[..., Any], precision: str) -> None:
+    net = Encoder().eval()
+    x, is_padding = torch.randn(4, 6, 16), torch.arange(6).expand(4, 6) > 3
+    with torch.no_grad():
+        expected = net(x, is_padding)
+        with overridden(precision) as session:
+            found = net(x, is_padding)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert session.report.incidents == ()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "O2"])
+def test_what_a_script_asserts_of_types_ends_it_no_more(overridden: Callable[..., Any], precision: str) -> None:
+    expected = train(Asserting)
+    with overridden(precision) as session:
+        found = train(Asserting)
+    assert all(map(torch.equal, found, expected))
+    (said,) = session.report.run["could_not"]
+    assert said.startswith("Asserting stays in float32")
+    assert "assert hidden.dtype == torch.float32" in said
+
+
+class Checking(Masked):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        assert hidden.dtype == torch.float32, f"torch.float32 is wanted, and it is {hidden.dtype}"
+        return self.head(hidden)
+
+
+def test_nor_what_it_asserts_in_words(overridden: Callable[..., Any]) -> None:
+    expected = train(Checking)
+    with overridden("bf16") as session:
+        found = train(Checking)
+    assert all(map(torch.equal, found, expected))
+    assert "torch.float32 is wanted, and it is torch.bfloat16" in session.report.run["could_not"][0]
+
+
+class Short(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) > 1000
+        return self.only(x)
+
+
+def test_other_assertions_are_the_scripts(overridden: Callable[..., Any]) -> None:
+    with pytest.raises(AssertionError), overridden("bf16") as session:
+        train(Short)
+    assert session.report.run["could_not"] == []

@@ -238,6 +238,7 @@ def test_a_model_whose_code_bears_no_low_weights_stays_in_float32(
     (said,) = session.report.run["could_not"]
     assert said.startswith("Widens stays in float32: its own code does not go with")
     assert "not overridden: Widens stays in float32" in capsys.readouterr().err
+    assert not [done for done in session.report.run["did"] if "casts" in done or "Widens" in done]
 
 
 @pytest.mark.parametrize("precision", ["O2", "O3", "bf16-true"])

@@ -50,7 +50,8 @@ def call_in_fp32(
     """
     back = (lowest_dtype((args, kwargs)) or without_floats) if cast_back else None
     with outside_autocast():
-        result = function(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+        args, kwargs = cast_floats((tuple(args), kwargs), torch.float32)
+        result = function(*args, **kwargs)
     return result if back is None else cast_floats(result, back)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,37 +34,35 @@ class O3(Precision):
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self.updates_in_float32 = True
-        """Not where the loop calls the optimizer's own step: that computes in the type of the weights."""
         self._updates: dict[int, RoundedUpdate] = {}
-        self._raised: list[tuple[dict[str, Any], float]] = []
-        """Parameter groups whose eps was raised, and what it was."""
-        self._stepping_alone: list[Optimizer] = []
 
     def convert(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], in_fp32: Sequence[nn.Module]
     ) -> None:
         self.low_weights = LowWeights(models, self.weights_dtype, in_fp32)
-        if self.updates_in_float32:
-            self._updates = {id(optimizer): RoundedUpdate(optimizer, "nearest") for optimizer in optimizers}
-            return
-        self._stepping_alone += optimizers
-        for number, optimizer in enumerate(optimizers):
-            self._raised += [(group, group["eps"]) for group in optimizer.param_groups if "eps" in group]
-            for before, after in raise_eps(optimizer):
-                self.notes.append(
-                    f"eps of optimizer {number} raised from {before:g}, {too_small(before)}, to {after:g}"
-                )
-            lower_state(optimizer)
+        self._updates = {id(optimizer): RoundedUpdate(optimizer, "nearest") for optimizer in optimizers}
 
-    def update_in_float32(self) -> None:
-        """The steps of these optimizers go through `apply` from now on, with the eps that they were given."""
-        self.updates_in_float32 = True
-        for group, eps in self._raised:
-            if group["eps"] == EPS:
-                group["eps"] = eps
-        self._updates |= {id(one): RoundedUpdate(one, "nearest") for one in self._stepping_alone}
-        self._raised, self._stepping_alone = [], []
+    def follow_own_steps(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()`, called by a loop of its own, computes in float32 too; not with a closure, whose gradients are
+        those of the weights themselves."""
+        update = self._updates[id(optimizer)]
+        under_way: list[_OwnStep] = []
+
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            frame = sys._getframe(1)
+            while under_way and not under_way[-1].is_around(frame):  # it has failed
+                under_way.pop().give_up()
+            has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+            is_inside = bool(under_way)  # a subclass that calls the step of the class that it extends
+            region = None if has_closure or is_inside else update.in_float32(write_back=True)
+            under_way.append(_OwnStep(frame, region))
+
+        def after(*_: Any) -> None:
+            if under_way:
+                under_way.pop().end()
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
     def apply_own(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> bool:
         """As `apply`, with the gradients written back; False where the optimizer is none of these."""
@@ -83,18 +84,33 @@ class O3(Precision):
             )
 
 
-@torch.no_grad()
-def lower_state(optimizer: Optimizer) -> None:
-    """What earlier steps have left for the weights (moments) gets their type, as if it had begun with them."""
-    for weight, state in optimizer.state.items():
-        for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.is_floating_point()
-                and value.shape == weight.shape
-                and value.dim()
-            ):
-                state[key] = value.to(weight.dtype)
+class _OwnStep:
+    """A call of `optimizer.step()`, from the hook before it to the one behind it, which an error leaves out."""
+
+    def __init__(self, frame: FrameType, region: contextlib.AbstractContextManager[None] | None) -> None:
+        self._frame: FrameType | None = frame
+        self._region = region
+        if region is not None:
+            region.__enter__()
+
+    def is_around(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def end(self) -> None:
+        """Round the parameters to what was computed."""
+        self._frame = None
+        if self._region is not None:
+            self._region.__exit__(None, None, None)
+
+    def give_up(self) -> None:
+        """Put the parameters back as they were."""
+        self._frame = None
+        failed = RuntimeError("the step has failed")
+        with contextlib.suppress(RuntimeError):
+            if self._region is not None:
+                self._region.__exit__(RuntimeError, failed, None)
 
 
 def too_small(eps: float) -> str:

@@ -24,7 +24,8 @@ class CastInputs:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+        args, kwargs = cast_floats((args, kwargs), self.dtype)
+        return args, kwargs
 
 
 class CastOutputs:

@@ -48,6 +48,10 @@ class LossScale:
         self.value = torch.full((), float(init_scale), dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
+    def read(self) -> float:
+        """`float(scale.value)`."""
+        return float(self.value)
+
     def scale(self, outputs: Any) -> Any:
         """`outputs` times the scale: a tensor, or tensors in lists, tuples, dicts and iterables, on any device."""
         if isinstance(outputs, Tensor):

@@ -28,6 +28,7 @@ from ampguard.engine.precision.weights import CastInputs, CastToInputs, norms_in
 from ampguard.errors import PatternError
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.ledger import Ledger
+from ampguard.run.overrides.not_borne import first_line_of
 from ampguard.run.overrides.places import is_not_made_yet, why_weights_stay
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import any_low_dtype, own_low_dtype
@@ -133,7 +134,7 @@ class CastWeights:
         if torch.is_grad_enabled():
             self._last.setdefault(root, []).append(casts)
         casts.enter()
-        self._ledger.done(f"models run on {numerics.dtype_name(dtype)} casts of the script's weights")
+        self._ledger.done(on_casts(dtype))
         return casts.leave
 
     def types_of(self, root: nn.Module) -> tuple[torch.dtype, torch.dtype]:
@@ -149,20 +150,27 @@ class CastWeights:
 
     def mix(self, root: nn.Module) -> None:
         """The root's own code brings float32 tensors to low-precision weights: its calls run under autocast too."""
-        low = numerics.dtype_name(self._plan.weights_dtype)
-        self._ledger.done(
-            f"{type(root).__name__} runs under {low} autocast too: its own code mixes its weights with float32"
-        )
+        self._ledger.done(self._mixed(root))
 
-    def give_up(self, root: nn.Module, refusal: Exception) -> None:
-        """A call of the root on low-precision weights has failed: from now on it keeps the script's own."""
+    def _mixed(self, root: nn.Module) -> str:
+        low = numerics.dtype_name(self._plan.weights_dtype)
+        return f"{type(root).__name__} runs under {low} autocast too: its own code mixes its weights with float32"
+
+    def give_up(self, root: nn.Module, refusal: Exception, is_only: bool = False) -> None:
+        """A call of the root on low-precision weights has failed: from now on it keeps the script's own.
+
+        `is_only`: no call of any model has succeeded on such weights yet.
+        """
         self._given_up.add(root)
+        self._ledger.not_done(self._mixed(root))
+        if is_only:
+            self._ledger.not_done(on_casts(self._plan.weights_dtype))
         self._last.pop(root, None)
         for parameter in root.parameters():
             self._cast.pop(id(parameter), None)
         self._ledger.failed(
             f"{type(root).__name__} stays in float32: its own code does not go with "
-            f"{numerics.dtype_name(self._plan.weights_dtype)} weights ({str(refusal).splitlines()[0]}); use --precision fp16 "
+            f"{numerics.dtype_name(self._plan.weights_dtype)} weights ({first_line_of(refusal)}); use --precision fp16 "
             "or bf16 (autocast)"
         )
 
@@ -172,7 +180,7 @@ class CastWeights:
         low = next(p.dtype for p in root.parameters() if p.is_floating_point())
         self._ledger.failed(
             f"{type(root).__name__} computes in the type of its own weights after all: its code casts to that itself "
-            f"({str(refusal).splitlines()[0]})",
+            f"({first_line_of(refusal)})",
             instead_of=low_by_itself(root, low) + ON_CASTS,
         )
 
@@ -230,3 +238,8 @@ class CastWeights:
                     casts.leave()
 
         return run
+
+
+def on_casts(dtype: torch.dtype) -> str:
+    """What the report says was done."""
+    return f"models run on {numerics.dtype_name(dtype)} casts of the script's weights"

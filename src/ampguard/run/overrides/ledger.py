@@ -25,6 +25,11 @@ class Ledger:
         if what not in self.did:
             self.did.append(what)
 
+    def not_done(self, what: str) -> None:
+        """What was kept as done has turned out otherwise."""
+        if what in self.did:
+            self.did.remove(what)
+
     def failed(self, what: str, instead_of: str | None = None) -> None:
         """Something asked for could not be overridden. `instead_of`: what was said of it before and has turned out otherwise."""
         if instead_of in self.could_not:

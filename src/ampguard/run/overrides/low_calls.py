@@ -20,7 +20,7 @@ from ampguard.numerics import is_finite
 from ampguard.replay.tracer import ReplayMode
 from ampguard.replay.variants import Variant
 from ampguard.run.overrides.cast_weights import CastWeights
-from ampguard.run.overrides.not_borne import OF_TYPES
+from ampguard.run.overrides.not_borne import REFUSALS, is_of_types
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import Regions, device_of
 
@@ -71,9 +71,9 @@ class LowCalls:
         random_numbers = torch.get_rng_state() if module not in self._has_run else None
         try:
             with _quiet_compiler(module), self._region(module, args, kwargs, dtype) if is_mixed else _no_region():
-                output = run(cast_floats(args, dtype), cast_floats(kwargs, dtype))
-        except RuntimeError as error:
-            if not OF_TYPES.search(str(error)):
+                output = run(*cast_floats((args, kwargs), dtype))
+        except REFUSALS as error:
+            if not is_of_types(error):
                 raise
             refusal = error
         else:
@@ -84,7 +84,7 @@ class LowCalls:
         if random_numbers is not None:
             torch.set_rng_state(random_numbers)
         if is_mixed:
-            self._barrier.call(self._weights.give_up, module, refusal)
+            self._barrier.call(self._weights.give_up, module, refusal, not self._has_run)
             return run(args, kwargs)
         self._mixed.add(module)
         return self._call(run, module, args, kwargs)
@@ -102,11 +102,10 @@ class LowCalls:
         random_numbers = torch.get_rng_state() if module not in self._has_run else None
         try:
             with _quiet_compiler(module), inputs_cast_to(module, torch.float32) as are_cast:
-                output = run(cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32))
+                output = run(*cast_floats((args, kwargs), torch.float32))
         except BaseException as error:
             self._weights.forget_call(module)
-            is_refusal = isinstance(error, RuntimeError) and OF_TYPES.search(str(error)) is not None
-            if self._plan.is_healed or random_numbers is None or not is_refusal:
+            if self._plan.is_healed or random_numbers is None or not is_of_types(error):
                 raise  # a fix that is not borne is taken back
             refusal = error
         else:
@@ -157,7 +156,7 @@ class LowCalls:
             if leave is None or dtype != torch.float32:
                 return run(args, kwargs)
             with inputs_cast_to(module, dtype):  # the step may be from before the fix
-                return run(cast_floats(args, dtype), cast_floats(kwargs, dtype))
+                return run(*cast_floats((args, kwargs), dtype))
         finally:
             if leave is not None:
                 leave()

@@ -7,6 +7,7 @@ one tensor was made in float32 and the other came out of autocast. Who writes a 
 from __future__ import annotations
 
 import re
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -21,8 +22,10 @@ from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.moment import Moment
 from ampguard.run.overrides.plan import Plan
 
-OF_TYPES = re.compile(r"dtype|scalar type|input type|\bHalf\b|\bBFloat16\b", re.IGNORECASE)
-"""What PyTorch says where operands' types do not go together."""
+OF_TYPES = re.compile(r"dtype|scalar type|input type|\bHalf\b|\bB?Float(16|32)\b", re.IGNORECASE)
+"""What PyTorch says where operands' types do not go together, and code that asserts a type."""
+
+REFUSALS = (RuntimeError, TypeError, AssertionError)
 
 Parts = Callable[[], dict[str, nn.Module]]
 
@@ -51,9 +54,9 @@ class NotBorne:
         while root not in self.given_up:
             try:
                 output = run()
-            except (RuntimeError, TypeError) as error:
+            except REFUSALS as error:
                 # Ranks that train together would have to make the call again together, as all do with their first.
-                if OF_TYPES.search(str(error)) is None or (moment is None and compat.several_ranks()):
+                if not is_of_types(error) or (moment is None and compat.several_ranks()):
                     raise
                 self._give_way(root, error, parts(), is_lent)
             else:
@@ -76,23 +79,38 @@ class NotBorne:
             self.given_up.add(root)
         what = type(root).__name__ if module is None else name
         low = dtype_name(self._plan.dtype) if self._plan.dtype is not None else "low-precision"
-        said = str(error).splitlines()[0].rstrip(".")
+        said = first_line_of(error)
         self._ledger.failed(f"{what} stays in float32: its own code does not go with {low} autocast ({said})")
 
 
-def innermost(traceback: TracebackType | None, parts: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
+def is_of_types(error: BaseException) -> bool:
+    """Whether it is one of the `REFUSALS` over types: by its words, or by the line of an `assert` that has none."""
+    return isinstance(error, REFUSALS) and OF_TYPES.search(first_line_of(error)) is not None
+
+
+def first_line_of(error: BaseException) -> str:
+    """What it says; of an `assert` without words, the line itself."""
+    said = str(error)
+    frames = (
+        traceback.extract_tb(error.__traceback__, limit=-1) if isinstance(error, AssertionError) and not said else []
+    )
+    said = said or (frames[0].line or "" if frames else "")
+    return said.splitlines()[0].rstrip(".") if said else type(error).__name__
+
+
+def innermost(frames: TracebackType | None, parts: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
     """The module whose code was running last, by the first arguments of what was called."""
     names = {id(module): name for name, module in parts.items()}
     found: tuple[str, nn.Module | None] = "", None
-    for owner in _first_arguments(traceback):
+    for owner in _first_arguments(frames):
         if isinstance(owner, nn.Module) and id(owner) in names:
             found = names[id(owner)], owner
     return found
 
 
-def _first_arguments(traceback: TracebackType | None) -> Iterator[object]:
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+def _first_arguments(frames: TracebackType | None) -> Iterator[object]:
+    while frames is not None:
+        code = frames.tb_frame.f_code
         if code.co_argcount:
-            yield traceback.tb_frame.f_locals.get(code.co_varnames[0])
-        traceback = traceback.tb_next
+            yield frames.tb_frame.f_locals.get(code.co_varnames[0])
+        frames = frames.tb_next

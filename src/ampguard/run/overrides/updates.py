@@ -26,7 +26,7 @@ from ampguard.run.overrides.gained_scale import GainedScale
 from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
 from ampguard.run.overrides.gradients_again import GradientsAgain
 from ampguard.run.overrides.ledger import Ledger
-from ampguard.run.overrides.not_borne import OF_TYPES
+from ampguard.run.overrides.not_borne import first_line_of, is_of_types
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.roots import RootCalls
@@ -101,8 +101,9 @@ class Updates:
     def install(self, patches: Patches) -> None:
         self._patches = patches
         patches.replace(torch.autograd, "backward", self._watch_backward)
-        if self._plan.scales_loss:
+        if self._plan.dtype is not None or self._plan.scales_loss:
             patches.replace(torch.autograd, "grad", self._watch_grad)
+        if self._plan.scales_loss:
             self._roots.on_output = self._gained.see
             self._gained.inner.install(patches)
         patches.replace(Optimizer, "__init__", self._watch_init)
@@ -161,12 +162,15 @@ class Updates:
         try:
             run()
         except RuntimeError as error:
-            if self._plan.dtype is not None and not self.mixes_by_itself() and OF_TYPES.search(str(error)):
-                said = str(error).splitlines()[0].rstrip(".")
-                self._ledger.failed(f"a backward pass does not go with gained autocast ({said}); {TRY_FORCING}")
+            self._say_not_borne(error)
             raise
         if again is not None and before is not None:
             self._barrier.call(again.after, before, scale)
+
+    def _say_not_borne(self, error: RuntimeError) -> None:
+        if self._plan.dtype is not None and not self.mixes_by_itself() and is_of_types(error):
+            said = first_line_of(error)
+            self._ledger.failed(f"a backward pass does not go with gained autocast ({said}); {TRY_FORCING}")
 
     def _look_at_gradients(self) -> None:
         """Backward has returned: look before the script clips its gradients, which can hide an infinite one."""
@@ -367,8 +371,13 @@ class Updates:
         @functools.wraps(original)
         def grad(*args: Any, **kwargs: Any) -> Any:
             if not self._differentiates_otherwise:
-                self._differentiates_otherwise = not self._listener.recorder.paused
-            return original(*args, **kwargs)
+                self._differentiates_otherwise = self._plan.scales_loss and not self._listener.recorder.paused
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                if not self._listener.recorder.paused:
+                    self._say_not_borne(error)
+                raise
 
         return grad
 
