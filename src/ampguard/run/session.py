@@ -29,6 +29,7 @@ from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
 from ampguard.errors import RunFolderError, StopRun, message_of
 from ampguard.incident import Environment, Incident, Report, status_of
+from ampguard.replay.sandbox import heard
 from ampguard.report.history import EventRow
 from ampguard.report.store import read_report
 from ampguard.report.summary import print_summary
@@ -156,6 +157,10 @@ class Session:
             self.report = self._within.report or self._within._make_report()
             return
         _guarding = None
+        with heard():
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         try:
             if not isinstance(error, StopRun):
                 self._judge_the_rest(error)
@@ -245,7 +250,8 @@ class Session:
         if self._dynamics.history is not None:
             self._dynamics.history.close()
         if report.incidents:
-            print_summary(report, self._folder.report_path if problem is None else None)
+            with heard():
+                print_summary(report, self._folder.report_path if problem is None else None)
 
     def report_now(self) -> Path | None:
         """Judge what is there and write the report so far; the guard goes on. Where it is; None where it cannot be written."""
