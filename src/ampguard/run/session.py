@@ -289,7 +289,8 @@ class Session:
         if self._options.joins is not None:
             size = self._options.joins.launch.world_size
         environment = Environment(torch.__version__.split("+")[0], platform.python_version(), device, size)
-        report = Report(status_of(incidents), environment, self._recorder.steps.count, incidents)
+        status = "incidents" if self._casebook.has_unseen else status_of(incidents)
+        report = Report(status, environment, self._recorder.steps.count, incidents)
         if self._overrides is not None:
             report = msgspec.structs.replace(report, run=self._overrides.as_dict())
         return report
