@@ -27,7 +27,7 @@ from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
-from ampguard.errors import RunFolderError, StopRun, message_of
+from ampguard.errors import RunFolderError, StopRun, is_out_of_memory, message_of
 from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.replay.sandbox import heard
 from ampguard.report.history import EventRow
@@ -359,10 +359,10 @@ class Session:
 
     def _tell(self, fault: Exception, what_now: str) -> None:
         last = traceback.extract_tb(fault.__traceback__)[-1]
-        print(
-            f"ampguard: a fault of its own ({type(fault).__name__}: {message_of(fault)}, "
-            f"{Path(last.filename).name}:{last.lineno}); {what_now}. Please report it: {ISSUES}",
-            file=sys.stderr,
-        )
+        told = f"({type(fault).__name__}: {message_of(fault)}, {Path(last.filename).name}:{last.lineno}); {what_now}."
+        if is_out_of_memory(fault):
+            print(f"ampguard: no memory is left for what it does beside the script {told}", file=sys.stderr)
+        else:
+            print(f"ampguard: a fault of its own {told} Please report it: {ISSUES}", file=sys.stderr)
         if os.environ.get("AMPGUARD_DEBUG"):
             traceback.print_exception(fault, file=sys.stderr)
