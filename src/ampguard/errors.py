@@ -117,3 +117,9 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the host or of a device: torch has a class of its own for devices only."""
+    is_devices = type(error).__name__ == "OutOfMemoryError"
+    return is_devices or isinstance(error, MemoryError) or "can't allocate memory" in message_of(error)

@@ -198,7 +198,25 @@ def training_first(incidents: Sequence[Incident]) -> list[Incident]:
 
 def to_json(report: Report) -> bytes:
     """The report as indented JSON, field by field as docs/diagnosis.md lists them."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2)
+    try:
+        encoded = msgspec.json.encode(report, enc_hook=str)
+    except UnicodeEncodeError:
+        encoded = msgspec.json.encode(_in_unicode(msgspec.to_builtins(report, enc_hook=str)))
+    return msgspec.json.format(encoded, indent=2)
+
+
+def _in_unicode(value: Any) -> Any:
+    """Without lone surrogates: Python puts them in for bytes of a file's name that the locale does not know."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        except UnicodeEncodeError:
+            return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_in_unicode(key): _in_unicode(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_unicode(inner) for inner in value]
+    return value
 
 
 def from_json(data: bytes) -> Report:

@@ -138,6 +138,27 @@ def test_max_incidents_of_zero_only_counts(guard: Guard) -> None:
     assert run.faults == 0
     assert run.result == 2
     assert run.report.incidents == ()
+    assert run.report.status == "incidents"
+    assert "bad losses that were not looked into" in run.stderr
+
+
+def test_max_incidents_of_zero_in_a_clean_run(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # it settles: skipped steps are normal operation
+        for _ in range(30):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(torch.randn(4, 4)).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    run = guard(body, max_incidents=0)
+    assert run.report.status == "clean"
+    assert "not looked into" not in run.stderr
 
 
 def test_run_that_fails_in_every_step_stops_looking(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

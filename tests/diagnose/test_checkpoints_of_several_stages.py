@@ -68,3 +68,35 @@ def test_an_engine_behind_another_one(guard: Callable[..., Any], tmp_path: Path,
                     amp.save(tmp_path / "last.pt")
 
     assert [i.cause for i in guard(loop).report.incidents if i.severity != "info"] == []
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("saved_stage", ["first", "second"])
+def test_an_optimizers_state_in_a_file_of_its_own(
+    guard: Callable[..., Any], tmp_path: Path, saved_stage: str, momentum: float
+) -> None:
+    """As Transformers' Trainer writes it: no weights tell whose it is."""
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for stage in ("first", "second"):
+            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=momentum)
+            for step in range(8):
+                with torch.autocast("cpu", torch.float16, enabled=stage == "first"):
+                    loss = model(torch.randn(8, 4)).square().mean()
+                optimizer.zero_grad()
+                if stage == "first":
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    loss.backward()
+                    optimizer.step()
+                if step % 3 == 0 and stage == saved_stage:
+                    torch.save(model.state_dict(), tmp_path / "model.pt")
+                    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+
+    found = [i.cause for i in guard(loop).report.incidents if i.severity != "info"]
+    assert found == (["scaler-not-saved"] if saved_stage == "first" else [])

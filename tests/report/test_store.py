@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ampguard.errors import RunFolderError
@@ -59,7 +60,11 @@ def test_nonfinite_evidence_survives_json(tmp_path: Path) -> None:
 
 
 def test_evidence_that_is_no_json_is_one_line(tmp_path: Path) -> None:
-    problem = write_report(tmp_path, a_report(an_incident(value=object())))
+    class Wordless:
+        def __str__(self) -> str:
+            raise ValueError
+
+    problem = write_report(tmp_path, a_report(an_incident(value=Wordless())))
     assert problem is not None
     assert "report.json" in problem
     assert "\n" not in problem
@@ -158,3 +163,24 @@ def test_another_ranks_broken_file_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "rank-notes.json").write_text("{}")
     assert write_rank_report(tmp_path, a_report(an_incident()), rank=0) is None
     assert len(read_report(tmp_path).incidents) == 1
+
+
+def test_names_of_files_that_the_locale_does_not_know(tmp_path: Path) -> None:
+    """Python has lone surrogates for their bytes, which no JSON can hold: the report was lost."""
+    name = "bad é.py".encode().decode("ascii", "surrogateescape")
+    incident = msgspec.structs.replace(an_incident(names=[name, "\ud800"]), location=Location(name, 1, "f", "x = 1"))
+    report = Report("incidents", Environment("2.13.0", "3.11.7", "cpu", 1), 3, (incident,))
+    assert write_report(tmp_path, report) is None
+    (read,) = read_report(tmp_path).incidents
+    assert read.location is not None
+    assert read.location.file == "bad é.py"
+    assert read.evidence["names"] == ["bad é.py", "?"]
+
+
+def test_evidence_that_json_does_not_know(tmp_path: Path) -> None:
+    report = Report(
+        "incidents", Environment("2.13.0", "3.11.7", "cpu", 1), 3, (an_incident(large=2**70, path=Path("a"), small=-3),)
+    )
+    assert write_report(tmp_path, report) is None
+    (read,) = read_report(tmp_path).incidents
+    assert read.evidence == {"large": str(2**70), "path": "a", "small": -3}

@@ -100,6 +100,8 @@ def test_no_permission() -> None:
         pytest.skip("no /proc here")
     with pytest.raises(RunFolderError, match="cannot make the run folder /proc/nowhere/run"):
         make_run_folder(Path("/proc/nowhere/run"), "train.py", ALONE)
+    with pytest.raises(RunFolderError, match="; name another place with --out"):
+        make_run_folder(None, "train.py", ALONE, root=Path("/proc/nowhere"))
 
 
 def torchrun(rank: int, world_size: int = 4, **other: str) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import py_compile
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -106,3 +107,27 @@ def test_working_directory_may_be_elsewhere(workbench: Workbench, tmp_path: Path
     workbench.write("lib/train.py", "import neighbour; print(neighbour.x)")
     workbench.write("lib/neighbour.py", "x = 5")
     assert workbench.guarded("lib/train.py").stdout == "5\n"
+
+
+@pytest.mark.parametrize("words", ["{path}", "train.py", "-m train"], ids=["its whole path", "relative", "a module"])
+def test_in_a_folder_that_is_gone(workbench: Workbench, words: str) -> None:
+    """Python starts what it can find without a working directory; what it cannot find ends in its own words."""
+    path = workbench.write("train.py", ASK)
+    ended = []
+    for guarded in (False, True):
+        gone = workbench.folder / "gone"
+        gone.mkdir()
+        command = workbench.command(*words.format(path=path).split(), guarded=guarded)
+        script = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, {command!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=gone,
+            env=workbench.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        ended.append((done.returncode, done.stdout, done.stderr))
+    assert ended[0] == ended[1]
+    assert (ended[0][0] == 0) == (words == "{path}")

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
@@ -50,4 +51,4 @@ class LoadedWeights:
 
 def versions(module: nn.Module) -> Versions:
     """How often each parameter and buffer of a module has been written to, by its identity."""
-    return {id(t): version_of(t) for t in (*module.parameters(), *module.buffers())}
+    return {id(t): version_of(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}

@@ -186,7 +186,8 @@ class FlightRecorder:
                 self.pace.close(log.kept)
             if self.pace.is_behind:
                 self.pace.end_behind(log.kept)
-        rng, buffers, prefix, attributes = self.context.before_call(module, frame)
+        training = getattr(module, "training", False)  # (a frozen ScriptModule has no such attribute)
+        rng, buffers, prefix, attributes = self.context.before_call(module, training, frame)
         region = self.regions if torch.is_autocast_cache_enabled() else -1
         root = RootCall(
             index,
@@ -195,7 +196,7 @@ class FlightRecorder:
             kwargs,
             modes,
             rng,
-            module.training,
+            training,
             buffers,
             user_line(frame),
             prefix,

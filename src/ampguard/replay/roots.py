@@ -43,7 +43,7 @@ def run_root(
         module = compat.unwrapped(module)
     sandbox = ModuleSandbox(root, module)
     sandbox.enter()
-    training = module.training
+    training = getattr(module, "training", root.training)
     sandboxes.callback(sandbox.leave)
     try:
         swap(sandbox, module, variant, values)

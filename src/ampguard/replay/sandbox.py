@@ -29,14 +29,29 @@ OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What PyTorch itself keeps on every module: its parameters, children, hooks."""
 
 
+_silenced: list[Any] = []
+"""What stood for stderr before each `quiet` that is on."""
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What the script prints while it is replayed was printed already; its tensors lie where they did."""
-    with (
-        compat.scripts_default_device(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
+    _silenced.append(sys.stderr)
+    try:
+        with (
+            compat.scripts_default_device(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            yield
+    finally:
+        _silenced.pop()
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """What we ourselves say is heard, in the middle of a replay, too: a signal may end the process there."""
+    with contextlib.redirect_stderr(_silenced[0] if _silenced else sys.stderr):
         yield
 
 

@@ -183,7 +183,7 @@ def _write(path: Path, report: Report) -> str | None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except (OSError, TypeError, ValueError) as error:
+    except (ArithmeticError, OSError, TypeError, ValueError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         return _why(path, error)
@@ -199,7 +199,8 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _without_nonfinite(report: Report) -> Report:
-    """JSON has no NaN and no infinity, and would say null: spell them out in the evidence instead."""
+    """JSON has no NaN and no infinity, and would say null: spell them out in the evidence instead. So are integers of
+    more than 64 bits, which readers of JSON do not know."""
     incidents = tuple(msgspec.structs.replace(i, evidence=_spelled_out(i.evidence)) for i in report.incidents)
     return msgspec.structs.replace(report, incidents=incidents)
 
@@ -207,6 +208,8 @@ def _without_nonfinite(report: Report) -> Report:
 def _spelled_out(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
     if isinstance(value, dict):
         return {str(key): _spelled_out(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

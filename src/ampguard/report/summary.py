@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ampguard.incident import Incident, Location, Report, Severity
+from ampguard.incident import Incident, Location, Report, Severity, status_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +64,10 @@ def _module_of(incident: Incident) -> str:
 
 def _summary_lines(report: Report, path: Path | None) -> Iterator[list[Part]]:
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
-    outcome = _count(report.incidents) or "no incident"
+    counted = [_count(report.incidents)] if report.incidents else []
+    if report.status == "incidents" and status_of(report.incidents) == "clean":
+        counted.append("bad losses that were not looked into")
+    outcome = ", ".join(counted) or "no incident"
     style = "bold green" if report.status == "clean" else "bold"
     yield [("ampguard: ", style), (f"{steps}, ", ""), (outcome, style)]
     for incident in report.incidents[:_MAX_SUMMARY_LINES]:

@@ -116,8 +116,8 @@ def make_run_folder(
             return RunFolder(make().absolute(), launch)
         return RunFolder(_shared_folder(make, out.parent if out else root, launch).absolute(), launch)
     except OSError as error:
-        where = out or root
-        raise RunFolderError(f"cannot make the run folder {where}: {error.strerror or error}") from error
+        where, hint = (out, "") if out is not None else (root, "; name another place with --out")
+        raise RunFolderError(f"cannot make the run folder {where}: {error.strerror or error}{hint}") from error
 
 
 def reserve_run_folder(out: Path | None, script_name: str) -> RunFolder:

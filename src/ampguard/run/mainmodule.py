@@ -56,7 +56,15 @@ def prepare(target: ScriptTarget) -> Program:
 
 def absolute_path(name: str) -> str:
     """`name` as Python spells it in `__file__`: joined to the working directory, nothing resolved or tidied."""
-    return os.path.join(os.getcwd(), name)
+    return os.path.join(_working_directory(), name)
+
+
+def _working_directory() -> str:
+    """Nothing where it has been deleted: Python starts a script that is named by its whole path all the same."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _prepare_script(target: ScriptTarget, main: types.ModuleType) -> Program:
@@ -79,7 +87,7 @@ def _code_of(loader: SourceFileLoader | SourcelessFileLoader, path: str) -> type
 
 def _prepare_module(target: ScriptTarget) -> Program:
     # The interpreter itself calls this function of runpy's for `python -m`: the same errors, the same traceback lines.
-    _enter(target, argv0="-m", path0=os.getcwd())
+    _enter(target, argv0="-m", path0=_working_directory())
     return Program(
         lambda: runpy._run_module_as_main(target.name),  # type: ignore[attr-defined]
         starts=_module_can_start(target.name),

@@ -27,9 +27,10 @@ from ampguard.diagnose.budget import LEAST_SECONDS_OF_HEALING
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.cases.examiner import Examiner
 from ampguard.diagnose.protocol.desk import ProtocolDesk
-from ampguard.errors import RunFolderError, StopRun, message_of
+from ampguard.errors import RunFolderError, StopRun, is_out_of_memory, message_of
 from ampguard.incident import Environment, Incident, Report, status_of
 from ampguard.protocol.events import Breach
+from ampguard.replay.sandbox import heard
 from ampguard.report.history import EventRow
 from ampguard.report.store import read_report
 from ampguard.report.summary import print_summary
@@ -157,6 +158,10 @@ class Session:
             self.report = self._within.report or self._within._make_report()
             return
         _guarding = None
+        with heard():
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         try:
             if not isinstance(error, StopRun):
                 self._judge_the_rest(error)
@@ -246,7 +251,8 @@ class Session:
         if self._dynamics.history is not None:
             self._dynamics.history.close()
         if report.incidents:
-            print_summary(report, self._folder.report_path if problem is None else None)
+            with heard():
+                print_summary(report, self._folder.report_path if problem is None else None)
 
     def report_now(self) -> Path | None:
         """Judge what is there and write the report so far; the guard goes on. Where it is; None where it cannot be written."""
@@ -284,7 +290,8 @@ class Session:
         if self._options.joins is not None:
             size = self._options.joins.launch.world_size
         environment = Environment(torch.__version__.split("+")[0], platform.python_version(), device, size)
-        report = Report(status_of(incidents), environment, self._recorder.steps.count, incidents)
+        status = "incidents" if self._casebook.has_unseen else status_of(incidents)
+        report = Report(status, environment, self._recorder.steps.count, incidents)
         if self._overrides is not None:
             report = msgspec.structs.replace(report, run=self._overrides.as_dict())
         return report
@@ -356,10 +363,10 @@ class Session:
 
     def _tell(self, fault: Exception, what_now: str) -> None:
         last = traceback.extract_tb(fault.__traceback__)[-1]
-        print(
-            f"ampguard: a fault of its own ({type(fault).__name__}: {message_of(fault)}, "
-            f"{Path(last.filename).name}:{last.lineno}); {what_now}. Please report it: {ISSUES}",
-            file=sys.stderr,
-        )
+        told = f"({type(fault).__name__}: {message_of(fault)}, {Path(last.filename).name}:{last.lineno}); {what_now}."
+        if is_out_of_memory(fault):
+            print(f"ampguard: no memory is left for what it does beside the script {told}", file=sys.stderr)
+        else:
+            print(f"ampguard: a fault of its own {told} Please report it: {ISSUES}", file=sys.stderr)
         if os.environ.get("AMPGUARD_DEBUG"):
             traceback.print_exception(fault, file=sys.stderr)

@@ -27,6 +27,8 @@ class Contents:
     has_scaler: bool = False
     weights: list[tuple[str, Tensor]] = field(default_factory=list)
     """Floating-point tensors by their names, those of an optimizer's state left out."""
+    moments: set[int] = field(default_factory=set)
+    """The memory of an optimizer's state: whose it is."""
     items: int = 0
 
 
@@ -46,6 +48,7 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
         _add_weights({**dict(value.named_parameters()), **dict(value.named_buffers())}, name, found)
     elif isinstance(value, torch.optim.Optimizer):
         found.has_optimizer = True
+        found.moments |= moments_in(value.state)
     elif isinstance(value, compat.GRAD_SCALER):
         found.has_scaler = True
     elif isinstance(value, Tensor):
@@ -63,6 +66,7 @@ def _look(value: Any, name: str, found: Contents, depth: int) -> None:
 def _look_into(value: Mapping[Any, Any], name: str, found: Contents, depth: int) -> None:
     if "state" in value and "param_groups" in value:
         found.has_optimizer = True
+        found.moments |= moments_in(value["state"])
         for key in value.keys() - {"state", "param_groups"}:  # what travels in it: FastReID's scaler, by a hook
             _look(value[key], f"{name}.{key}", found, depth + 1)
     elif value.keys() >= SCALER_KEYS:
@@ -73,6 +77,12 @@ def _look_into(value: Mapping[Any, Any], name: str, found: Contents, depth: int)
     else:
         for key, inner in value.items():
             _look(inner, str(key) if not name else f"{name}.{key}", found, depth + 1)
+
+
+def moments_in(state: Any) -> set[int]:
+    """The memory of the tensors that an optimizer keeps for its parameters."""
+    each = [one for one in state.values() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
+    return {compat.storage_key(t) for one in each for t in one.values() if isinstance(t, Tensor)} - {0}
 
 
 def _add_weights(tensors: Mapping[str, Tensor], name: str, found: Contents) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.compiled.functions import hides_autocast
-from ampguard.capture.protocol.checkpoints import contents_of, spoiled
+from ampguard.capture.protocol.checkpoints import Contents, contents_of, moments_in, spoiled
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.idle_scaler import IdleScalers
 from ampguard.capture.protocol.models import Models
@@ -232,7 +232,7 @@ class Habits:
             for scaler in used:
                 scaler.state_asked = True
             return
-        used = self._scalers_of(found.weights, used)
+        used = self._scalers_of(found, used)
         if found.has_optimizer and used and not any(s.state_asked for s in used):
             own = used[0].ref()
             facts = {
@@ -244,14 +244,17 @@ class Habits:
             self._saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
             self._moves.listener.on_suspicion(("saved",), self._saved_without[0], step)
 
-    def _scalers_of(self, weights: list[tuple[str, Tensor]], scalers: list[ScalerWatch]) -> list[ScalerWatch]:
-        """Those that serve the optimizers of these weights; all there are, where nobody is known to update them (copies)."""
-        memory = {compat.storage_key(t) for _, t in weights} - {0}
-        holders = [
-            w
-            for w in self._moves.watches.optimizers
-            if w.steps and any(compat.storage_key(p) in memory for p in w.parameters())
-        ]
+    def _scalers_of(self, found: Contents, scalers: list[ScalerWatch]) -> list[ScalerWatch]:
+        """Those that serve the optimizers whose weights or state are saved.
+
+        Where nobody is known to update them (copies), all there are, unless an optimizer goes without a scaler.
+        """
+        memory = {compat.storage_key(t) for _, t in found.weights} - {0}
+        stepping = [w for w in self._moves.watches.optimizers if w.steps]
+        holders = [w for w in stepping if any(compat.storage_key(p) in memory for p in w.parameters())]
+        holders = holders or [w for w in stepping if found.moments & moments_in(getattr(w.ref(), "state", None))]
+        if not holders and any(w.scaled_by is None for w in stepping):
+            return []
         return [s for s in scalers if not holders or any(w.scaled_by is s for w in holders)]
 
     def tick(self) -> None:

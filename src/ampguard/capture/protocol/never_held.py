@@ -176,7 +176,7 @@ def _hidden_in(roots: Iterable[nn.Module], held: set[int]) -> Iterator[tuple[Ten
                 inside = [m for m in _values(value) if isinstance(m, (nn.Module, nn.Parameter))]
                 if name.startswith("_") or len(inside) < ALIKE or isinstance(value, nn.Module):
                     continue
-                if any(isinstance(m, nn.Module) and not m.training for m in inside):
+                if any(isinstance(m, nn.Module) and not getattr(m, "training", True) for m in inside):
                     continue
                 tensors = [p for m in inside for p in (m.parameters() if isinstance(m, nn.Module) else (m,))]
                 lost = [p for p in tensors if id(p) not in known and p.requires_grad]

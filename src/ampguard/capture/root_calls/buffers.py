@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ampguard import compat
 from ampguard.capture.record import SavedBuffer
@@ -41,6 +42,8 @@ class _Watched:
     at_rest: dict[tuple[int, str], SavedBuffer] = field(default_factory=dict)
     """What no call has changed yet, with its value: a codebook is written in its tenth call first."""
     elements_at_rest: int = 0
+    is_lazy: bool = False
+    """Some buffers have no values yet: those of a `LazyModule`, until its first call."""
 
 
 class BufferWatch:
@@ -57,23 +60,18 @@ class BufferWatch:
         low = next(known, None)
         return float(low) if low is not None else None
 
-    def before_call(self, module: nn.Module, again: bool = False) -> list[SavedBuffer]:
-        """The buffers of `module` as they are now, with copies of those that its calls change.
+    def before_call(self, module: nn.Module, training: bool, again: bool = False) -> list[SavedBuffer]:
+        """The buffers of `module`, which is in `training` or not, as they are now, with copies of those that its calls change.
 
         `again`: find out anew which buffers it has.
         """
         watched = self._watched.get(module)
         if watched is None:
             watched = self._watched.put(module, _Watched())
-        if again or watched.calls % RESCAN_CALLS == 0:
-            watched.places = [
-                (compat.buffers_of(owner), name, f"{path}.{name}" if path else name)
-                for path, owner in compat.named_modules_of_user(module).values()
-                for name in compat.buffers_of(owner)
-            ]
-            self._keep_lowest(watched)
-        first = module.training not in watched.modes
-        watched.modes.add(module.training)
+        if again or watched.is_lazy or watched.calls % RESCAN_CALLS == 0:
+            self._scan(module, watched)
+        first = training not in watched.modes
+        watched.modes.add(training)
         watched.calls += 1
         saved = []
         for owner, name, _ in watched.places:
@@ -84,6 +82,16 @@ class BufferWatch:
                 copy = tensor.detach().clone() if keep else None
                 saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), copy))
         return saved
+
+    def _scan(self, module: nn.Module, watched: _Watched) -> None:
+        places = [
+            (compat.buffers_of(owner), name, f"{path}.{name}" if path else name)
+            for path, owner in compat.named_modules_of_user(module).values()
+            for name in compat.buffers_of(owner)
+        ]
+        watched.places = [place for place in places if not is_lazy(place[0][place[1]])]
+        watched.is_lazy = len(watched.places) < len(places)
+        self._keep_lowest(watched)
 
     def _keep_lowest(self, watched: _Watched) -> None:
         for owner, name, path in watched.places:

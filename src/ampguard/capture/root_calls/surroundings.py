@@ -61,12 +61,12 @@ class RandomStreams:
     def __init__(self) -> None:
         self._draws: dict[tuple[int, bool], _Draws] = {}
 
-    def before_call(self, module: nn.Module, again: bool = False) -> RngStates:
+    def before_call(self, module: nn.Module, training: bool, again: bool = False) -> RngStates:
         """Where the random streams stand; without those that calls of this module do not draw from.
 
         `again`: look from which they draw, as in the first calls.
         """
-        key = (id(module), module.training)
+        key = (id(module), training)
         draws = self._draws.get(key)
         if draws is None:
             draws = self._draws[key] = _Draws()

@@ -40,20 +40,20 @@ class CallContext:
         self._usual: dict[int, _Usual] = {}
 
     def before_call(
-        self, module: nn.Module, frame: Any
+        self, module: nn.Module, training: bool, frame: Any
     ) -> tuple[RngStates, list[SavedBuffer], str, list[SavedAttribute]]:
         """Random states, buffers, prefix and plain state of `module` as they stand; `frame` is the caller's."""
         again = False
         usual = self._usual.get(id(module))
-        if usual is not None and usual.training is module.training and usual.module() is module:
+        if usual is not None and usual.training is training and usual.module() is module:
             usual.left -= 1
             if usual.left > 0:
                 return FROM_NOTHING, [], usual.prefix, []
             del self._usual[id(module)]
             again = True
         return (
-            self.random.before_call(module, again),
-            self.buffers.before_call(module, again),
+            self.random.before_call(module, training, again),
+            self.buffers.before_call(module, training, again),
             self._prefixes.of(module, frame),
             self.attributes.before_call(module, again),
         )

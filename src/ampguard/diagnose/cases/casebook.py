@@ -41,6 +41,8 @@ class Casebook:
         self.past_scaler = PastScaler(self._tell)
         self._bad_events: dict[int, Case] = {}
         """What was told of, by the event that made it."""
+        self.has_unseen = False
+        """A loss was bad that no investigation was left for, and no incident is there to count it to."""
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
@@ -250,6 +252,7 @@ class Casebook:
         """Investigations are used up: count it to the last incident of its mode, without looking."""
         case = next((c for c in reversed(self.cases) if c.incident.mode == bad.mode and c.is_investigated), None)
         if case is None:
+            self.has_unseen = self.has_unseen or (bad.kind == "loss" and bad.mode == "train" and not bad.may_be_meant)
             return
         if case is self.poison.case and case.consequences:
             case.consequences += 1

@@ -68,7 +68,7 @@ class Evaluations:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Given | None:
         """A module is about to be called from outside. None where that is no evaluation, or enough of it was seen."""
-        is_training = torch.is_grad_enabled() and module.training
+        is_training = torch.is_grad_enabled() and getattr(module, "training", False)
         recorder = self._recorder
         is_ours = self._is_busy or recorder.paused or not recorder.active  # an investigation runs the model again
         if is_ours or is_training or self._calls >= MOST_CALLS:
