@@ -127,13 +127,13 @@ class Powers:
     is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
     """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 
-    def hold(self, watches: Iterable[OptimizerWatch]) -> None:
-        """Their gradients are scaled."""
+    def hold(self, watches: Iterable[OptimizerWatch], power: float = 1.0) -> None:
+        """Their gradients are scaled, or (0) true ones."""
         for watch in watches:
             for p in watch.parameters():
                 grad = p.grad
                 if grad is not None and type(grad) is Tensor and not grad.is_sparse:
-                    self.gradients[grad.data_ptr()] = Held(grad.numel(), watch)
+                    self.gradients[grad.data_ptr()] = Held(grad.numel(), watch, power)
                     if type(p) in (Tensor, Parameter):
                         self.weights[p.data_ptr()] = Held(p.numel(), watch, 0.0)
 

@@ -23,6 +23,7 @@ from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
 from ampguard.capture.protocol.gradients import OptimizerWatch
+from ampguard.capture.protocol.kept_gradients import KeptGradients
 from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.own_moves import MOVES
@@ -34,6 +35,7 @@ from ampguard.capture.protocol.script_names import spots_of
 from ampguard.capture.protocol.script_units import computes_with_scale
 from ampguard.capture.protocol.sums import SUMS
 from ampguard.capture.record import Line
+from ampguard.protocol.states import Stage
 
 _METHODS = tuple(
     name
@@ -82,6 +84,7 @@ class ReadWindow:
         """A backward pass is under way, and what hooks do is looked at."""
         self._seen = Seen()
         self._powers: Powers | None = None
+        self._true = KeptGradients()
 
     @property
     def is_open(self) -> bool:
@@ -98,6 +101,8 @@ class ReadWindow:
         self._powers = Powers(scale, is_scaled_loss=lambda loss: carried.is_scaled(loss))
         machine = self._moves.machine
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
+        self._powers.hold((w for w in self._moves.mine() if machine.stage(w) is Stage.PLAIN), 0.0)
+        self._true.window_opens(self._powers)
         self._seen = Seen()
         for name in _METHODS:
             self._replace(torch.Tensor, name, self._watch)
@@ -175,6 +180,7 @@ class ReadWindow:
         self.is_within_backward = False
         seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
+        self._true.window_closes()
         is_told = tell and not self._moves.scale_was_read
         if found is not None:
             self._kept.window_closes(found, is_told)
@@ -298,6 +304,7 @@ class ReadWindow:
             return
         with compat.unseen():
             self._kept.called(name, args, options, result, self._powers, sys._getframe(3))
+            self._true.copied(name, args, result, self._powers, script_line(sys._getframe(3)))
             watch = self._seen.plain.is_one(name, args, options.get("alpha", 1), self._powers)
             frame = sys._getframe(3)
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):

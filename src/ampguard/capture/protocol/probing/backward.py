@@ -177,5 +177,7 @@ class BackwardProbe:
             witness.own_updates.after_backward(float(last.scale), last.where)
         if witness.window.is_open:
             witness.window.goes_on(knows_scale)
-        elif witness.moves.looks_closely and (witness.moves.machine.scaled or witness.own_updates.is_open):
+        elif witness.moves.looks_closely and (
+            witness.moves.machine.scaled or witness.own_updates.is_open or (reached and witness.moves.scales)
+        ):
             witness.window.open()
