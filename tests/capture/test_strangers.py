@@ -343,11 +343,11 @@ def test_call_during_which_another_thread_begins_to_train(guard: Guard, monkeypa
         thread.start()
         thread.join()
 
-    def before_call(context: CallContext, module: nn.Module, frame: Any) -> Any:
+    def before_call(context: CallContext, module: nn.Module, training: bool, frame: Any) -> Any:
         if module is theirs and not takes_turn.is_set():
             takes_turn.set()
             in_another_thread()
-        return known(context, module, frame)
+        return known(context, module, training, frame)
 
     def after_backward(recorder: FlightRecorder) -> None:
         followed.append(recorder.turns.thread)
