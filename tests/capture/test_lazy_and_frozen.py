@@ -1,4 +1,4 @@
-"""Modules that have no values yet (lazy ones), and TorchScript modules that are frozen: they have no `training`."""
+"""Modules without values, lazy ones or on the meta device, and frozen ScriptModules, which have no `training`."""
 
 from __future__ import annotations
 
@@ -79,3 +79,18 @@ def test_a_frozen_teacher(guard: Guard, bad: int) -> None:
     assert (run.faults, run.report.steps) == (0, 5)
     assert str(run.result) == str(plain)
     assert run.causes == ([] if bad < 0 else ["domain-error"])
+
+
+def test_a_model_on_the_meta_device(guard: Guard) -> None:
+    def body() -> object:
+        seed_everything()
+        with torch.device("meta"):
+            shapes = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+            shapes(torch.randn(4, 5))
+        model = nn.Linear(5, 1)
+        train(model)
+        return fingerprint(model)
+
+    plain = body()
+    run = guard(body)
+    assert (run.result, run.faults, run.causes) == (plain, 0, [])

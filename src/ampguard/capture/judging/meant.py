@@ -11,6 +11,7 @@ from ampguard.capture.events.operands import held_by, leaves, refs_of
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.glue.preprocessing import MOVES
 from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
+from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
 MOST_EVENTS = 64
@@ -70,7 +71,7 @@ def _is_constant(value: object) -> bool:
 
 def _is_lasting_constant(tensor: Tensor) -> bool:
     """`torch.tensor(float("nan"))`, made before anything was recorded."""
-    return tensor.dim() == 0 and not tensor.requires_grad and tensor._version == 0 and _is_bad(tensor)
+    return tensor.dim() == 0 and not tensor.requires_grad and version_of(tensor) == 0 and _is_bad(tensor)
 
 
 def _is_bad(tensor: Tensor) -> bool:

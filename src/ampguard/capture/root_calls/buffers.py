@@ -166,4 +166,4 @@ def _has_changed(now: Tensor, buffer: SavedBuffer, watched: _Watched) -> bool:
     """BatchNorm's kernels write their running statistics without counting a version: compare values once, then know."""
     if version_of(now) != buffer.version or (id(buffer.owner), buffer.name) in watched.changing:
         return True
-    return buffer.copy is not None and not has_same_bits(now.detach(), buffer.copy)
+    return buffer.copy is not None and compat.has_values(now) and not has_same_bits(now.detach(), buffer.copy)
