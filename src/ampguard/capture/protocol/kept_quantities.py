@@ -10,7 +10,6 @@ factor on the way may be the division by the scale, or where a norm may have bee
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -24,7 +23,7 @@ from ampguard.capture.protocol.copied_gradients import ratio_of
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.leaf_hooks import is_chosen
 from ampguard.capture.protocol.own_moves import OwnMoves
-from ampguard.capture.protocol.penalties import MAX_NODES, constants_of, may_divide
+from ampguard.capture.protocol.penalties import constants_of, may_divide, nodes_behind
 from ampguard.capture.protocol.powers import Powers, Quantity
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.sums import Sums
@@ -227,15 +226,8 @@ class KeptQuantities:
     def _reached(self, loss: Tensor) -> Iterator[_Kept]:
         """Those on a way that passes no factor which may take the scale out. (That of the loss itself is none.)"""
         scaling = self._moves.carried.losses.nodes() | {id(loss.grad_fn)}
-        waiting, seen = deque([loss.grad_fn]), dict[int, Any]()  # (they are held: another node gets a dropped one's id)
-        while waiting and len(seen) < MAX_NODES:
-            node = waiting.popleft()
-            if node is None or id(node) in seen:
-                continue
-            seen[id(node)] = node
+        for node in nodes_behind(loss, lambda node: id(node) in scaling or not self._takes_scale_out(node)):
             yield from (k for t in _constants(node) if (k := self._kept.get(compat.storage_key(t))) is not None)
-            if id(node) in scaling or not self._takes_scale_out(node):
-                waiting += [inner for inner, _ in node.next_functions]
 
     def _takes_scale_out(self, node: Any) -> bool:
         """Whether a factor may be a division by the scale, or by a norm of what carries it."""

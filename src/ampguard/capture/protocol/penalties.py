@@ -122,17 +122,21 @@ class Penalties:
         made = {id(one.node): one for one in self._made}
         scale = float(self._made[0].scale)
         scaling = self._moves.carried.losses.nodes() | {id(loss.grad_fn)}
-        waiting, seen = deque([loss.grad_fn]), dict[int, Any]()  # (they are held: another node gets a dropped one's id)
-        while waiting and len(seen) < MAX_NODES:
-            node = waiting.popleft()
-            if node is None or id(node) in seen:
-                continue
-            seen[id(node)] = node
-            if id(node) in made:
-                return made[id(node)]
-            if id(node) in scaling or not may_divide(node, scale):
-                waiting += [inner for inner, _ in node.next_functions]
-        return None
+        behind = nodes_behind(loss, lambda node: id(node) in scaling or not may_divide(node, scale))
+        return next((made[id(node)] for node in behind if id(node) in made), None)
+
+
+def nodes_behind(loss: Tensor, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nodes of a loss's graph, the next ones first, at most `MAX_NODES`; what is behind one only if that `goes_on`."""
+    waiting, seen = deque([loss.grad_fn]), dict[int, Any]()  # (they are held: another node gets a dropped one's id)
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.popleft()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        yield node
+        if goes_on(node):
+            waiting += [inner for inner, _ in node.next_functions]
 
 
 def may_divide(node: Any, scale: float) -> bool:
