@@ -49,7 +49,7 @@ class DerivativeProbe(Probe):
                 gradients = args[0] if args else kwargs.get("grad_tensors")
                 call = guarded(recorder.before_backward, tensors, gradients)
                 only = args[4] if len(args) > 4 else kwargs.get("inputs")
-                if isinstance(only, Iterator):
+                if only is not None and isinstance(only, Iterator):
                     only = tuple(only)
                     args, kwargs = _with_inputs(only, 4, args, kwargs)
                 if only is not None and call is not None:
@@ -91,7 +91,7 @@ class DerivativeProbe(Probe):
 
             def followed(*args: Any, **kwargs: Any) -> Any:
                 inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-                if isinstance(inputs, Iterator):
+                if type(inputs) not in (list, tuple) and isinstance(inputs, Iterator):
                     args, kwargs = _with_inputs(tuple(inputs), 1, args, kwargs)
                 given = dict(
                     zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
