@@ -59,9 +59,8 @@ class Holding:
         flat = {id(p) for p in self.flat}
         learning = [p for p in self.parameters if self._leaf_of(p).requires_grad or id(p) in flat]
         self._learning = frozenset(map(id, learning))
-        self._sample = learning[::-1][:: -(-len(learning) // SAMPLE) or 1][
-            ::-1
-        ]  # with the last one: heads get replaced
+        every = -(-len(learning) // SAMPLE) or 1
+        self._sample = learning[::-1][::every][::-1]  # with the last one: heads get replaced
         self._most_missing = 0
         self._leaves = [leaf for p in self._sample if (leaf := self._leaf_of(p)) is not p]
         self._ends = [self._leaf_of(p) for p in (*self.parameters[:1], *self.parameters[-1:])]

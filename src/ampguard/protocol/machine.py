@@ -254,20 +254,7 @@ class Machine:
             ledger.steps += 1
             ledger.stepped_at = event.where
             ledger.idle_steps += ledger.stage is Stage.USED
-            if ledger.cleared_part is not None:
-                ledger.cleared_steps += 1
-                if ledger.cleared_steps == ledger.steps == CLEARED_STEPS:
-                    facts = {
-                        "why": "cleared",
-                        "backward": ledger.cleared_part.where,
-                        "steps": CLEARED_STEPS,
-                        "zeros": True,
-                    }
-                    breaches.append(
-                        Breach(
-                            "no-gradients", event.optimizer, event.scaler, ledger.cleared_at, event.where, None, facts
-                        )
-                    )
+            breaches += self._always_cleared(ledger, event)
             if ledger.idle_steps == PILED_STEPS and event.scaler is not None:
                 facts = {"steps": ledger.idle_steps, "has_scaler": True, "is_reused": True}
                 breaches.append(
@@ -279,6 +266,17 @@ class Machine:
                 Breach("missing-zero-grad", event.optimizer, event.scaler, old or last, event.where, None, facts)
             )
         return breaches
+
+    @staticmethod
+    def _always_cleared(ledger: Ledger, event: Step) -> list[Breach]:
+        """A step without gradients: were they cleared behind each backward pass so far, and before its step?"""
+        if ledger.cleared_part is None:
+            return []
+        ledger.cleared_steps += 1
+        if not ledger.cleared_steps == ledger.steps == CLEARED_STEPS:
+            return []
+        facts = {"why": "cleared", "backward": ledger.cleared_part.where, "steps": CLEARED_STEPS, "zeros": True}
+        return [Breach("no-gradients", event.optimizer, event.scaler, ledger.cleared_at, event.where, None, facts)]
 
     def _step_of_scaler(self, ledger: Ledger, event: Step, session: Session) -> list[Breach]:
         assert event.scaler is not None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.powers import Powers
+from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
 
@@ -30,12 +32,12 @@ class KeptGradients:
     _kept: list[Kept] = field(default_factory=list)
     _made: list[Kept] = field(default_factory=list)
 
-    def copied(self, name: str, args: tuple[Any, ...], result: Any, powers: Powers, where: Line | None) -> None:
+    def copied(self, name: str, args: tuple[Any, ...], result: Any, powers: Powers, frame: FrameType) -> None:
         """The script has called an operator: on a gradient as it is, of a loss that was not scaled?"""
         held = powers.gradient(args[0]) if name in COPIES and len(self._made) < MOST else None
         is_copy = held is not None and not held.power and isinstance(result, Tensor) and powers.gradient(result) is None
         if held is not None and is_copy and result.numel() == held.numel:
-            self._made.append((weakref.ref(result), version_of(result), held.watch, where))
+            self._made.append((weakref.ref(result), version_of(result), held.watch, script_line(frame)))
 
     def window_closes(self) -> None:
         if self._made:

@@ -425,9 +425,8 @@ class Moves:
     @staticmethod
     def _began(breach: Breach, step: int) -> int:
         """The iteration to tell it of: one that has to be seen several times in a row began with the first."""
-        if breach.facts.get("zeros"):
-            return max(step + 1 - int(breach.facts["steps"]), 0)
-        is_counted = breach.cause == "missing-zero-grad" and not breach.facts.keys() & {"by_hand", "is_stuck"}
+        is_piled = breach.cause == "missing-zero-grad" and not breach.facts.keys() & {"by_hand", "is_stuck"}
+        is_counted = is_piled or bool(breach.facts.get("zeros"))
         earliest = getattr(breach.optimizer, "first_step", None) or 0
         return max(earliest, step + 1 - int(breach.facts["steps"])) if is_counted else step
 

@@ -303,10 +303,10 @@ class ReadWindow:
         if self._powers is None or self.is_within_backward:
             return
         with compat.unseen():
-            self._kept.called(name, args, options, result, self._powers, sys._getframe(3))
-            self._true.copied(name, args, result, self._powers, script_line(sys._getframe(3)))
-            watch = self._seen.plain.is_one(name, args, options.get("alpha", 1), self._powers)
             frame = sys._getframe(3)
+            self._kept.called(name, args, options, result, self._powers, frame)
+            self._true.copied(name, args, result, self._powers, frame)
+            watch = self._seen.plain.is_one(name, args, options.get("alpha", 1), self._powers)
             if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
                 changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
                 self._seen.plain.add(watch, script_line(frame), result, changes_gradient)

@@ -35,15 +35,19 @@ def function_of(code: CodeType) -> ast.AST | None:
     return None
 
 
-def calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.AST, ...]:
-    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
-    return tuple(call for call in found if last_name(call.func) in names)
+def calls_at(function: ast.AST, line: int, names: Iterable[str | None]) -> tuple[ast.Call, ...]:
+    """The calls at a line of what has one of these names."""
+    return tuple(call for call in _all_calls_at(function, line) if last_name(call.func) in names)
 
 
-def only_call_at(function: ast.AST, line: int) -> tuple[ast.AST, ...]:
+def only_call_at(function: ast.AST, line: int) -> tuple[ast.Call, ...]:
     """The call at a line, where there is one alone: what is called may have another name than its code (a partial)."""
-    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
+    found = _all_calls_at(function, line)
     return tuple(found) if len(found) == 1 else ()
+
+
+def _all_calls_at(function: ast.AST, line: int) -> list[ast.Call]:
+    return [n for n in ast.walk(function) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0)]
 
 
 def last_name(node: ast.AST) -> str:

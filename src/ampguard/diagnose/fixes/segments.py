@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from typing import Any
 
 import torch
@@ -24,10 +25,7 @@ def empty_segment(evidence: Evidence) -> int | None:
     rows = evidence.op.outputs[0].shape
     if lengths is None or not rows or rows[0] != len(lengths):
         return None
-    width = 1
-    for size in rows[1:]:
-        width *= size
-    segment = flat // width
+    segment = flat // math.prod(rows[1:])
     return segment if int(lengths[segment]) == 0 else None
 
 
