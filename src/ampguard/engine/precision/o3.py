@@ -17,9 +17,6 @@ from ampguard.engine.precision.weights import LowWeights
 from ampguard.engine.step import GradientCheck, RoundedUpdate
 from ampguard.errors import ProtocolError
 
-EPS = 1e-4
-"""Above float16's smallest normal number (6.1e-5): an eps of 1e-8 is 0 in float16, and 0 / (0 + eps) is NaN."""
-
 
 class O3(Precision):
     """float16 weights without float32 copies; the loss scale keeps the backward pass above zero.
@@ -111,19 +108,3 @@ class _OwnStep:
         with contextlib.suppress(RuntimeError):
             if self._region is not None:
                 self._region.__exit__(RuntimeError, failed, None)
-
-
-def too_small(eps: float) -> str:
-    """What such an eps is in float16, in words."""
-    return "which is 0 in float16" if float(torch.tensor(eps).half()) == 0 else "which float16 cannot hold exactly"
-
-
-def raise_eps(optimizer: Optimizer) -> list[tuple[float, float]]:
-    """Raise each eps that vanishes in float16. Returns (before, after) of those that were changed."""
-    changed = []
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if isinstance(eps, float) and eps < torch.finfo(torch.float16).smallest_normal:
-            group["eps"] = EPS
-            changed.append((eps, EPS))
-    return changed

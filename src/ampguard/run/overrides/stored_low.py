@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.engine.precision.o3 import raise_eps, too_small
 from ampguard.engine.step.rounding import stochastic_round_
 from ampguard.run.overrides.gradients import parameters_of
 from ampguard.run.overrides.ledger import Ledger
+
+EPS = 1e-4
+"""Above float16's smallest normal number (6.1e-5): an eps of 1e-8 is 0 in float16, and 0 / (0 + eps) is NaN."""
 
 
 class StoredLow:
@@ -40,9 +42,9 @@ class StoredLow:
                     weight.copy_(weight.to(dtype))
                     self._rounded[id(weight)] = weight
         own = dtype == torch.float16 and any(p.dtype == dtype for p in parameters_of(optimizer))
-        for before, after in raise_eps(optimizer) if own else ():
+        for before, after in _raise_eps(optimizer) if own else ():
             self._ledger.done(
-                f"eps of {type(optimizer).__name__} raised from {before:g}, {too_small(before)}, to {after:g}"
+                f"eps of {type(optimizer).__name__} raised from {before:g}, {_too_small(before)}, to {after:g}"
             )
 
     @torch.no_grad()
@@ -64,3 +66,19 @@ class StoredLow:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
+
+
+def _too_small(eps: float) -> str:
+    """What such an eps is in float16, in words."""
+    return "which is 0 in float16" if float(torch.tensor(eps).half()) == 0 else "which float16 cannot hold exactly"
+
+
+def _raise_eps(optimizer: Optimizer) -> list[tuple[float, float]]:
+    """Raise each eps that vanishes in float16. Returns (before, after) of those that were changed."""
+    changed = []
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps < torch.finfo(torch.float16).smallest_normal:
+            group["eps"] = EPS
+            changed.append((eps, EPS))
+    return changed
