@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -38,7 +37,6 @@ class Reporting:
             out = _free(Path(folder) / "ampguard") if folder is not None and is_alone else None
             self._own = watch(out=out)
             self._session = self._own.__enter__()
-            atexit.register(self.end)
 
     def end(self, error: BaseException | None = None) -> Path | None:
         """The training ends: write what is known by now. Where the report is; None without a guard."""
@@ -48,7 +46,6 @@ class Reporting:
             return None
         if own is None:
             return _written_so_far(session)
-        atexit.unregister(self.end)
         with contextlib.suppress(BaseException) if error is not None else contextlib.nullcontext():
             own.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
         written: Path | None = session.report_path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -24,7 +26,8 @@ def watch(
     """Guard the training inside the block. The options are those of `ampguard run`; yields the session.
 
     After the block `session.report` holds the incidents. An exception of the block passes through unchanged; reaching
-    `steps`, `on_nonfinite="stop"`, or too many steps held off in a row, ends the block early without one.
+    `steps`, `on_nonfinite="stop"`, or too many steps held off in a row, ends the block early without one. A block that
+    is entered by hand and never left (a notebook's) ends with the process.
 
     Raises UsageError or RunFolderError, before the block runs, where the run folder cannot be made.
     """
@@ -34,6 +37,11 @@ def watch(
         RunOptions(Path(out) if out is not None else None, steps, max_incidents, on_nonfinite, name_of_program())
     )
     session.start()
+
+    def at_exit() -> None:
+        session.finish(getattr(sys, "last_value", None))  # what ended the script, where an exception did
+
+    atexit.register(at_exit)  # a guard cannot end where Python takes itself apart: no thread is there any more
     try:
         yield session
     except StopRun as stop:
@@ -43,3 +51,5 @@ def watch(
         raise
     else:
         session.finish()
+    finally:
+        atexit.unregister(at_exit)
