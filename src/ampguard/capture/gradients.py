@@ -59,7 +59,7 @@ class GradientWatch:
         """A backward pass has added gradients."""
         self._known_finite = []
         self._judge.spoil()
-        if self.hooks.are_known:
+        if self.hooks.known:
             self.hooks.differentiated()
         self._is_unjudged = not self._has_raised
         self._has_raised = False

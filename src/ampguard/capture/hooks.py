@@ -38,7 +38,7 @@ class TensorHooks:
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._known: list[TensorHook] = []
+        self.known: list[TensorHook] = []
 
     def add(self, tensor: Tensor, hook: Callable[[Tensor], Any], handle: Any) -> None:
         """A hook was registered. One on a leaf stays on the leaf, which a replay differentiates itself."""
@@ -46,31 +46,26 @@ class TensorHooks:
             hook = getattr(
                 hook, "of_script", hook
             )  # not what looks on: a replay puts back what the hook itself writes to
-            self._known.append(TensorHook(self._log.lookup(tensor), self._log.next_index, hook, handle))
-
-    @property
-    def are_known(self) -> bool:
-        """Whether there are any."""
-        return bool(self._known)
+            self.known.append(TensorHook(self._log.lookup(tensor), self._log.next_index, hook, handle))
 
     def differentiated(self) -> None:
         """A backward pass has run: what was not removed has been called. Those of dropped events are forgotten."""
-        if not self._known:
+        if not self.known:
             return
         events = self._log.record.events
         first = min(events[0].index, self._log.iteration_start) if events else self._log.next_index
-        self._known = [known for known in self._known if known.index >= first and not known.is_removed]
-        for known in self._known:
+        self.known = [known for known in self.known if known.index >= first and not known.is_removed]
+        for known in self.known:
             known.handle = None
 
     def of(self, event: int) -> list[tuple[int, Callable[[Tensor], Any]]]:
         """The hooks on an event's results: (which result, the hook), in the order of their registration."""
-        own = (known for known in self._known if known.made_by is not None and known.made_by.event == event)
+        own = (known for known in self.known if known.made_by is not None and known.made_by.event == event)
         return [(known.made_by.output, known.hook) for known in own if known.made_by is not None]
 
     def are_lost_since(self, event: int) -> bool:
         """Whether a hook was put on a tensor that no recorded event made."""
-        return any(known.made_by is None and known.index >= event for known in self._known)
+        return any(known.made_by is None and known.index >= event for known in self.known)
 
 
 def watching(recorder: Any, hooks: TensorHooks) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

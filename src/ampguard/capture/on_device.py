@@ -64,14 +64,10 @@ class DeviceGradients:
         self._report = report
         self._end: Any = None
         """An event behind the last iteration's updates."""
-        self._waiting: tuple[FiniteFlag, BadResult, _Copies | None, weakref.ref[Optimizer]] | None = None
+        self.waiting: tuple[FiniteFlag, BadResult, _Copies | None, weakref.ref[Optimizer]] | None = None
+        """An update that was made and for which the device has not answered yet."""
         self._copies: weakref.WeakKeyDictionary[Optimizer, _Copies | None] = weakref.WeakKeyDictionary()
         """By optimizer; None where there is no room, and where its weights were told to be bad."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the device has not answered yet for an update that was made."""
-        return self._waiting is not None
 
     def are_finite(self, optimizer: Optimizer, step: int, since: int, may_tell_late: bool) -> bool:
         """Whether they are, as far as it is known before they are used. `may_tell_late`: no loss is to blame for bad ones."""
@@ -88,7 +84,7 @@ class DeviceGradients:
             record = self._log.snapshot() if copies is not None else StepRecord()
             held, is_late = tuple(parameters), copies is None
             bad = BadResult("gradient", "train", step, record, (), parameters=held, since=since, is_late=is_late)
-            self._waiting = flag, bad, copies, weakref.ref(optimizer)
+            self.waiting = flag, bad, copies, weakref.ref(optimizer)
         return True
 
     def _may_wait(self) -> bool:
@@ -106,9 +102,9 @@ class DeviceGradients:
 
     def read(self) -> None:
         """Tell of the last update's gradients if they were bad. Waits for the device to have come to that update."""
-        if self._waiting is None:
+        if self.waiting is None:
             return
-        (flag, bad, copies, known), self._waiting = self._waiting, None
+        (flag, bad, copies, known), self.waiting = self.waiting, None
         if flag.is_set() or all(is_finite(p.detach()) for p in bad.parameters):
             return
         optimizer = known()

@@ -12,7 +12,7 @@ import operator
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -164,14 +164,15 @@ class FlightRecorder:
         if not modes.grad:
             self.pace.count(self.steps.backwards)
             self.pace.enter(log.kept)
-        if log.has_open_events or self.judge.has_open_questions:
-            self.judge.settle(module)
+        judge = self.judge
+        if (log.next_index > log.closed_until and log.has_open_events) or judge.suspects or judge.outputs.unread:
+            judge.settle(module)
         if self.tells_forward:
             self.listener.on_forward()
         if log.ahead.is_learning and log.finds_prepared_ahead((args, kwargs)):
             self.schedule.prefix_was(used=True)
-        if log.forget_finished(bool(self.judge.suspects), modes.grad):
-            self.judge.forget_judged()
+        if log.forget_finished(bool(judge.suspects), modes.grad):
+            judge.forget_judged()
         frame = sys._getframe(2)
         index = log.next_index
         log.next_index = index + 1
@@ -208,7 +209,7 @@ class FlightRecorder:
             root.swapped_state = map_tensors(dict(self.swapped_state[1]), log.named_argument)
         if self.steps.count < FIRST_STEPS:
             log.note_prepared(root)
-        before = log.size_of_iteration if self.between_steps else 0
+        before = log.size_of_iteration if self.between_steps and index > log.iteration_start else 0
         log.append_named(root)
         if self.between_steps:
             self.schedule.begins(before)
@@ -309,7 +310,9 @@ class FlightRecorder:
         self.pace.is_open = False
         self.turns.differentiates()
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        losses = [self.scaling.unscaled(t) for t in tensors] if self.scaling.losses else tensors
+        losses: Sequence[Tensor] = tensors
+        if self.scaling.losses:
+            losses = tuple(map(self.scaling.unscaled, tensors))
         self.gradients.scaler = None if all(map(operator.is_, losses, tensors)) else self.scaling.scaler
         line = user_line(sys._getframe(2))
         self.backward_calls.place = None if self.backward_calls.is_again else line
@@ -373,8 +376,9 @@ class FlightRecorder:
         follows_closure: bool = False,
     ) -> None:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
-        self.tape.leave()
-        if self.gradients.on_device.is_waiting:
+        if self.tape.is_on_stack:
+            self.tape.leave()
+        if self.gradients.on_device.waiting is not None:
             self.gradients.on_device.read()
         if self.undecided:
             self._decided()
@@ -414,7 +418,7 @@ class FlightRecorder:
 
     def after_update(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """An optimizer's step was attempted (a step that the scaler skipped included)."""
-        if self.judge.has_flags:
+        if self.judge.unread:
             self.judge.read_flags(wait=True)
         self._in_update = None
         if self.steps.attempted(optimizer, skipped):
@@ -467,7 +471,8 @@ class FlightRecorder:
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
-        self.captures.iteration_ends()
+        if HAS_CUDA:
+            self.captures.iteration_ends()
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional
@@ -509,7 +514,7 @@ class FlightRecorder:
             self._report(BadResult("loss", "train", 0, record, (ref,), is_of_preparation=True, has_ended_run=True))
 
     def _report(self, bad: BadResult) -> None:
-        if self.gradients.on_device.is_waiting:
+        if self.gradients.on_device.waiting is not None:
             self.gradients.on_device.read()  # what came before it
         paused, self.paused = self.paused, True
         self.tape.leave()

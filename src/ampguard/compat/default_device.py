@@ -37,7 +37,7 @@ def may_lie_below(depth: int) -> bool:
     set, which looks for itself when it goes. The end of `with torch.device(...)` takes off whatever is on top.
     """
     stays = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-    return not depth or (is_default_device(depth) and function_mode_at(0) is stays)
+    return is_default_device(depth) and function_mode_at(0) is stays
 
 
 @contextlib.contextmanager

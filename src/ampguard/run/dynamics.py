@@ -5,6 +5,7 @@ It has a fault barrier of its own: if something here goes wrong it is said once 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -78,6 +79,8 @@ class LearningDynamics:
         self.on_vitals: Callable[[StepVitals], None] | None = None
         """Who else wants to know of each step's vital signs; they come some at a time, unless `flush` is called."""
         self.flush = self._vitals.flush
+        self.iteration_ended = functools.partial(self._barrier.note, self._iteration_ended)
+        """Iteration number `step` is over. (The recorder has hidden us.)"""
 
     def start(self, folder: Path, on_problem: Callable[[str], None], rank: int | None = None) -> None:
         """Begin the history and install the probes; before the recorder's, so that theirs come first in each call."""
@@ -113,10 +116,6 @@ class LearningDynamics:
         if self.history is not None:
             self.history.close()
 
-    def iteration_ended(self, step: int) -> None:
-        """Iteration number `step` is over."""
-        self._barrier.note(self._iteration_ended, step)  # (the recorder has hidden us)
-
     def root_entering(self) -> None:
         """A root module is about to be called: in a sampled step it is watched. What runs outside modules never is."""
         if self._is_sampled and self._recorder.live is None and self._sampling.wants_call():
@@ -144,7 +143,7 @@ class LearningDynamics:
             self.trajectory.add_turns(step, turns)
         self.keeper.iteration_ended(step)
         is_looked_at = self._vitals.looks
-        if self._hand_updates.has_begun:
+        if self._hand_updates.begun is not None:
             self._hand_updates.end()
         self._vitals.iteration_ended(step, paused)
         if is_looked_at and self._recorder.steps.counts_backwards:

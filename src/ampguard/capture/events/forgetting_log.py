@@ -38,16 +38,19 @@ class ForgettingLog(KeptEvents):
         ahead = self.ahead
         ahead.iteration_ended(self.iteration_start, self.record.events if ahead.is_usual or ahead.is_learning else ())
         self.iteration_start = self.next_index
-        self.evaluation.clear()
+        if self.evaluation.is_under_way or self.evaluation.made:
+            self.evaluation.clear()
         if self.written.writes:
             self.written.writes.clear()
-        self._holders.clear()
+        if self._holders.have_seen:
+            self._holders.clear()
         if not is_all:
             return
         record = self._record
         if self._pending.entries:
-            record.events += self._pending.roots()
-            self._pending.clear()
+            for entry in self._pending.take():
+                if type(entry[0]) is RootCall:
+                    record.events.append(entry[0])
         if not _CALLS.isdisjoint(map(type, record.events)):
             kept = self.ahead.kept
             record.events = [event for event in record.events if type(event) not in _CALLS or event.index in kept]
@@ -174,11 +177,15 @@ class ForgettingLog(KeptEvents):
 
     def _keep_roots(self, events: list[Event]) -> bool:
         """Of a finished iteration keep the calls of modules whose results are in use. False where they need others."""
-        live = [event for event in events if type(event) is RootCall and has_live_result(event)]
+        live: list[RootCall] = []
+        for event in events:
+            if type(event) is RootCall and has_live_result(event):
+                live.append(event)  # (a comprehension is a frame more, before 3.12)
         if not (live or self.ahead.kept or self._pending.entries):
             events.clear()
             self.producers.forget_all()
-            self._holders.clear()
+            if self._holders.have_seen:
+                self._holders.clear()
             return True
         if self.ahead.kept or len(live) > KEPT_ROOTS or any(refs_of(root) for root in live):
             return False

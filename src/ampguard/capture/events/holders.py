@@ -20,9 +20,12 @@ class Holders:
         self._seen = 0
         """Events that were looked into."""
         self._seen_memory = 0
+        self.have_seen = False
+        """Whether there is anything to clear."""
 
     def of(self, tensor: Tensor, events: list[Event]) -> list[Held]:
         """What the events hold this tensor as. Between two calls of `clear` events may only be added."""
+        self.have_seen = True
         for event in events[self._seen :]:
             for held in held_by(event):
                 self._by_tensor.setdefault(id(held.tensor), []).append(held)
@@ -36,6 +39,7 @@ class Holders:
         """
         if not _is_plain(tensor):
             return
+        self.have_seen = True
         for event in events[self._seen_memory :]:
             for held in held_by(event):
                 if held.copy is None and _is_plain(held.tensor):
@@ -47,10 +51,11 @@ class Holders:
 
     def clear(self) -> None:
         """Events were dropped, or put in each other's place."""
-        if self._seen or self._seen_memory:
+        if self.have_seen:
             self._by_tensor.clear()
             self._by_memory.clear()
             self._seen = self._seen_memory = 0
+            self.have_seen = False
 
 
 def _are_laid_out_alike(one: Tensor, other: Tensor) -> bool:

@@ -126,7 +126,9 @@ class EventLog(ForgettingLog):
 
     def keep_backward(self, call: BackwardCall) -> None:
         """Keep a call of `backward` whose arguments are the tensors themselves: they are named when they are asked for."""
-        self._pending.entries.append((call, versions_in(call.args[0]), ()))
+        losses = call.args[0]
+        alone = len(losses) == 1 and type(losses[0]) is Tensor and not losses[0].is_inference()
+        self._pending.entries.append((call, (plain_version(losses[0]),) if alone else versions_in(losses), ()))
 
     def is_one_computation(self, began: int, output: Any) -> bool:
         """Whether the events from `began` on do nothing but compute, and one of them made all of `output`."""

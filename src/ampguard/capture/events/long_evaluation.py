@@ -46,7 +46,7 @@ class LongEvaluation:
     """What was cut off from the events that it came from."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[weakref.ref[Tensor], Origin | None]] = {}
+        self.made: dict[int, tuple[weakref.ref[Tensor], Origin | None]] = {}
         """By identity: results of calls, or of what was computed from them. Sums that go on in place are the same tensor."""
         self._origins: list[Origin] = []
         self._purge_at = 2 * CUT_FROM
@@ -56,8 +56,8 @@ class LongEvaluation:
     def clear(self) -> None:
         """Training goes on."""
         self.is_under_way = False
-        if self._made:
-            self._made.clear()
+        if self.made:
+            self.made.clear()
             self._origins.clear()
 
     def may_cut(self, events: int) -> bool:
@@ -77,15 +77,15 @@ class LongEvaluation:
                     continue
                 if isinstance(event, GlueOp) and _is_bad(tensor) and lookup(tensor) == Ref(event.index, position):
                     found.append((Ref(event.index, position), tensor))
-                elif id(tensor) not in self._made or self._known(tensor) is None:
-                    self._made[id(tensor)] = weakref.ref(tensor), None
+                elif id(tensor) not in self.made or self._known(tensor) is None:
+                    self.made[id(tensor)] = weakref.ref(tensor), None
         record: StepRecord | None = None
         for ref, tensor in found:
             record = record or snapshot()
-            self._made[id(tensor)] = weakref.ref(tensor), self.origin(record, ref) or self._new(record, ref)
-        if len(self._made) > self._purge_at:
-            self._made = {key: known for key, known in self._made.items() if known[0]() is not None}
-            self._purge_at = 2 * max(len(self._made), CUT_FROM)
+            self.made[id(tensor)] = weakref.ref(tensor), self.origin(record, ref) or self._new(record, ref)
+        if len(self.made) > self._purge_at:
+            self.made = {key: known for key, known in self.made.items() if known[0]() is not None}
+            self._purge_at = 2 * max(len(self.made), CUT_FROM)
 
     def note_dropped(self, events: Iterable[Event], kept: Container[int], known: dict[int, Any]) -> None:
         """Events are about to be dropped though some of their results are in use: those are given from here on.
@@ -98,7 +98,7 @@ class LongEvaluation:
             for position, output in enumerate(event.outputs):
                 tensor = output()
                 if tensor is not None and event.floating[position] and known.pop(id(tensor), None) is not None:
-                    self._made[id(tensor)] = weakref.ref(tensor), None
+                    self.made[id(tensor)] = weakref.ref(tensor), None
 
     def _new(self, record: StepRecord, ref: Ref) -> Origin | None:
         if len(self._origins) >= MOST_ORIGINS or not self.is_behind(record, ref):
@@ -107,7 +107,7 @@ class LongEvaluation:
         return self._origins[-1]
 
     def _known(self, tensor: Tensor) -> tuple[weakref.ref[Tensor], Origin | None] | None:
-        known = self._made.get(id(tensor)) if self._made else None
+        known = self.made.get(id(tensor)) if self.made else None
         return known if known is not None and known[0]() is tensor else None
 
     def of(self, tensor: Tensor) -> Origin | None:
@@ -125,7 +125,7 @@ class LongEvaluation:
         """Whether it was computed from the result of a call, or from what was cut off."""
         if lineage.comes_from_a_root(record, ref):
             return True
-        return bool(self._made) and any(self._known(tensor) is not None for tensor in lineage.given_to(record, ref))
+        return bool(self.made) and any(self._known(tensor) is not None for tensor in lineage.given_to(record, ref))
 
 
 def _is_bad(tensor: Tensor) -> bool:

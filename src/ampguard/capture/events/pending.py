@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
-from ampguard.capture.record import Event, Ref, RootCall
+from ampguard.capture.record import Event, Ref
 from ampguard.compat import storage_key
 
 Entry: TypeAlias = tuple[Event, Sequence[int], Sequence[int]]
@@ -66,15 +66,11 @@ class PendingEvents:
     def take(self) -> list[Entry]:
         """All of them, which are pending no more."""
         entries = self.entries
-        self.clear()
+        self.entries, self._made, self._written, self.last_write = [], {}, {}, -1
         return entries
 
     def clear(self) -> None:
-        self.entries, self._made, self._written, self.last_write = [], {}, {}, -1
-
-    def roots(self) -> list[Event]:
-        """Calls of modules among them."""
-        return [entry[0] for entry in self.entries if type(entry[0]) is RootCall]
+        self.take()
 
     def drop_before(self, start: int) -> None:
         """Forget the events before `start`."""

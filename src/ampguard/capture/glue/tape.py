@@ -134,7 +134,7 @@ class GlueTape(compat.DispatchMode):
             self.is_of_calls = (
                 self.keeps_calls
                 and torch.is_grad_enabled()  # in evaluation a kept call would hold on to its operands for as long as it is kept
-                and compat.may_lie_below(depth := compat.function_modes_on())
+                and (not (depth := compat.function_modes_on()) or compat.may_lie_below(depth))
                 and self._may_keep_calls()
             )
             if self.is_of_calls:
@@ -192,7 +192,7 @@ class GlueTape(compat.DispatchMode):
     def scale(self, original: Callable[..., Any], scaler: Any, loss: Any) -> Any:
         """`GradScaler.scale`, which is one multiplication by the scale, without a look at every call that it makes."""
         is_top = self.is_of_calls and self.calls.is_alone and compat.function_modes_on() == 1
-        if not is_top or self.is_passing or type(loss) is not Tensor:
+        if not is_top or type(loss) is not Tensor or self.is_passing:
             return original(scaler, loss)
         compat.pop_function_mode()
         try:

@@ -6,7 +6,7 @@ Not those that a bad loss brought about, nor those that an earlier step has left
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class JudgedLosses(Protocol):
     last_scale: float
 
     @property
-    def has_flags(self) -> bool: ...
+    def unread(self) -> Sequence[object]: ...
 
     def read_flags(self, wait: bool) -> None: ...
 
@@ -105,7 +105,7 @@ class GradientJudge:
 
     def _is_from_a_bad_loss(self, step: int) -> bool:
         """Whether the loss of that step was bad: a device is asked for its answer."""
-        if self._losses.has_flags:
+        if self._losses.unread:
             self._losses.read_flags(wait=True)
         return self._losses.bad_loss_step == step
 

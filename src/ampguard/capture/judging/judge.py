@@ -71,7 +71,8 @@ class Judge:
         """Losses found finite since the last backward's record was dropped."""
         self._judged_losses: list[weakref.ref[Tensor]] = []
         self._figures = figures.Figures()
-        self._unread: list[tuple[FiniteFlag, BadResult]] = []
+        self.unread: list[tuple[FiniteFlag, BadResult]] = []
+        """Losses of a device that are yet to be judged."""
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
         self._told_error: int | None = None
@@ -122,7 +123,7 @@ class Judge:
         if flag.is_known:
             self._judge(flag, bad)
         else:
-            self._unread.append((flag, bad))
+            self.unread.append((flag, bad))
         self.settle_all()
 
     def _note(self, losses: Sequence[Tensor]) -> None:
@@ -157,7 +158,7 @@ class Judge:
         if flag.is_known:
             self._judge(flag, bad)
         else:
-            self._unread.append((flag, bad))
+            self.unread.append((flag, bad))
 
     def take_losses(self) -> list[float | Tensor]:
         """The losses of the iteration that ends; those of a device as tensors."""
@@ -182,22 +183,17 @@ class Judge:
             self._told_numbers = lineage.bad_numbers(bad.record)
             self._report(bad)
 
-    @property
-    def has_flags(self) -> bool:
-        """Whether losses of a device are yet to be judged."""
-        return bool(self._unread)
-
     def read_flags(self, wait: bool, is_end: bool = False) -> None:
         """Judge the losses of a GPU, before anything that they were made from changes.
 
         Those of a graph's replay are waited for at the end only: behind them in the queue there is nothing yet.
         """
-        while self._unread and (self._may_wait(wait, is_end) or self._unread[0][0].is_known):
-            flag, bad = self._unread.pop(0)
+        while self.unread and (self._may_wait(wait, is_end) or self.unread[0][0].is_known):
+            flag, bad = self.unread.pop(0)
             self._judge(flag, bad)
 
     def _may_wait(self, wait: bool, is_end: bool) -> bool:
-        return wait and (is_end or self._unread[0][1].graph is None)
+        return wait and (is_end or self.unread[0][1].graph is None)
 
     def count_losses(self, losses: Sequence[Tensor]) -> None:
         """Losses after the last investigation: a bad one is counted."""

@@ -62,13 +62,9 @@ class Habits:
         """Scalers that look needless, and since which step."""
         self._joined: dict[ScalerWatch, int] = {}
         """Scalers that began in the middle of a run and are not judged yet: how many steps are left for it."""
-        self._saved_without: tuple[Breach, int] | None = None
+        self.saved_without: tuple[Breach, int] | None = None
+        """A checkpoint without the scaler was written just now."""
         self._model_loaded = False
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether a checkpoint without the scaler was written just now."""
-        return self._saved_without is not None
 
     # --- autocast -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +237,8 @@ class Habits:
                 "has_moved": own is None or not compat.is_at_initial_scale(own),
                 "has_model": found.has_model,
             }
-            self._saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
-            self._moves.listener.on_suspicion(("saved",), self._saved_without[0], step)
+            self.saved_without = (Breach("scaler-not-saved", None, used[0], used[0].created, where, None, facts), step)
+            self._moves.listener.on_suspicion(("saved",), self.saved_without[0], step)
 
     def _scalers_of(self, found: Contents, scalers: list[ScalerWatch]) -> list[ScalerWatch]:
         """Those that serve the optimizers whose weights or state are saved.
@@ -259,11 +255,11 @@ class Habits:
 
     def tick(self) -> None:
         """An iteration after a checkpoint without a scaler: nobody has saved it beside."""
-        if self._saved_without is None:
+        if self.saved_without is None:
             return
-        breach, step = self._saved_without
+        breach, step = self.saved_without
         if self._moves.attempt > step + 1:
-            self._saved_without = None
+            self.saved_without = None
             self._moves.listener.on_suspicion(("saved",), None, 0)
             if isinstance(breach.scaler, ScalerWatch) and not breach.scaler.state_asked:
                 self._moves.tell([breach], step)
@@ -271,8 +267,8 @@ class Habits:
     def state_asked(self, scaler: Any) -> None:
         """`scaler.state_dict()`: somebody saves it."""
         self._moves.watches.scaler(scaler).state_asked = True
-        if self._saved_without is not None:
-            self._saved_without = None
+        if self.saved_without is not None:
+            self.saved_without = None
             self._moves.listener.on_suspicion(("saved",), None, 0)
 
     def optimizer_loaded(self, optimizer: Any, state: Any, frame: Frame) -> None:

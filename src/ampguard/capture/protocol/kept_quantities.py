@@ -117,17 +117,12 @@ class KeptQuantities:
         self._own_moves = own_moves
         self._sums: Sums | None = None
         """Those of the window that is open."""
-        self._kept: dict[int, _Kept] = {}
-        """By the memory that they lie in."""
+        self.kept: dict[int, _Kept] = {}
+        """What was kept that may yet become part of a loss, by the memory that it lies in."""
         self._lines: set[Line | None] = set()
         self._kinds: dict[tuple[str, ...], int] = {}
         """Kinds of losses, and how many of each were searched."""
         self._looks = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something was kept that may yet become part of a loss."""
-        return bool(self._kept)
 
     # --- while a window is open -----------------------------------------------------------------------------------------
 
@@ -168,8 +163,8 @@ class KeptQuantities:
         if sums is None or not is_told or powers.scale < SMALLEST_SCALE or self._looks >= MAX_LOOKS:
             return
         found = [_Kept.of(tensor, quantity, powers.scale) for tensor, quantity in sums.left()]
-        self._kept = {key: kept for key, kept in self._kept.items() if kept.ref() is not None}
-        for kept in found[: MOST - len(self._kept)]:
+        self.kept = {key: kept for key, kept in self.kept.items() if kept.ref() is not None}
+        for kept in found[: MOST - len(self.kept)]:
             self._keep(kept)
         lines = {kept.where for kept in found} - self._lines
         if lines and len(self._lines) < MOST_LINES:
@@ -179,12 +174,12 @@ class KeptQuantities:
     def _keep(self, kept: _Kept) -> None:
         tensor = kept.ref()
         key = compat.storage_key(tensor) if tensor is not None else 0
-        known = self._kept.get(key)
+        known = self.kept.get(key)
         if known is not None and known.ref() is tensor and known.power == kept.power:
             kept.times = known.times + 1
-        if (known is not None and known.value is not None) or len(self._kept) < MOST_COPIES:
+        if (known is not None and known.value is not None) or len(self.kept) < MOST_COPIES:
             kept.keep()
-        self._kept[key] = kept
+        self.kept[key] = kept
 
     # --- what becomes of them -------------------------------------------------------------------------------------------
 
@@ -210,7 +205,7 @@ class KeptQuantities:
         if kept is None or (kept.power == 1 and not self._moves.carried.is_scaled(losses)):
             return  # (what goes on from gradients that carry the scale need not be scaled itself)
         self._looks = MAX_LOOKS
-        self._kept = {}
+        self.kept = {}
         facts = {"scale": kept.scale, "power": kept.power, "clips": True, "in_loss": True, "kept": True}
         where = script_line(frame)
         breach = Breach("clip-before-unscale", kept.watch, scale.watch, where, kept.where, kept.factor, facts)
@@ -227,13 +222,13 @@ class KeptQuantities:
         """Those on a way that passes no factor which may take the scale out. (That of the loss itself is none.)"""
         scaling = self._moves.carried.losses.nodes() | {id(loss.grad_fn)}
         for node in nodes_behind(loss, lambda node: id(node) in scaling or not self._takes_scale_out(node)):
-            yield from (k for t in _constants(node) if (k := self._kept.get(compat.storage_key(t))) is not None)
+            yield from (k for t in _constants(node) if (k := self.kept.get(compat.storage_key(t))) is not None)
 
     def _takes_scale_out(self, node: Any) -> bool:
         """Whether a factor may be a division by the scale, or by a norm of what carries it."""
         return any(
             may_divide(node, scale) or any(not 1 / most < abs(constant) < most for constant in constants_of(node))
-            for scale, most in {(kept.scale, kept.most) for kept in self._kept.values()}
+            for scale, most in {(kept.scale, kept.most) for kept in self.kept.values()}
         )
 
 

@@ -42,7 +42,9 @@ class UsualBackward:
         if event is None or (losses is moves.carried.fresh) is not (event.scale is not None):
             moves.routine.leave()
             return False
-        self._glances = [watch.glance() for watch in event.reached]  # type: ignore[attr-defined]
+        self._glances = []
+        for watch in event.reached:
+            self._glances.append(watch.glance())  # type: ignore[attr-defined]
         return True
 
     def forget(self) -> None:

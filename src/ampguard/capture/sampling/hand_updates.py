@@ -84,12 +84,8 @@ class HandUpdates:
         self.optimizer = HandMade()
         self._recorder = recorder
         self._sampling = sampling
-        self._begun: HandUpdate | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether an update is looked at that comes, or has come, after the last backward pass."""
-        return self._begun is not None
+        self.begun: HandUpdate | None = None
+        """The one that is looked at, which comes, or has come, after the last backward pass."""
 
     def begin(self, step: int) -> None:
         """A backward pass has ended, and the script may update its weights now."""
@@ -103,18 +99,18 @@ class HandUpdates:
             return
         earlier = _written_in(self._recorder.log.slice().events, {tuple(p.shape) for p, _ in pairs})
         with torch.no_grad(), compat.unseen():
-            self._begun = HandUpdate([(p, p.detach().clone(), g.detach().clone()) for p, g in pairs], call, inputs)
-            self._begun.before = [(p, value, compat.storage_key(p)) for p, value, _ in self._begun.weights]
-            beside = {id(t): t for t in earlier.values() if all(t is not p for p, *_ in self._begun.before)}
+            self.begun = HandUpdate([(p, p.detach().clone(), g.detach().clone()) for p, g in pairs], call, inputs)
+            self.begun.before = [(p, value, compat.storage_key(p)) for p, value, _ in self.begun.weights]
+            beside = {id(t): t for t in earlier.values() if all(t is not p for p, *_ in self.begun.before)}
             for tensor in list(beside.values())[:MAX_KEPT]:
-                self._begun.before.append((tensor, tensor.detach().clone(), compat.storage_key(tensor)))
-        self._begun.names = earlier
+                self.begun.before.append((tensor, tensor.detach().clone(), compat.storage_key(tensor)))
+        self.begun.names = earlier
         self.optimizer.param_groups[0]["params"] = [p for p, _ in pairs]
         self._sampling.before_update(self.optimizer, step, None, None, pairs)
 
     def end(self) -> None:
         """The next backward pass has ended: the weights are as the update has left them."""
-        update, self._begun = self._begun, None
+        update, self.begun = self.begun, None
         if update is None:
             return
         update.events = _since(self._recorder.log.slice().events, update.call.index)

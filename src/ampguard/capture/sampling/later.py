@@ -41,7 +41,7 @@ class NumbersLater:
     """Hands numbers on in the order in which they were asked for."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[list[float | None], list[_Copy], Receiver]] = deque()
+        self.waiting: deque[tuple[list[float | None], list[_Copy], Receiver]] = deque()
 
     def ask(self, numbers: Sequence[Tensor | float | None], receiver: Receiver) -> None:
         """Call `receiver` with these numbers as soon as they can be had without waiting: now, on the CPU."""
@@ -57,28 +57,24 @@ class NumbersLater:
                 positions, tensors = elsewhere.setdefault(number.device, ([], []))
                 positions.append(position)
                 tensors.append(number)
-        if not elsewhere and not self._waiting:
+        if not elsewhere and not self.waiting:
             receiver(values)
             return
-        self._waiting.append((values, [_Copy(*group) for group in elsewhere.values()], receiver))
+        self.waiting.append((values, [_Copy(*group) for group in elsewhere.values()], receiver))
         self.poll()
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
 
     def poll(self, wait: bool = False) -> None:
         """Hand on what has come; with `wait`, everything (the run ends)."""
-        while self._waiting:
-            values, copies, receiver = self._waiting[0]
+        while self.waiting:
+            values, copies, receiver = self.waiting[0]
             if wait:
                 for copy in copies:
                     if copy.event is not None:
                         copy.event.synchronize()
             has_come = all(copy.has_come for copy in copies)
-            if not has_come and len(self._waiting) <= MAX_WAITING:
+            if not has_come and len(self.waiting) <= MAX_WAITING:
                 return
-            self._waiting.popleft()
+            self.waiting.popleft()
             for copy in copies if has_come else ():
                 for position, value in zip(copy.positions, copy.host.tolist(), strict=True):
                     values[position] = value

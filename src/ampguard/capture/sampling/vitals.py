@@ -109,7 +109,8 @@ class Vitals:
         """Iteration number `step` is over. Ordinary ones are handed on some at a time: it costs less."""
         now = time.perf_counter()
         judge = self._recorder.judge
-        losses, norms, skips = judge.take_losses(), self._norms, self._skips
+        losses, norms, skips = judge.losses, self._norms, self._skips
+        judge.losses = []
         ratio: Tensor | None = None
         if self.looks:
             norms = norms or list(self.weights.grad_norms())
@@ -122,8 +123,10 @@ class Vitals:
         self._norms, self._skips = [], []
         self._started = now
         self._step = step + 1
-        self.looks = self.weights.is_due(step + 1)
-        is_here = ratio is None and not self._later.is_waiting
+        weights = self.weights
+        may_look = step + 1 >= weights.allowance.not_before or weights.first
+        self.looks = weights.is_due(step + 1) if may_look else False
+        is_here = ratio is None and not self._later.waiting
         if is_here and len(losses) == len(skips) == 1 and skips[0] is False and len(norms) < 2:
             loss, norm = losses[0], norms[0] if norms else None
             if type(loss) is float and not isinstance(norm, Tensor) and (scale is None or type(scale) is float):

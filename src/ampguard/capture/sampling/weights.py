@@ -107,7 +107,7 @@ class WeightSampling:
         self._norm: Tensor | None = None
         self._ratios: list[Tensor] = []
         self._norms: list[Tensor] = []
-        self._first: dict[int, _First] = {}
+        self.first: dict[int, _First] = {}
         self._low_since = 0
         self._late = 0
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -119,9 +119,7 @@ class WeightSampling:
     def is_due(self, step: int) -> bool:
         """Whether this iteration is looked at: all of its optimizers, or none."""
         if self._asked[0] != step:
-            is_due = self.allowance.is_due(step) or (
-                bool(self._first) and step - self._low_since in LOW_PRECISION_STEPS
-            )
+            is_due = self.allowance.is_due(step) or (bool(self.first) and step - self._low_since in LOW_PRECISION_STEPS)
             self._asked = (step, is_due)
         return self._asked[1]
 
@@ -208,7 +206,7 @@ class WeightSampling:
         """The kept slices once more, as they are at the end of the run. Waits for the device."""
         layers: list[LayerSample] = []
         known: Optimizer | None = self._optimizer() if self._optimizer is not None else None
-        for first in tuple(self._first.values()):
+        for first in tuple(self.first.values()):
             parameter = first.parameter()
             if parameter is None:
                 continue
@@ -248,7 +246,7 @@ class WeightSampling:
             layers.append(layer)
             numbers += counts
         seen = {id(s.parameter) for s in self._slices}
-        for first in tuple(self._first.values()):
+        for first in tuple(self.first.values()):
             parameter = first.parameter()
             if parameter is not None and id(parameter) not in seen:
                 stuck = (first.active & (slice_of(parameter) == first.values)).sum()
@@ -261,15 +259,15 @@ class WeightSampling:
         """How many elements have a gradient and do not move: since the first look, and in this step."""
         now = slice_of(s.parameter)
         has_gradient = s.gradient != 0
-        first = self._first.get(id(s.parameter))
+        first = self.first.get(id(s.parameter))
         if first is None or first.parameter() is not s.parameter:
-            if len(self._first) >= KEPT_SLICES:
-                self._first = {key: known for key, known in self._first.items() if known.parameter() is not None}
-            if len(self._first) >= KEPT_SLICES:
+            if len(self.first) >= KEPT_SLICES:
+                self.first = {key: known for key, known in self.first.items() if known.parameter() is not None}
+            if len(self.first) >= KEPT_SLICES:
                 same = has_gradient & (now == s.before)
                 return [has_gradient.sum() * 0, same.sum() * 0, has_gradient.sum(), same.sum()]
             first = _First(weakref.ref(s.parameter), step, s.before, has_gradient.clone())
-            self._first[id(s.parameter)] = first
+            self.first[id(s.parameter)] = first
         first.active |= has_gradient
         layer.since = first.step
         stuck = first.active & (now == first.values)

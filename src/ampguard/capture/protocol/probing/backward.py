@@ -129,7 +129,7 @@ class BackwardProbe:
 
     def _is_usual(self, tensors: Any) -> bool:
         moves, guarded = self._witness.moves, self._witness.guarded
-        if self._witness.kept.is_open:
+        if self._witness.kept.kept:
             guarded(self._witness.kept.glance, tensors)
         if moves.looks_closely and moves.routine.is_before_backward:
             guarded(moves.routine.leave)
@@ -148,9 +148,9 @@ class BackwardProbe:
         if not self._witness.piled.is_over:
             self._witness.piled.before_backward(tensors)
         kept = self._witness.kept
-        if kept.is_open and not moves.looks_closely:
+        if kept.kept and not moves.looks_closely:
             kept.glance(tensors)
-        if kept.is_open and moves.looks_closely:
+        if kept.kept and moves.looks_closely:
             kept.before_backward(tensors, gradients, frame)
         moves.before_backward(tensors, gradients, frame)
         if moves.looks_closely and moves.close.has_hooks and moves.is_scaled:

@@ -104,7 +104,7 @@ class OptimizerProbe:
         steps = watch.steps = watch.steps + 1
         watch.taken += 1
         habits = witness.habits
-        asks = watch.candidates or watch.lost_one or habits.has_saved or habits.region is not None
+        asks = watch.candidates or watch.lost_one or habits.saved_without is not None or habits.region is not None
         if asks or steps in LOOKS:
             witness.guarded(witness.stepped, watch)
         elif not steps & witness.unfrozen.mask or (witness.unfrozen.sample and witness.unfrozen.is_thawed()):

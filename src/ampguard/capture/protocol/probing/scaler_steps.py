@@ -152,13 +152,14 @@ class ScalerStepProbe:
 
     def _stepped_as_usual(self, of: ScalerWatch, watch: OptimizerWatch) -> None:
         witness, habits = self._witness, self._witness.habits
-        witness.dropped.stepped()
+        if witness.dropped.waiting or not watch.stepped:  # (else the optimizer's own hook has said so)
+            witness.dropped.stepped()
         of.steps += 1
         steps = watch.steps = watch.steps + 1
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
-        judges = habits.suspects_scaler and (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0)
-        asks = watch.candidates or watch.lost_one or habits.has_saved or habits.region is not None
+        judges = (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0) and habits.suspects_scaler
+        asks = watch.candidates or watch.lost_one or habits.saved_without is not None or habits.region is not None
         if asks or judges or steps in LOOKS or steps == witness.moves.second_looks.due:
             witness.guarded(witness.stepped, watch)
             if habits.suspects_scaler:
