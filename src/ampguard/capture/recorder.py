@@ -453,6 +453,9 @@ class FlightRecorder:
         self.between_steps = True
         self.is_amid_training = False
         self.preprocessing.backwards_before = self.steps.backwards
+        if self.counting:
+            self._count_iteration(hangs_together)
+            return
         if hangs_together:
             self.schedule.prefix_was(used=False)  # the tape is on all the time
         elif self.schedule.wonders(self.steps.count):
@@ -480,6 +483,15 @@ class FlightRecorder:
             and self.log.forget_finished(bool(self.judge.suspects), torch.is_grad_enabled())
         ):
             self.judge.forget_judged()
+
+    def _count_iteration(self, hangs_together: bool) -> None:
+        """An iteration ends of which nothing was recorded."""
+        self._has_root = False
+        if not self.log.is_empty:
+            self.log.clear()
+        if not hangs_together or self.steps.count != self._steps_told:
+            self._steps_told = self.steps.count
+            self.listener.on_step(self.steps.count)
 
     def resume_tape(self) -> None:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
@@ -517,7 +529,8 @@ class FlightRecorder:
         if self.gradients.on_device.waiting is not None:
             self.gradients.on_device.read()  # what came before it
         paused, self.paused = self.paused, True
-        self.tape.leave()
+        if self.tape.is_on_stack:
+            self.tape.leave()
         started = time.perf_counter()
         try:
             self.listener.on_bad(bad)

@@ -128,7 +128,12 @@ class Judge:
 
     def _note(self, losses: Sequence[Tensor]) -> None:
         for loss in losses:
-            if loss.numel() == 1 and not loss.is_complex() and compat.has_values(loss) and not is_capturing():
+            is_here = type(loss) is Tensor and loss.is_cpu
+            if (
+                loss.numel() == 1
+                and not loss.is_complex()
+                and (is_here or (compat.has_values(loss) and not is_capturing()))
+            ):
                 factor = factor_of(loss)
                 scale = self.last_scale = 1.0 if factor == 1.0 else self._own_scale(factor)
                 value = float(loss.item()) if loss.is_cpu else loss.detach()
@@ -200,11 +205,8 @@ class Judge:
         before = len(self.losses)
         self._note(losses)
         noted = self.losses[before:]
-        if len(noted) == len(losses) and all(type(value) is float for value in noted):
-            are_finite = all(value - value == 0.0 for value in noted)
-        else:
-            are_finite = all(is_finite(loss) for loss in losses)
-        if not are_finite:
+        are_numbers = len(noted) == len(losses) and {float}.issuperset(map(type, noted))
+        if not (all(map(math.isfinite, noted)) if are_numbers else all(map(is_finite, losses))):
             self._report(BadResult("loss", "train", self._steps.count, StepRecord(), ()))
 
     def read(self, tensor: Tensor, value: Any) -> None:

@@ -127,11 +127,12 @@ class Vitals:
         may_look = step + 1 >= weights.allowance.not_before or weights.first
         self.looks = weights.is_due(step + 1) if may_look else False
         is_here = ratio is None and not self._later.waiting
-        if is_here and len(losses) == len(skips) == 1 and skips[0] is False and len(norms) < 2:
+        if is_here and len(losses) == len(skips) == 1 and type(skips[0]) is bool and len(norms) < 2:
             loss, norm = losses[0], norms[0] if norms else None
             if type(loss) is float and not isinstance(norm, Tensor) and (scale is None or type(scale) is float):
-                self._pending.append(StepVitals(step, loss, scale, norm, False, None, seconds))
-                if len(self._pending) >= AT_A_TIME or loss - loss != 0.0:
+                self._pending.append(StepVitals(step, loss, scale, norm, skips[0], None, seconds))
+                has_news = (skips[0] or loss - loss != 0.0) and not self._recorder.counting
+                if len(self._pending) >= AT_A_TIME or has_news:
                     self.flush()
                 return
         numbers = (*losses, *norms, *skips, scale, ratio)

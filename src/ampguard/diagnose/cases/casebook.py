@@ -250,8 +250,10 @@ class Casebook:
 
     def count_unseen(self, bad: BadResult) -> None:
         """Investigations are used up: count it to the last incident of its mode, without looking."""
-        case = next((c for c in reversed(self.cases) if c.incident.mode == bad.mode and c.is_investigated), None)
-        if case is None:
+        for case in reversed(self.cases):
+            if case.is_investigated and case.incident.mode == bad.mode:
+                break
+        else:
             self.has_unseen = self.has_unseen or (bad.kind == "loss" and bad.mode == "train" and not bad.may_be_meant)
             return
         if case is self.poison.case and case.consequences:
