@@ -193,8 +193,9 @@ class BeforeTraining(FunctionMode):
             if before is not None and before.value is not None and not before.was_finite:
                 known = self._ref_of(call.output)
             was_finite = before is None or before.was_finite
-            if known is None and (is_move or not was_finite or not all(map(_is_finite, given))):
-                return  # it was given, and nobody knows from where
+            is_given = is_move or not was_finite or not all(map(_is_finite, given))
+            if known is None and is_given and all(tensor.grad_fn is None for tensor in bad):
+                return  # it was given, and nobody knows from where (what can be differentiated is a step, and is kept)
         self._keep(call, bad, known)
 
     def _note_vanished(self, call: _Call, results: list[Tensor], given: list[Any]) -> None:
