@@ -323,7 +323,7 @@ def _carries_data(evidence: Evidence) -> bool:
         return False
     values = compat.elements_here(values)
     finite = values[torch.isfinite(values)]
-    if values.numel() > 1 and finite.unique().numel() > 2:
+    if values.numel() > 1 and (finite.unique().numel() > 2 or not torch.equal(finite, finite.trunc())):
         return True
     is_untouched = not evidence.converts or (not finite.numel() and not bool((values < 0).any()))
     return is_untouched and _is_of_the_batch(evidence, element)
