@@ -81,7 +81,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     """The fix as one replay shows it: verified, not tried (None), or not enough."""
 
     def fix(verified: bool | None, effect: str | None = None, how: str | None = None, target: str | None = None) -> Fix:
-        return Fix(proposal.action, target or proposal.target, how or proposal.how, verified, effect)
+        aim = proposal.target if target is None else target  # ("" is the root module)
+        return Fix(proposal.action, aim, how or proposal.how, verified, effect)
 
     if proposal.known is not None:
         return fix(not proposal.known.is_bad, described(proposal.known, evidence.bad))
