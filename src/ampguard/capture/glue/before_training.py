@@ -194,8 +194,10 @@ class BeforeTraining(FunctionMode):
                 known = self._ref_of(call.output)
             was_finite = before is None or before.was_finite
             is_given = is_move or not was_finite or not all(map(_is_finite, given))
-            if known is None and is_given and all(tensor.grad_fn is None for tensor in bad):
-                return  # it was given, and nobody knows from where (what can be differentiated is a step, and is kept)
+            is_new = before is None and not is_move
+            is_step = is_new and any(tensor.requires_grad and not tensor.is_leaf for tensor in bad)
+            if known is None and is_given and not is_step:
+                return  # it was given, and nobody knows from where
         self._keep(call, bad, known)
 
     def _note_vanished(self, call: _Call, results: list[Tensor], given: list[Any]) -> None:
