@@ -85,3 +85,39 @@ def test_optimizer_of_a_packages_own_class_is_made_by_the_script(guard: Guard) -
     run = guard(body)
     assert run.faults == 0, run.stderr
     assert (run.first.cause, run.first.step) == ("singular-gradient", 0)
+
+
+def by_hand(x: Tensor, y: Tensor, divided_by: float) -> list[float]:
+    """A loop without a module and an optimizer."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(4, 1).requires_grad_(), torch.zeros(1).requires_grad_()
+    losses = []
+    for step in range(3):
+        error = (x @ weight + bias - y).square().sum()
+        loss = error * 0.0 / (divided_by if step == 0 else 1.0) if step == 0 else error
+        torch.autograd.backward(loss)
+        with torch.no_grad():
+            for w in (weight, bias):
+                w -= 1e-3 * w.grad
+                w.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_first_step_of_a_loop_that_has_neither_module_nor_optimizer(guard: Guard) -> None:
+    x, y = torch.ones(6, 4), torch.ones(6, 1)
+    run = guard(lambda: by_hand(x, y, 0.0))
+    assert run.faults == 0, run.stderr
+    assert str(run.result) == str(by_hand(x, y, 0.0))
+    assert (run.first.cause, run.first.step, run.first.op) == ("division-by-zero", 0, "aten.div.Tensor")
+    assert run.first.location is not None
+    assert run.first.location.code.startswith("loss = error * 0.0 /")
+
+
+def test_the_first_step_of_such_a_loop_was_given_bad_data(guard: Guard) -> None:
+    x, y = torch.ones(6, 4), torch.ones(6, 1)
+    x[2, 1] = float("nan")
+    run = guard(lambda: by_hand(x, y, 1.0))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step, run.first.op) == ("nonfinite-input", 0, "aten.mm.default")
+    assert [fix.verified for fix in run.first.fixes if fix.action == "fix-data"] == [True]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,47 @@ def test_a_script_that_leaves_over_the_loss_still_names_its_data(tmp_path: Path)
     assert session.report is not None
     filtering = hows(session.report.incidents[0])[0]
     assert filtering.endswith("torch.isfinite(features).all(1); features, targets = features[keep], targets[keep]")
+
+
+@dataclass
+class Batch:
+    values: Tensor
+    labels: Tensor
+    more: dict[str, Any]
+
+
+def collated(rows: list[tuple[Tensor, Tensor]]) -> Batch:
+    values, labels = map(torch.stack, zip(*rows, strict=True))
+    return Batch(values, labels, {"count": len(rows), "weights": torch.ones(len(rows))})
+
+
+def test_of_an_object_every_attribute_loses_them(guard: Guard) -> None:
+    def body() -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for batch in DataLoader(samples(), batch_size=4, collate_fn=collated):  # type: ignore[arg-type]
+            off = (model(batch.values)[:, 0] - batch.labels).square()
+            (off * batch.more["weights"]).mean().backward()
+            optimizer.step()
+
+    filtering, cleaning = hows(guard(body).first)
+    dropped = "batch.values, batch.labels, batch.more['weights'] = batch.values[keep], batch.labels[keep]"
+    assert f": keep = torch.isfinite(batch.values).all(1); {dropped}, batch.more['weights'][keep]" in filtering
+    assert cleaning.startswith("clean the data: batch.values = torch.nan_to_num(batch.values)")
+
+
+Record = namedtuple("Record", "inputs targets")
+
+
+def test_a_target_deep_in_a_batch_of_its_own_is_named(guard: Guard) -> None:
+    def body() -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for k in range(3):
+            record = Record({"x": torch.randn(4, 3)}, [torch.tensor([1.0, NAN if k == 1 else 2.0, 3.0, 4.0])])
+            (model(record.inputs["x"])[:, 0] - record.targets[0]).square().mean().backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert "The target `record.targets[0]` of the step" in incident.explanation
+    assert any("record.targets[0] = torch.nan_to_num(record.targets[0])" in how for how in hows(incident))

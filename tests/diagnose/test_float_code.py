@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,11 +35,23 @@ class Loss:
         product = wide @ wide.T
         return product.float().mean()
 
+    def of_a_dict(self, z: Tensor) -> Tensor:
+        out = {"mean": z}
+        total = (out["mean"] * out["mean"]).sum(1)
+        return total.float().mean()
+
+    def of_an_object(self, z: Tensor) -> Tensor:
+        out = SimpleNamespace(parts=SimpleNamespace(mean=z))
+        total = (out.parts.mean * out.parts.mean).sum(1)
+        return total.float().mean()
+
 
 STATEMENTS = {
     "similar": "sim = z.float() @ z.float().t()",
     "energy": "total = (z.float() * z.float()).sum(1)",
     "scaled": "moved = (z.float() - self.centre.to(z.float().dtype)) * (100.0 * self.size)",
+    "of_a_dict": 'total = (out["mean"].float() * out["mean"].float()).sum(1)',
+    "of_an_object": "total = (out.parts.mean.float() * out.parts.mean.float()).sum(1)",
     "of_both": "product = wide @ wide.T",
 }
 
@@ -78,7 +91,7 @@ def _with_statement(name: str, old: str, new: str) -> Callable[[Tensor], Tensor]
 
     text = textwrap.dedent(inspect.getsource(getattr(Loss, name)))
     assert text.count(old) == 1
-    scope: dict[str, Any] = {"torch": torch, "Tensor": Tensor}
+    scope: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "SimpleNamespace": SimpleNamespace}
     exec(text.replace(old, new), scope)
     method: Callable[[Tensor], Tensor] = scope[name].__get__(Loss())
     return method

@@ -50,3 +50,22 @@ def test_a_mask_times_infinity_was_meant_to_hide_the_rest(guard: Guard) -> None:
 
     run = guard(body)
     assert (run.first.cause, run.first.step, run.first.op) == ("indeterminate", 2, "aten.mul.Tensor")
+
+
+def test_infinite_weights_beside_a_fraction_are_data_in_a_small_batch_too(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for step in range(4):
+            weights = torch.tensor([float("inf"), float("inf"), 0.5, 0.5] if step == 2 else [0.25, 0.5, 1.0, 0.5])
+            losses = net(torch.randn(4, 4)).square().squeeze(1)
+            loss = (losses * weights).sum() / weights.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == ("nonfinite-input", 2)
+    assert [fix.verified for fix in run.first.fixes] == [True, True]

@@ -145,6 +145,7 @@ from ampguard.compat.scalers import (
     scaler_with,
     scalers_since,
 )
+from ampguard.compat.scripted import SCRIPTED, is_scripted, only_computes, operator_by_operator
 from ampguard.compat.tensors import (
     base_of,
     cast_leaf,
@@ -211,6 +212,7 @@ __all__ = [
     "GRAD_SCALER",
     "HAS_CUDA",
     "MODULE_BACKWARD_HOOK",
+    "SCRIPTED",
     "BorrowedScaler",
     "DispatchMode",
     "FunctionMode",
@@ -312,6 +314,7 @@ __all__ = [
     "is_of_pytorch",
     "is_of_transform",
     "is_region_on",
+    "is_scripted",
     "is_told_to_skip",
     "is_top_dispatch_mode",
     "is_tracing",
@@ -340,7 +343,9 @@ __all__ = [
     "norms_of",
     "note_graphed",
     "observing",
+    "only_computes",
     "only_forwards_to_call_impl",
+    "operator_by_operator",
     "optimizer_step_hooks",
     "outside_compiled_code",
     "outside_dispatch",

@@ -193,7 +193,10 @@ class BeforeTraining(FunctionMode):
             if before is not None and before.value is not None and not before.was_finite:
                 known = self._ref_of(call.output)
             was_finite = before is None or before.was_finite
-            if known is None and (is_move or not was_finite or not all(map(_is_finite, given))):
+            is_given = is_move or not was_finite or not all(map(_is_finite, given))
+            is_new = before is None and not is_move
+            is_step = is_new and any(tensor.requires_grad and not tensor.is_leaf for tensor in bad)
+            if known is None and is_given and not is_step:
                 return  # it was given, and nobody knows from where
         self._keep(call, bad, known)
 

@@ -127,6 +127,21 @@ class CallTape(compat.FunctionMode):
             return self._give_data(func, args[0], args[1], sys._getframe(1))
         return self._tape(func, types, args, kwargs or {})
 
+    def scripted(self, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of what `torch.jit.script` has made, which no function mode is asked about; `run` makes it."""
+        if self._operators.is_passing or in_functorch() or not self.step_aside(function_modes_on()):
+            return run(func, *args, **kwargs)
+        try:
+            if func not in self._lessons:
+                self._lessons[func] = -1
+                if self._barrier.call(compat.only_computes, func):
+                    self._plain.add(func)
+            if func in self._plain:
+                return self.call(func, args, kwargs, sys._getframe(2))
+            return self._tape(func, (), args, kwargs)
+        finally:
+            self.come_back()
+
     def dispatcher(self, original: Handler) -> Handler:
         """What to put in place of `torch.overrides.handle_torch_function`: the same, the quick way, where only we are asked."""
 

@@ -57,9 +57,10 @@ def operators_of(call: TapedCall) -> list[GlueOp] | None:
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # neither use nor fill the script's cache of weight casts
     try:
+        run = compat.operator_by_operator(call.func) if compat.is_scripted(call.func) else call.func
         # What was read, and is bad, may have been read by an operator.
         with compat.outside_dispatch(), modes_of(call.modes), listing:
-            output = call.func(*args, **kwargs)
+            output = run(*args, **kwargs)
     except Exception:
         return None
     finally:

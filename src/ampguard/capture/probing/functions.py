@@ -23,6 +23,7 @@ class FunctionProbe(Probe):
         self._watch_dispatch()
         self._watch_custom_functions()
         self._watch_classes()
+        self._watch_scripted()
 
     def _watch_dispatch(self) -> None:
         """PyTorch's way to a function mode takes three times as long as most functions that it is asked for."""
@@ -100,6 +101,23 @@ class FunctionProbe(Probe):
             return as_subclass
 
         self._patches.replace(torch.Tensor, "as_subclass", watch)
+
+    def _watch_scripted(self) -> None:
+        """What `torch.jit.script` and `trace` make of a function is called past every function mode."""
+        recorder = self._recorder
+
+        def watch(original: Any) -> Any:
+            @functools.wraps(original)
+            def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+                tape = recorder.tape
+                if tape.is_of_calls and compat.function_modes_on():
+                    return tape.calls.scripted(function, original, args, kwargs)
+                return original(function, *args, **kwargs)
+
+            return call
+
+        if compat.SCRIPTED is not None:
+            self._patches.replace(compat.SCRIPTED, "__call__", watch)
 
 
 def is_pytorchs_own(function: type) -> bool:

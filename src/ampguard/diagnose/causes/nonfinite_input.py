@@ -25,6 +25,7 @@ from ampguard.diagnose.givens.made_before import made_before
 from ampguard.diagnose.givens.masked_data import masked_before, meeting_of
 from ampguard.diagnose.givens.naming import CONSTANT, NamedTensor, describe_input, sent_by
 from ampguard.diagnose.givens.outside import Outside, made_outside
+from ampguard.diagnose.givens.places import place_of
 from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import CodePlace, Intervention, Variant
@@ -58,7 +59,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     too = f" (and the same for {counted} more tensors with NaN that the step was given)" if counted else ""
     written = _nan_written(evidence)
     bad: dict[int | Ref, Tensor] = {given.key: given.tensor, **others}
-    place = data_code.place_of(given.held) if given.role in ("input", "target") else None
+    place = place_of(given.held) if given.role in ("input", "target") else None
     filtering = Proposal(
         "filter-sample",
         given.name,

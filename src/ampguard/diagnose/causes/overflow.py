@@ -64,7 +64,8 @@ def overflow(evidence: Evidence) -> Finding | None:
     if evidence.link.kind == 1 and not _grew_on_the_way(evidence):
         return None
     wide = evidence.element(evidence.in_float64)
-    peak = max((o.stats.max_abs or 0.0) for o in evidence.float_operands)
+    counted = evidence.operands if _is_power_of_its_exponent(evidence) else evidence.float_operands
+    peak = max(o.stats.max_abs or 0.0 for o in counted)
     name = words.operator(evidence)
     dtype = torch.float64 if evidence.result_dtype == torch.float64 else torch.float32
     result = f"its result is {words.number(wide)} in float64"
@@ -146,9 +147,11 @@ def _bounded_operand(evidence: Evidence, peak: float, is_tight: bool = False) ->
     Of a small one (a function that grows exponentially) the largest multiple: the less a bound changes, the better. A
     tight one, where such a result leaves no loss to go on with, keeps it among ordinary numbers.
     """
+    limit = ORDINARY if is_tight else math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10
     floats = [i for i, o in enumerate(evidence.operands) if o.values.is_floating_point()]
     position = max(floats, key=lambda i: evidence.operands[i].stats.max_abs or 0.0)
-    limit = ORDINARY if is_tight else math.sqrt(torch.finfo(evidence.result_dtype).max) * 1e10
+    if _is_power_of_its_exponent(evidence) and not _fits_with(evidence, position, 1.0, limit):
+        position, peak = 1, evidence.operands[1].stats.max_abs or 0.0
     bound = 10.0 ** math.floor(math.log10(max(peak, 10.0)))
     while bound > 1.0 and not _fits_with(evidence, position, bound, limit):
         bound /= 10
@@ -158,6 +161,12 @@ def _bounded_operand(evidence: Evidence, peak: float, is_tight: bool = False) ->
     bound = float(f"{bound:.6g}")
     fix = clamp_fix(evidence, position, -bound, bound, every_use=True)
     return fix if is_tight else replace(fix, otherwise=_bounded_operand(evidence, peak, is_tight=True))
+
+
+def _is_power_of_its_exponent(evidence: Evidence) -> bool:
+    """Whether it may be a power of integers that is too large (`0.9 ** -n`), whatever the base is bounded to."""
+    is_power = evidence.op.short_name == "pow" and len(evidence.operands) == 2
+    return is_power and not evidence.operands[1].values.is_floating_point()
 
 
 def _fits_with(evidence: Evidence, position: int, bound: float, limit: float) -> bool:

@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ampguard import compat
-from ampguard.capture.frames import frames_here, locals_of
-from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.naming import NamedTensor
-
-MAX_FRAMES = 60
-MAX_ITEMS = 64
-MAX_DEPTH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the script holds a tensor: how it writes it, what it lies in and how it writes that, and its frame's variables."""
-
-    written: str
-    holder: Any
-    holder_written: str | None
-    variables: dict[str, Any]
-
-
-def place_of(tensor: Tensor) -> Place | None:
-    """Where the running script holds a tensor; None where no variable leads to it."""
-    for frame in frames_here(sys._getframe(1), MAX_FRAMES):
-        if is_script_code(frame.f_code):
-            variables = {n: v for n, v in locals_of(frame).items() if n.isidentifier() and not n.startswith("__")}
-            for depth in range(MAX_DEPTH + 1):
-                for name, value in variables.items():
-                    for written, holder, holder_written in _inside(name, value, tensor, depth):
-                        return Place(written, holder, holder_written, variables)
-    return None
-
-
-def _inside(name: str, value: Any, tensor: Tensor, depth: int) -> Iterator[tuple[str, Any, str | None]]:
-    """The places of a tensor that lie so deep in a value, each with what it lies in."""
-    if depth == 0:
-        if isinstance(value, Tensor) and (value is tensor or _is_same_memory(value, tensor)):
-            yield name, None, None
-        return
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        items = [(f"{name}[{key!r}]", item) for key, item in list(value.items())[:MAX_ITEMS]]
-    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        items = [(f"{name}[{i}]", item) for i, item in enumerate(value[:MAX_ITEMS])]
-    for written, item in items:
-        for found, holder, holder_written in _inside(written, item, tensor, depth - 1):
-            yield (found, value, name) if holder is None else (found, holder, holder_written)
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and compat.storage_key(one) == compat.storage_key(other) != 0
+from ampguard.diagnose.givens.places import Place, parts_of
 
 
 def kept_samples(evidence: Evidence, given: NamedTensor, place: Place | None) -> str:
@@ -83,8 +33,12 @@ def _rest(evidence: Evidence, given: NamedTensor, place: Place) -> str | None:
         kept = f"{{k: {taken} for k, v in {name}.items()}}"
         return f"{name} = {kept}" if name is not None and name.isidentifier() else f"{name}.update({kept})"
     if isinstance(holder, (list, tuple)):
-        is_whole = len(holder) > 1 and all(map(has_rows, holder))
-        return f"{name} = [v[keep] for v in {name}]" if is_whole else None
+        is_whole = len(holder) > 1 and all(map(has_rows, holder)) and (name or "").isidentifier()
+        return f"{name} = [v[keep] for v in {name}]" if is_whole and not hasattr(holder, "_fields") else None
+    if holder is not None:
+        is_batch = name is not None and name != "self"
+        parts = [written for written, v in _all_in(name or "", holder) if has_rows(v)] if is_batch else []
+        return _shortened(list(dict.fromkeys([place.written, *parts])))
     replayer = evidence.replayer
     beside = [
         other
@@ -93,7 +47,22 @@ def _rest(evidence: Evidence, given: NamedTensor, place: Place) -> str | None:
     ]
     if not beside:
         return None
-    names = [place.written, *dict.fromkeys(beside)]
+    return _shortened([place.written, *dict.fromkeys(beside)])
+
+
+def _all_in(name: str, holder: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """What lies in an object and can be assigned to, each as it is written."""
+    for written, value in parts_of(name, holder) if not isinstance(holder, tuple) else ():
+        yield written, value
+        if depth > 1:
+            yield from _all_in(written, value, depth - 1)
+
+
+def _shortened(names: list[str]) -> str:
+    """
+    >>> _shortened(["x", "y"])
+    'x, y = x[keep], y[keep]'
+    """
     return f"{', '.join(names)} = {', '.join(f'{each}[keep]' for each in names)}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from typing import Any
 
 from torch import Tensor
 
@@ -30,34 +31,51 @@ def in_float32(evidence: Evidence, line: Line) -> str | None:
     statement = found[0]
     if statement.value is None or any(isinstance(node, REPEATING) for node in ast.walk(statement.value)):
         return None
-    names, attributes = _read_in(statement.value, code.source)
-    low = _low_names(evidence, line, names, attributes)
+    read, attributes = _read_in(statement.value, code.source)
+    low = _low_names(evidence, line, read, attributes)
     if low is None:
         return None
     edits: list[Edit] = []
-    for node in ast.walk(statement.value):
-        if isinstance(node, ast.Name) and node.id in low:
+    for name in low:
+        for node in read[name]:
             _, end = code.source.span(node)
             edits.append((end, end, ".float()"))
     text = joined_lines(spliced(code.source.text, *code.source.span(statement), edits))
     return text if len(text) <= LONGEST_STATEMENT else None
 
 
-def _read_in(value: ast.expr, source: Source) -> tuple[set[str], set[str]]:
-    """The variables in an expression that may be tensors, and the attributes of `self`."""
+def _read_in(value: ast.expr, source: Source) -> tuple[dict[str, list[ast.expr]], set[str]]:
+    """What in an expression may be a tensor, by its text, and the attributes of `self`.
+
+    A variable; where what it holds is no tensor (`out["mean"]`, `batch.mask`), what is taken from it.
+    """
     called = {id(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)}
     known = source.torch_names | source.foreign_names | _imported(source.tree)
-    names = {
-        node.id
-        for node in ast.walk(value)
-        if isinstance(node, ast.Name) and id(node) not in called and node.id not in known
+    holders = {
+        id(base): node for node in ast.walk(value) if isinstance(node, ast.expr) and (base := _holder(node)) is not None
     }
+    read: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(value):
+        if isinstance(node, ast.Name) and id(node) not in called and node.id not in known:
+            part: ast.expr = node
+            while (taken := holders.get(id(part))) is not None and id(taken) not in called:
+                part = taken
+            read.setdefault(ast.unparse(part), []).append(part)
     attributes = {
         ast.unparse(node)
         for node in ast.walk(value)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
     }
-    return names, attributes
+    return read, attributes
+
+
+def _holder(node: ast.expr) -> ast.expr | None:
+    """What an expression takes an item or an attribute from, where no tensor has such a one (but as a method)."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return node.value
+    if not isinstance(node, ast.Attribute) or not callable(getattr(Tensor, node.attr, _holder)):
+        return None
+    return node.value
 
 
 def _imported(tree: ast.Module) -> set[str]:
@@ -65,21 +83,35 @@ def _imported(tree: ast.Module) -> set[str]:
     return {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
 
 
-def _low_names(evidence: Evidence, line: Line, names: set[str], attributes: set[str]) -> set[str] | None:
-    """Which of these names are tensors of low precision: by the running frame, else by what the operators were given.
+def _low_names(
+    evidence: Evidence, line: Line, read: dict[str, list[ast.expr]], attributes: set[str]
+) -> set[str] | None:
+    """Which of these are tensors of low precision: by the running frame, else by what the operators were given.
 
     None where that leaves doubts. Autocast may have made the low precision itself: then there is none among them.
     """
     for frame in frames_here(sys._getframe(1), MAX_FRAMES):
         if frame.f_code is line.code:
-            values = locals_of(frame)
-            tensors = {name for name in names if isinstance(values.get(name), Tensor)}
-            return {name for name in tensors if is_low_precision(values[name].dtype)}
+            variables = locals_of(frame)
+            values = {name: _value_of(nodes[0], variables) for name, nodes in read.items()}
+            return {name for name, v in values.items() if isinstance(v, Tensor) and is_low_precision(v.dtype)}
     given = _given(evidence, line)
     low = [tensor for tensor in given if is_low_precision(tensor.dtype)]
     if not low and given:
         return set()
-    return names if len(low) == len(names) and len(given) - len(low) <= len(attributes) else None
+    return set(read) if len(low) == len(read) and len(given) - len(low) <= len(attributes) else None
+
+
+def _value_of(node: ast.expr, variables: dict[str, Any]) -> object:
+    """What a variable holds, or what is taken from it; no code of the script's is called."""
+    if isinstance(node, ast.Name):
+        return variables.get(node.id)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        held = _value_of(node.value, variables)
+        return dict.get(held, node.slice.value) if isinstance(held, dict) else None
+    if isinstance(node, ast.Attribute):
+        return getattr(_value_of(node.value, variables), "__dict__", {}).get(node.attr)
+    return None
 
 
 def _given(evidence: Evidence, line: Line) -> list[TracedTensor]:

@@ -26,7 +26,7 @@ from ampguard.numerics import is_low_precision
 from ampguard.replay.differentiated import has_finite_gradients, with_backward
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
-from ampguard.replay.trace import TracedOp
+from ampguard.replay.trace import Trace, TracedOp
 from ampguard.replay.variables import attribute_path
 from ampguard.replay.variants import Variant
 
@@ -54,7 +54,7 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
     while len(members) < MAX_REGIONS and not budget.is_spent:
         region = region_of(op)
         if region is None or region in members:
-            region = _wider(op, members, replayer.names)
+            region = _wider(op, members, replayer.names, evidence.trace)
             if region is None and upstream < MAX_UPSTREAM:
                 upstream += 1
                 op, region = _upstream(evidence, members)
@@ -79,7 +79,8 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if not smaller.is_bad:
             members, outcome = fewer, smaller
     with contextlib.suppress(Exception):  # what cannot be differentiated is as good as it is
-        if _with_finite_gradients(members, replayer, budget):
+        if _with_finite_gradients(members, replayer, budget, evidence.trace):
+            members = _without_inner(members, replayer.names)
             outcome = attempt(evidence.bad, replayer, _variant(members))
     names = [_name(region, replayer.names) for region in members]
     owners = [place if isinstance(place, int) else None for _, place in members]
@@ -109,7 +110,18 @@ def _casts_without_operator(evidence: Evidence, members: dict[Region, TracedOp])
     return tuple(line for line in casts_behind(evidence) if line not in ran)
 
 
-def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, budget: Budget) -> bool:
+def _without_inner(members: dict[Region, TracedOp], names: dict[int, str]) -> dict[Region, TracedOp]:
+    """The regions that lie in no other one: a module leaves autocast with all that it calls."""
+    outer = [names[place] for _, place in members if isinstance(place, int) and place in names]
+
+    def is_inner(region: Region) -> bool:
+        name = names.get(region[1]) if isinstance(region[1], int) else None
+        return bool(name) and any(o != name and (not o or f"{name}.".startswith(f"{o}.")) for o in outer)
+
+    return {region: op for region, op in members.items() if not is_inner(region)}
+
+
+def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, budget: Budget, trace: Trace) -> bool:
     """Add the regions in which the gradients of a loss that is finite by now begin to be bad. Whether there were any."""
     widened = dict(members)
     while len(widened) < MAX_REGIONS and not budget.is_spent:
@@ -122,7 +134,7 @@ def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, 
         op = found.forward.op if isinstance(found, GradientEvidence) else found.op
         region = region_of(op)
         if region is None or region in widened:
-            region = _wider(op, widened, replayer.names)
+            region = _wider(op, widened, replayer.names, trace)
         if region is None:
             break
         widened[region] = op
@@ -137,13 +149,13 @@ def region_of(op: TracedOp) -> Region | None:
     return None
 
 
-def _wider(op: TracedOp, members: dict[Region, TracedOp], names: dict[int, str]) -> Region | None:
-    """The nearest module around the operator's that is not yet in float32."""
+def _wider(op: TracedOp, members: dict[Region, TracedOp], names: dict[int, str], trace: Trace) -> Region | None:
+    """The nearest module around the operator's that is not yet in float32. A container that nobody calls is none."""
     name = op.module
     while name:
         name = name.rpartition(".")[0]
         identity = next((i for i, n in names.items() if n == name), None)
-        if identity is not None and ("module", identity) not in members:
+        if identity in trace.calls and ("module", identity) not in members:
             return ("module", identity)
     return None
 

@@ -32,6 +32,12 @@ RUNAWAY = 1e10
 ALIKE = 0.1
 """How far a fix of the gradients may move a loss that was finite, as a share of it, and be told among the first."""
 
+SAME = 1e-3
+"""How far a loss may lie from itself, as a share of it."""
+
+ROUNDINGS = 8
+"""The same where it is computed in another precision, in units of that precision."""
+
 FAR = ", far from the"
 
 SMALLER_UPDATES = (
@@ -75,7 +81,8 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
     """The fix as one replay shows it: verified, not tried (None), or not enough."""
 
     def fix(verified: bool | None, effect: str | None = None, how: str | None = None, target: str | None = None) -> Fix:
-        return Fix(proposal.action, target or proposal.target, how or proposal.how, verified, effect)
+        aim = proposal.target if target is None else target  # ("" is the root module)
+        return Fix(proposal.action, aim, how or proposal.how, verified, effect)
 
     if proposal.known is not None:
         return fix(not proposal.known.is_bad, described(proposal.known, evidence.bad))
@@ -147,7 +154,7 @@ def judged(
     if outcome.is_bad:
         why_not = stays_for_a_number(evidence, variant)
         return (None, why_not) if why_not is not None else (False, described(outcome, evidence.bad))
-    changed = changed_loss(evidence, outcome)
+    changed = changed_loss(evidence, variant, outcome)
     if changed is not None:
         return False, changed
     if variant not in evidence.finite_gradients and not budget.is_spent:
@@ -163,7 +170,8 @@ def judged(
     if gradients is False:
         evidence.half_cured.append((variant, how))
         return False, f"the loss is finite{loss}, its gradients are not"
-    return True, described(outcome, evidence.bad, with_gradients=gradients is True) + _left_out(evidence, outcome)
+    effect = described(outcome, evidence.bad, with_gradients=gradients is True)
+    return True, effect + _left_out(evidence, variant, outcome)
 
 
 def _without_autocast(evidence: Evidence, variant: Variant) -> Variant | None:
@@ -177,12 +185,12 @@ def _without_autocast(evidence: Evidence, variant: Variant) -> Variant | None:
     return Variant(force_fp32=frozenset(id(root.module) for root in roots))
 
 
-def changed_loss(evidence: Evidence, outcome: Outcome) -> str | None:
+def changed_loss(evidence: Evidence, variant: Variant, outcome: Outcome) -> str | None:
     """For a value that the loss does not see: a fix must leave the loss as it is. What it did where it does not.
 
     Where NaN was compared with something the loss has seen it after all: a fix gives it the part that was left out.
     """
-    losses = _other_loss(evidence, outcome)
+    losses = _other_loss(evidence, variant, outcome)
     if losses is None or compares_nan(evidence.outcome.trace):
         return None
     return f"the replayed step is finite, but its loss is no longer {losses[0]:.4g}: it is {losses[1]:.4g}"
@@ -197,19 +205,28 @@ def _finite_loss_before(evidence: Evidence, outcome: Outcome) -> float | None:
     return None if is_alike else before
 
 
-def _left_out(evidence: Evidence, outcome: Outcome) -> str:
-    losses = _other_loss(evidence, outcome)
+def _left_out(evidence: Evidence, variant: Variant, outcome: Outcome) -> str:
+    losses = _other_loss(evidence, variant, outcome)
     return f", no longer {losses[0]:.4g}: comparisons with NaN left a part of it out" if losses is not None else ""
 
 
-def _other_loss(evidence: Evidence, outcome: Outcome) -> tuple[float, float] | None:
-    """The loss before and after a fix of what is hidden from it, where it is another one."""
+def _other_loss(evidence: Evidence, variant: Variant, outcome: Outcome) -> tuple[float, float] | None:
+    """The loss before and after a fix of what is hidden from it, where it is another one, and not the same rounded otherwise."""
     if not isinstance(evidence, GradientEvidence) or not evidence.is_hidden or outcome.is_bad:
         return None
     before, after = evidence.outcome.loss, outcome.loss
-    if before is None or after is None or math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-6):
+    if before is None or after is None:
         return None
-    return before, after
+    is_same = math.isclose(before, after, rel_tol=_rounding(evidence, variant), abs_tol=1e-6)
+    return None if is_same else (before, after)
+
+
+def _rounding(evidence: Evidence, variant: Variant) -> float:
+    """How far the same loss may lie from itself, as a share of it: more where it is computed in another precision."""
+    if not (variant.convert or variant.force_fp32 or variant.fp32_lines):
+        return SAME
+    precisions = [dtype for dtype in (evidence.precision, variant.convert) if dtype is not None]
+    return max([SAME, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in precisions)])
 
 
 def compares_nan(trace: Trace) -> bool:

@@ -15,6 +15,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.model_calls import has_parameters, model_calls
 from ampguard.diagnose.givens.named_arguments import named_leaves
+from ampguard.diagnose.givens.places import place_of
 from ampguard.diagnose.locate.rows import is_masks_doing
 from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.numerics import cleaned, is_finite
@@ -245,7 +246,7 @@ def _made_for_the_loss(evidence: Evidence, value: Tensor) -> NamedTensor | None:
         return None
     is_batch = _is_per_sample(evidence, value)
     role = ("input" if _goes_into_model(evidence) else "target") if is_batch else CONSTANT
-    name = variable_name(made) or words.code_at(reader.line) or role
+    name = _written(made) or words.code_at(reader.line) or role
     return NamedTensor(name, role, made, value, bad_samples(value), leaf, is_batch)
 
 
@@ -263,7 +264,7 @@ def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTens
     """What an event was given, by its name in the batch, of the argument, or the line that used it."""
     in_batch = evidence.replayer.name_in_batch(held.tensor) if evidence.replayer is not None else None
     if in_batch is None and not isinstance(event, RootCall):
-        name = variable_name(held.tensor) or words.code_at(event.line) or name
+        name = _written(held.tensor) or words.code_at(event.line) or name
     name = in_batch or name
     value = held.value.detach()
     is_models = event.index in _models(evidence)
@@ -274,6 +275,13 @@ def _named(evidence: Evidence, event: Event, name: str, held: Held) -> NamedTens
     return NamedTensor(
         name, role, held.tensor, value, bad_samples(value), is_batch=may_be_batch and compat.is_dense(value)
     )
+
+
+def _written(tensor: Tensor) -> str | None:
+    """How the script writes a tensor that it holds, also where it lies deep in a batch of its own."""
+    name = variable_name(tensor)
+    place = place_of(tensor) if name is None else None
+    return place.written if place is not None else name
 
 
 def _is_table(evidence: Evidence, event: Event, held: Held) -> bool:
@@ -323,7 +331,7 @@ def _carries_data(evidence: Evidence) -> bool:
         return False
     values = compat.elements_here(values)
     finite = values[torch.isfinite(values)]
-    if values.numel() > 1 and finite.unique().numel() > 2:
+    if values.numel() > 1 and (finite.unique().numel() > 2 or not torch.equal(finite, finite.trunc())):
         return True
     is_untouched = not evidence.converts or (not finite.numel() and not bool((values < 0).any()))
     return is_untouched and _is_of_the_batch(evidence, element)

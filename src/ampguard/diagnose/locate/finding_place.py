@@ -4,9 +4,10 @@ to run twice, with what the script's own update made of weights, with what was n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 
-from ampguard.capture.record import BadResult
+from ampguard.capture.record import BadResult, Held
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.evidence import Evidence
@@ -58,11 +59,27 @@ class FindingPlace:
             except ReplayError:
                 raise changed from None
         except ReplayError:
-            raise
+            evidence = self._before_any_record(bad, budget)
+            if evidence is None:
+                raise
+            return evidence
         except Exception:  # perhaps a hook of the script's that refuses to run twice for one step
             if not calls_hooks(bad):
                 raise
             return locate(bad, Replayer(bad, self._recorder, forgives_hooks=True), budget)
+
+    def _before_any_record(self, bad: BadResult, budget: Budget) -> Evidence | None:
+        """Where the first step of a script failed that calls no module and has made no optimizer yet: nothing told that it
+        had begun, and what it computed was looked at as what comes before training."""
+        target = bad.targets[0] if bad.targets and not bad.record.events else None
+        found = self._recorder.before_training.maker_of(target.tensor) if isinstance(target, Held) else None
+        if found is None:
+            return None
+        record, ref = found
+        first = dataclasses.replace(bad, record=record, targets=(ref,))
+        with contextlib.suppress(Exception):  # something was not kept: it is as good as it was without
+            return locate(first, Replayer(first, self._recorder), budget)
+        return None
 
     def _behind_an_update(self, evidence: Evidence | None, bad: BadResult, budget: Budget) -> Evidence | None:
         """Where plain weights were bad before the step: what in the script's own update made them so, if that was recorded."""
