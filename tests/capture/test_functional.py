@@ -324,3 +324,36 @@ def test_losses_that_are_scaled_under_vmap_leave_the_guard_on(guard: Guard) -> N
 
     run = guard(body)
     assert (run.faults, run.causes, run.report.steps) == (0, [], STEPS), run.stderr
+
+
+@pytest.mark.parametrize("draws_inside", [True, False])
+def test_gradients_of_samples_that_the_script_clips_and_puts_in_place(guard: Guard, draws_inside: bool) -> None:
+    """Also where all that they are computed from are weights and numbers that the step itself has drawn."""
+
+    def body() -> None:
+        seed_everything()
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = torch.randn(STEPS, 6, 4)
+
+        def of_sample(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            loss: Tensor = functional_call(model, parameters, (x[None],)).square().sum()
+            return loss
+
+        for step in range(STEPS):
+            x = torch.randn(6, 4) if draws_inside else data[step]
+            if step == BAD:
+                x[2] = 0.0
+            parameters = {name: p.detach() for name, p in model.named_parameters()}
+            gradients = vmap(grad(of_sample), in_dims=(None, 0))(parameters, x)
+            norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+            factors = 1.0 / norms
+            for name, p in model.named_parameters():
+                p.grad = torch.einsum("n,n...->...", factors, gradients[name]) / 6
+            opt.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.causes, run.first.step) == (["division-by-zero"], BAD)
+    assert run.first.location.code == "factors = 1.0 / norms"
+    assert [fix.verified for fix in run.first.fixes] == [True, True]

@@ -117,6 +117,99 @@ def test_custom_operators_derivative_is_followed_to_its_line(guard: Guard) -> No
     assert any(fix.verified for fix in first.fixes)
 
 
+@torch.library.custom_op("ampguard_tests::balance", mutates_args=())
+def balance(x: Tensor) -> Tensor:
+    total = x.sum(-1, keepdim=True)
+    return x / total
+
+
+@torch.library.custom_op("ampguard_tests::power", mutates_args=())
+def power(x: Tensor) -> Tensor:
+    return x.square().sum(-1)
+
+
+@torch.library.custom_op("ampguard_tests::outside", mutates_args=())
+def outside(x: Tensor) -> Tensor:
+    return torch.from_numpy(1.0 / x.numpy())
+
+
+balance.register_autograd(
+    lambda ctx, g: g / ctx.saved_tensors[0].sum(-1, keepdim=True).clamp(min=1.0),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+power.register_autograd(
+    lambda ctx, g: 2.0 * g[..., None] * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+outside.register_autograd(lambda ctx, g: g, setup_context=lambda ctx, inputs, output: None)
+
+
+class Applies(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize(
+    ("function", "cause", "op", "code"),
+    [
+        (balance, "division-by-zero", "aten.div.Tensor", "return x / total"),
+        (power, "fp16-overflow", "aten.square.default", "return x.square().sum(-1)"),
+    ],
+)
+def test_what_a_custom_operator_computes_with_is_seen(
+    guard: Guard, function: Callable[[Tensor], Tensor], cause: str, op: str, code: str, is_module: bool
+) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        with torch.no_grad():
+            net[0].bias.fill_(1.0)
+        applies = Applies(function) if is_module else function
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for step in range(4):
+            x = torch.randn(8, 4) * (1000.0 if step == 2 and cause == "fp16-overflow" else 0.1)
+            with torch.autocast("cpu", torch.float16):
+                hidden = net(x) * (0.0 if step == 2 and cause == "division-by-zero" else 1.0)
+                loss = applies(hidden).float().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    first = run.first
+    assert (first.cause, first.step, first.op) == (cause, 2, op)
+    assert first.location.code == code
+    assert first.module == ("" if is_module else None)
+    assert any(fix.verified for fix in first.fixes)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_custom_operator_that_computes_elsewhere_is_one_operator(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), Applies(outside))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for step in range(4):
+            if step == 2:
+                with torch.no_grad():
+                    net[0].weight.zero_()
+                    net[0].bias.zero_()
+            loss = net(torch.randn(8, 4)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.first.step, run.first.op, run.first.module) == (2, "ampguard_tests.outside.default", "1")
+
+
 def test_a_residual_before_the_first_call_of_the_model_is_a_loss(guard: Guard) -> None:
     """`torch.func.jvp` calls the model; what is computed from that is no preprocessing."""
 

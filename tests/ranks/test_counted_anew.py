@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def raised(fault: Exception) -> None:
 def test_each_check_has_a_number_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[tuple[int, int]] = []
     monkeypatch.setattr(RankWatch, "_check", lambda _, *check: checked.append(check))
-    recorder: Any = None
+    recorder: Any = SimpleNamespace(collectives=SimpleNamespace(on_reduced=None))
     watch = RankWatch(recorder, tmp_path, 0, print, lambda: None, raised)
     try:
         for step in (0, 1, 2, 0, 1, 2, 3, 4, 8, 9, 16):

@@ -26,7 +26,7 @@ class ComesInBetween(Exchange):
 def test_note_that_comes_in_between(tmp_path: Path) -> None:
     told: list[Incident] = []
     pair = _Pair(ComesInBetween(tmp_path, 0, 0), 1, 0, deque(), told.append)
-    pair._waiting.append((Check(0, 0, "mine", []), Sums(["weight"], [2]), None))
+    pair._waiting.append((Check(0, 0, "mine", []), Sums(["weight"], [2]), None, None))
     pair.compare()
     pair.compare()
     assert [(incident.cause, incident.step) for incident in told] == [("rank-divergence", 0)]

@@ -10,7 +10,12 @@ from ampguard.report.store import read_report
 
 SCRIPT = str(Path(__file__).parent / "unwrapped_trainings.py")
 FAULTY = {"own_beginnings": (0, "4 of 4 weights"), "written_to_by_one": (4, "1 of 4 weights")}
+FORGOTTEN = {
+    "head_forgotten": ("head", "`head.weight`, `head.bias`"),
+    "body_forgotten_in_flat_gradients": ("body", "`body.weight`"),
+}
 HEALTHY = ("sent_at_first", "independent", "one_beginning_two_ways")
+HEALTHY_IN_PART = ("own_heads", "spread_body", "one_gradient_by_chance")
 
 
 def test_gradients_averaged_by_hand(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -23,4 +28,19 @@ def test_gradients_averaged_by_hand(two_ranks: Ranks, tmp_path: Path) -> None:
         assert words in incident.explanation, name
         assert "load-weights" in [fix.action for fix in incident.fixes], name
     for name in HEALTHY:
+        assert read_report(tmp_path / name).incidents == (), name
+
+
+def test_gradients_of_a_part_averaged_by_hand(two_ranks: Ranks, tmp_path: Path) -> None:
+    ended = two_ranks(SCRIPT, *FORGOTTEN, *HEALTHY_IN_PART)
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "a fault of its own" not in ended[0].err + ended[1].err
+    for name, (module, words) in FORGOTTEN.items():
+        (incident,) = read_report(tmp_path / name).incidents
+        assert (incident.cause, incident.step, incident.module) == ("rank-divergence", 0, module), name
+        assert incident.location is not None
+        assert incident.location.code.startswith("dist.all_reduce("), name
+        assert words in incident.explanation, name
+        assert [fix.action for fix in incident.fixes] == ["call-order", "load-weights"], name
+    for name in HEALTHY_IN_PART:
         assert read_report(tmp_path / name).incidents == (), name

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from each_guarded import each_guarded
 from torch import Tensor, nn
+from torch.distributed.nn import functional as distributed_functions
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
 def make(seed: int) -> nn.Module:
@@ -63,6 +65,87 @@ def independent() -> None:
 def one_beginning_two_ways() -> None:
     """The same weights at first, own batches, nothing averaged: an ensemble."""
     list(train(make(0), averaged=False))
+
+
+class Parts(nn.Module):
+    """A body and a head. `is_spread`: the body has half of its units on each rank, and sums up what they give."""
+
+    def __init__(self, is_spread: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 12), nn.Linear(12, 1)
+        self.is_spread = is_spread
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = torch.tanh(self.body(x))
+        if self.is_spread:
+            hidden = distributed_functions.all_reduce(hidden)
+        result: Tensor = self.head(hidden)
+        return result
+
+
+def average(parameters: list[nn.Parameter], is_flat: bool) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not is_flat:
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return
+    flat = parameters_to_vector(gradients)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    vector_to_parameters(flat, gradients)
+
+
+def train_parts(model: Parts, which: nn.Module | None, is_flat: bool = False, constant: float | None = None) -> None:
+    """`which`: the part whose gradients are averaged. `constant`: the head's gradients in every step, instead of the loss."""
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(10):
+        x = torch.randn(8, 6)
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if which is not None:
+            average(list(which.parameters()), is_flat)
+        if constant is not None:
+            model.head.bias.grad = torch.full((1,), constant)
+        figures = torch.stack([loss.detach(), x.mean()])
+        dist.all_reduce(figures)
+        optimizer.step()
+
+
+def made_of_parts(seed: int, is_spread: bool = False) -> Parts:
+    torch.manual_seed(seed)
+    return Parts(is_spread)
+
+
+def head_forgotten() -> None:
+    model = made_of_parts(0)
+    train_parts(model, model.body)
+
+
+def body_forgotten_in_flat_gradients() -> None:
+    model = made_of_parts(0)
+    train_parts(model, model.head, is_flat=True)
+
+
+def own_heads() -> None:
+    """Each rank has a head of its own from the beginning."""
+    model = made_of_parts(0)
+    torch.manual_seed(dist.get_rank())
+    model.head.reset_parameters()
+    train_parts(model, model.body)
+
+
+def spread_body() -> None:
+    """Each rank has its own part of a layer, which began as that of the other one."""
+    model = made_of_parts(0, is_spread=True)
+    train_parts(model, model.head)
+
+
+def one_gradient_by_chance() -> None:
+    """Runs of their own, which show their losses together."""
+    train_parts(made_of_parts(0), None, constant=0.1)
 
 
 if __name__ == "__main__":

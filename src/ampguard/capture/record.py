@@ -65,6 +65,12 @@ class Held:
             self.parts = self.parts or OverwrittenParts(self.version)
             self.parts.add(part, before)
 
+    def is_overwritten_again_in(self, part: Tensor, version: int) -> None:
+        """The same where nobody has kept what the view held: it is still had where the view was written to before."""
+        parts = self.parts
+        if self.copy is None and parts is not None and version == parts.version and parts.have(part):
+            parts.version += 1
+
 
 @dataclass(slots=True)
 class OverwrittenParts:
@@ -79,6 +85,11 @@ class OverwrittenParts:
         if len(self.kept) < MAX_PARTS:
             self.kept.append((part.size(), part.stride(), int(part.storage_offset()), before))
             self.version += 1
+
+    def have(self, part: Tensor) -> bool:
+        """Whether this part was written to before."""
+        place = (part.size(), part.stride(), int(part.storage_offset()))
+        return any(kept[:3] == place for kept in self.kept)
 
     def restored(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor as it was."""

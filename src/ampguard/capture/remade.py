@@ -11,9 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ampguard.capture.events.lineage import has_graph
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import held_by, refs_of
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, since
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FOLLOWED = 4
@@ -34,7 +35,17 @@ class RemadeGradients:
         """These are about to be used, in one of the first steps. Constants that a script writes there are no surgery."""
         if not self.are_used:
             made = [ref for gradient in gradients if (ref := self._made_by(gradient)) is not None]
-            self.are_used = any(map(_reads_gradients, self._behind(made)))
+            behind = self._behind(made)
+            self.are_used = any(map(_reads_gradients, behind)) or self._are_without_backward(behind)
+
+    def _are_without_backward(self, behind: list[Event]) -> bool:
+        """Whether no backward pass has come in this iteration, nor can come: a transform of torch.func has given these
+        gradients, or an estimate from losses. `behind`: what they were made by."""
+        others = since(self._log.record.events, self._log.iteration_start)
+        known = {event.index for event in behind}
+        return bool(behind) and not any(
+            isinstance(event, BackwardCall) or (event.index not in known and has_graph(event)) for event in others
+        )
 
     def bad_ones(self, gradients: list[Tensor]) -> tuple[Ref, ...]:
         """Those that the script has made bad; none where backward gave bad ones already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -72,6 +73,21 @@ def functional_slope() -> tuple[Any, str] | None:
 def pairs_tangent(func: Any) -> bool:
     """Whether PyTorch runs this operator for nothing but a tensor that is given its tangent: with that, and the tensor."""
     return str(func) == "aten._has_same_storage_numel.default"
+
+
+def python_kernel(func: Any, args: Iterable[Any]) -> Callable[..., Any] | None:
+    """The function behind an operator that the script has declared by `torch.library.custom_op`; None for any other operator."""
+    module = sys.modules.get("torch._library.custom_ops")
+    declared = getattr(module, "OPDEFS", {}).get(func._schema.name)
+    kernels: Mapping[str | None, Callable[..., Any]] = getattr(declared, "_backend_fns", {})
+    device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), None)
+    return kernels.get(device) or kernels.get(None)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """As the kernel of an operator runs: nothing that it computes is differentiated by itself."""
+    guard: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    return guard() if guard is not None else torch.no_grad()
 
 
 def schema_of(func: Any) -> Any:

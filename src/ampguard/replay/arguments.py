@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,9 @@ class Values:
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     """The identities of the tensors that the record holds, as far as they have been asked for."""
+    written: Set[int] = frozenset()
+    """The same of those that the step itself writes to, through a view: each replay has a copy of its own."""
+    copies: dict[int, Tensor] = field(default_factory=dict)
     names: dict[Ref, str] = field(default_factory=dict)
     is_approximate: bool = False
     """Whether gradients go another way than in the step."""
@@ -75,10 +79,21 @@ class Values:
             if isinstance(leaf, Held):
                 if self.keeps_graph and leaf.tensor.requires_grad:
                     return self._leaf(leaf, grad=True) if leaf.tensor.is_leaf else self._computed(leaf)
-                return self.replaced.get(id(leaf.tensor), leaf.value).detach()
+                return self.replaced.get(id(leaf.tensor), self._to_be_written(leaf)).detach()
             return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
 
         return map_leaves(tree, value)
+
+    def _to_be_written(self, held: Held) -> Tensor:
+        """What was held; this replay's own copy of it where views of it are written to."""
+        value = held.value
+        if id(value) not in self.written:
+            return value
+        own = self.copies.get(id(value))
+        if own is None:
+            own = self.copies[id(value)] = as_laid_out(value.detach(), value)
+            self.mode.stand_ins[compat.storage_key(own)] = (own, held.tensor)
+        return own
 
     def _detached(self, made: Tensor) -> Tensor:
         detached = made.detach()

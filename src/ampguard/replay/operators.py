@@ -14,6 +14,10 @@ CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "
 NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
 RUNNING_STATISTICS: dict[str, tuple[int, ...]] = dict.fromkeys((*NORMS, "_batch_norm_with_update"), (3, 4))
 """Operators that write to operands although their schema does not say so, and to which."""
+PYTORCHS = frozenset(
+    {"aten", "prim", "prims", "c10d", "_c10d_functional", "quantized", "mkldnn", "inductor", "higher_order"}
+)
+"""Where PyTorch's own operators are declared."""
 CONSTANT = frozenset(
     {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 )
@@ -36,6 +40,8 @@ class OperatorFacts:
     is_cast: bool
     is_uninitialised: bool
     is_collective: bool
+    is_foreign: bool
+    """Whether it is none of PyTorch's: declared by a script or a library."""
     allocates: bool
     """Whether the result is memory that is yet to be filled, as far as its operands are concerned."""
 
@@ -63,6 +69,7 @@ def facts_of(func: Any) -> OperatorFacts:
             is_cast=name in CASTS,
             is_uninitialised=name in UNINITIALISED,
             is_collective=func.namespace in ("c10d", "_c10d_functional"),
+            is_foreign=func.namespace not in PYTORCHS,
             allocates=name in UNINITIALISED or name in CONSTANT,
         )
         known = _known[id(func)] = facts, func

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ from ampguard.replay.thawed import thawed
 from ampguard.replay.trace import Trace, identical
 from ampguard.replay.tracer import ReplayMode, Unwatching, in_groups
 from ampguard.replay.variants import AS_IT_RAN, CodePlace, RunKey, Variant
+from ampguard.replay.written import GivenWrittenError, not_given
 
 
 class Replayer:
@@ -87,6 +88,8 @@ class Replayer:
         self.modules: dict[str, nn.Module] = {}
         self._recorder = recorder
         self._hidden: dict[tuple[CodePlace, int], int] = {}
+        self._written: set[int] = set()
+        """What the record holds and the step writes to through views (a batch that is a slice of the data), by identity."""
         self._differentiated: dict[RunKey, RunKey] = {}
         """For operators that compute derivatives outside autograd: the one that each of them differentiates."""
         self._sought = [
@@ -185,13 +188,20 @@ class Replayer:
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
         """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
         with thawed(self.bad.parameters):
-            try:
-                return self._run(variant, traced)
-            except (RuntimeError, ReplayError):
-                if self._saves_for_backward or variant.compiled is not None:
-                    raise
-            self._differentiates_within = True  # perhaps
+            while True:
+                try:
+                    return self._run_or_differentiate(variant, traced)
+                except GivenWrittenError as found:
+                    self._written.add(id(found.given))
+
+    def _run_or_differentiate(self, variant: Variant, traced: bool) -> Outcome:
+        try:
             return self._run(variant, traced)
+        except (RuntimeError, ReplayError):
+            if self._saves_for_backward or variant.compiled is not None:
+                raise
+        self._differentiates_within = True  # perhaps
+        return self._run(variant, traced)
 
     @property
     def _saves_for_backward(self) -> bool:
@@ -211,7 +221,7 @@ class Replayer:
         mode.changed_operands = ChangedOperands(self._differentiated)
         if traced and variant is AS_IT_RAN:
             mode.sought = in_groups(self._sought)
-        values = Values(mode, {**variant.tensors}, self.keeps_graph)
+        values = Values(mode, {**variant.tensors}, self.keeps_graph, written=self._written)
         for ref, given in self._given.items():
             copy = low_to(given, variant.convert).detach().clone()
             values.made[ref] = copy.requires_grad_(given.requires_grad)
@@ -379,7 +389,7 @@ class Replayer:
                 for i, a in enumerate(args)
             )
             args = tuple(
-                _not_given(a, mode.stand_ins, values.kept) if i in overwritten else a for i, a in enumerate(args)
+                not_given(a, mode.stand_ins, values.kept) if i in overwritten else a for i, a in enumerate(args)
             )
         if op.rng is not None:
             set_streams(op.rng)
@@ -396,15 +406,6 @@ class Replayer:
             yield
         finally:
             self._recorder.paused = paused
-
-
-def _not_given(target: Any, given: Mapping[int, tuple[Tensor, Tensor]], kept: Set[int]) -> Any:
-    """What is about to be written to; a copy of it where it shares the memory of what the record holds.
-
-    That is a tensor of the script itself (a weight, by its `.data`), or a value that was kept of one for every replay.
-    """
-    known = given.get(compat.storage_key(target)) if isinstance(target, Tensor) else None
-    return target.clone() if known is not None and (known[0] is known[1] or id(known[0]) in kept) else target
 
 
 def _never_unpacked(_: Any) -> Any:

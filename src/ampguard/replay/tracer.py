@@ -88,6 +88,8 @@ class ReplayMode(compat.DispatchMode):
         self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
         self._intervenes = bool(variant.interventions or variant.at_places)
         self._forced = 0
+        self._in_kernels = 0
+        """How many of the script's own operators are running, one within another."""
         self.own_casts: dict[tuple[int, int], Line] = {}
         """Lines that cast to low precision outside autocast, within modules that are computed in float32."""
         self.changed_nodes = ChangedNodes()
@@ -186,6 +188,9 @@ class ReplayMode(compat.DispatchMode):
         facts = facts_of(func)
         if facts.is_collective and compat.several_ranks():  # (one that is alone waits for nobody)
             raise CollectiveError(f"{func} would wait for the other ranks")
+        kernel = compat.python_kernel(func, args) if facts.is_foreign else None
+        if kernel is not None:
+            return self._run_kernel(kernel, func, args, kwargs)
         precision = self._precision() if self._may_convert else None
         if precision is not None:
             if self._forced and numerics.is_low_precision(kwargs.get("dtype")):
@@ -213,6 +218,22 @@ class ReplayMode(compat.DispatchMode):
                 noted.op.args, noted.op.kwargs = args, kwargs
             raise
         self.note_after(noted, args, kwargs, output)
+        return output
+
+    def _run_kernel(self, kernel: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that is written in Python: what it computes with is seen, as in a custom function.
+
+        It counts as one operator where it computes outside PyTorch (NumPy).
+        """
+        noted = self.note_before(func, args, kwargs)
+        self._in_kernels += 1
+        try:
+            with compat.below_autograd(), self:
+                output = kernel(*args, **kwargs)
+        finally:
+            self._in_kernels -= 1
+        if noted.traced is None or self.writer is None or not self.writer.has_seen_within(noted.traced, output):
+            self.note_after(noted, args, kwargs, output)
         return output
 
     def _intervened(self, intervention: Intervention, func: Any, args: Any, kwargs: Any) -> Any:
@@ -308,7 +329,7 @@ class ReplayMode(compat.DispatchMode):
     def _line(self, frame: FrameType) -> Line | None:
         """The user's line of the operator that is running; PyTorch's own modules have none but that of their call."""
         event = self.event
-        if isinstance(event, (RootCall, BackwardCall)):
+        if isinstance(event, (RootCall, BackwardCall)) or (event is not None and self._in_kernels):
             return user_line(frame, stop=self.boundary) or event.line
         return event.line if event is not None else None
 

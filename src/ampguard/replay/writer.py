@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -16,6 +17,9 @@ KEPT_OPS = 96
 """Operators with a non-finite result whose operands' values are kept."""
 
 KEPT_BYTES = 1 << 29
+
+LIFTS = frozenset({"lift_fresh", "lift_fresh_copy"})
+"""Operators by which PyTorch takes in a tensor that was made outside of it."""
 
 MAX_LEVELS = 8
 """Transforms of `torch.func` within each other."""
@@ -101,6 +105,18 @@ class TraceWriter:
         if op.is_bad:
             self._keep_operands(op, args, kwargs)
             op.taken = _taken(op, args)
+
+    def has_seen_within(self, op: TracedOp, output: Any) -> bool:
+        """Whether operators that ran within `op` have made what it returned, of numbers that it was given, or finite ones."""
+        results = [tensor for tensor in flat_tensors((output,), {}) if tensor.is_floating_point()]
+        given = {operand.storage for operand in op.inputs}
+        for within in self.trace.ops[op.index + 1 :]:
+            for operand in within.inputs:
+                is_lifted = within.short_name in LIFTS and math.prod(operand.shape) > 1  # from NumPy, say
+                is_others = operand.made_by is None and operand.storage not in given
+                if is_others and (is_lifted or operand.bad is not None):
+                    return False
+        return all(maker is not None and maker[0] > op.index for maker in map(self._maker, results))
 
     def _note_node(self, op: TracedOp) -> None:
         """The node that the operator has made; without gradients too: in a custom function."""

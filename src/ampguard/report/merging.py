@@ -121,7 +121,13 @@ def _with_the_others(incident: Incident, known: Mapping[int, Report], world_size
 def _odd_one(incident: Incident, world_size: int) -> Incident:
     """Where all others differ from the rank that they were compared with, and not from each other, it is the odd one."""
     other = incident.evidence.get("compared_with_rank")
-    if incident.cause != "rank-divergence" or world_size < 3 or len(_ranks_of(incident)) != world_size - 1:
+    each_its_own = "averaged_count" in incident.evidence
+    if (
+        incident.cause != "rank-divergence"
+        or world_size < 3
+        or len(_ranks_of(incident)) != world_size - 1
+        or each_its_own
+    ):
         return incident
     text = (
         f"{incident.explanation} All other ranks differ from rank {other} in the same step: look at rank {other} first."

@@ -6,19 +6,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.ranks.by_hand import GRADIENT, Unwrapped, UnwrappedModels, equal_gradients
+from ampguard.capture.frames import user_line
+from ampguard.capture.ranks.by_hand import (
+    BEGAN,
+    Reduced,
+    Unwrapped,
+    UnwrappedModels,
+    equal_gradients,
+    is_weight,
+    left_out,
+)
 from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.replicas import Replica, Replicas
 from ampguard.capture.ranks.settings import differing_setting, settings_of
-from ampguard.capture.record import RootCall
+from ampguard.capture.record import Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.later import NumbersLater
 from ampguard.capture.sampling.vitals import StepVitals
 from ampguard.diagnose.cases.casebook import Casebook
-from ampguard.diagnose.protocol.rank_divergence import Difference, rank_divergence
+from ampguard.diagnose.protocol.rank_divergence import Difference, LeftOut, rank_divergence
 from ampguard.incident import Incident
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.ranks_exchange import KEPT, Check, Exchange, Sums, first_here
@@ -73,6 +83,9 @@ class RankWatch:
         self._pairs: dict[int, _Pair] = {}
         self._checks = 0
         """Iterations after which there was something to compare."""
+        self._reduced_at: Line | None = None
+        """Where the script has reduced gradients since the last comparison."""
+        recorder.collectives.on_reduced = self._reduced
 
     def saw(self, vitals: StepVitals) -> None:
         """The vital signs of a step."""
@@ -87,16 +100,33 @@ class RankWatch:
     def undo(self) -> None:
         """Take the patches out."""
         self._replicas.undo()
+        self._recorder.collectives.on_reduced = None
 
     def close(self) -> None:
         """The run ends: what is left is compared now."""
         self._barrier.call(self._close)
 
+    def _reduced(self, frame: FrameType) -> None:
+        """The script has reduced what may be gradients. Before the first update the weights are as they began."""
+        if self._reduced_at is not None:
+            return
+        self._reduced_at = user_line(frame)
+        if not self._recorder.steps.attempts and not self._unwrapped.known and not self._replicas.are_any:
+            self._unwrapped.look(self._calls())
+            for model in self._unwrapped.known:
+                model.begins()
+
+    def _calls(self) -> list[RootCall]:
+        return [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
+
     def _check(self, number: int, step: int) -> None:
-        calls = [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
+        calls = self._calls()
         self._replicas.look(calls)
         if not self._replicas.known:
             self._unwrapped.look(calls)
+        reduced_at, self._reduced_at = self._reduced_at, None
+        for model in self._unwrapped.known:
+            model.looks_at(calls, self._recorder.collectives, reduced_at)
         known: list[Replica | Unwrapped] = [*self._replicas.known, *self._unwrapped.known]
         if not known:
             return
@@ -107,7 +137,7 @@ class RankWatch:
             found = replica.sums() if pair is not None else None
             if found is not None and pair is not None:
                 names, sums = found
-                self._later.ask(as_parts(sums), pair.receiver(number, step, names, replica.past, settings))
+                self._later.ask(as_parts(sums), pair.receiver(number, step, names, replica, settings))
         self._later.poll()
 
     def _pair_up(self, replica: Replica | Unwrapped) -> _Pair | None:
@@ -146,20 +176,23 @@ class _Pair:
         self._first = first
         self._course = course
         self._tell = tell
-        self._waiting: deque[tuple[Check, Sums, PastWrapper | None]] = deque(maxlen=KEPT)
+        self._waiting: deque[tuple[Check, Sums, PastWrapper | None, Reduced | None]] = deque(maxlen=KEPT)
         self._last_equal: int | None = None
         self._has_told = False
 
     def receiver(
-        self, number: int, step: int, names: list[str], past: PastWrapper | None, settings: dict[str, float]
+        self, number: int, step: int, names: list[str], replica: Replica | Unwrapped, settings: dict[str, float]
     ) -> Callable[[list[float | None]], None]:
+        past, reduced = replica.past, replica.reduced
+
         def came(parts: list[float | None]) -> None:
             sums = from_parts(parts)
-            check = Check(number, step, digest_of(sums), list(self._course), settings)
+            compared = [value for name, value in zip(names, sums, strict=True) if not name.startswith(BEGAN)]
+            check = Check(number, step, digest_of(compared), list(self._course), settings)
             if self._rank == self._first:
                 self._exchange.write(check, Sums(names, sums))
             elif not self._has_told:
-                self._waiting.append((check, Sums(names, sums), past))
+                self._waiting.append((check, Sums(names, sums), past, reduced))
                 self.compare()
 
         return came
@@ -167,39 +200,53 @@ class _Pair:
     def compare(self, is_last: bool = False) -> None:
         """Compare those checks of ours that the first rank has made as well. What it has yet to make is waited for."""
         while self._waiting and not self._has_told:
-            mine, sums, past = self._waiting[0]
+            mine, sums, past, reduced = self._waiting[0]
             newest = self._exchange.newest()  # before: what comes in between is waited for, not missed
             theirs = self._exchange.check_of(mine.number)
             if theirs is None and not is_last and newest < mine.number:
                 return
             self._waiting.popleft()
             if theirs is not None and theirs.step == mine.step:
-                self._judge(mine, sums, theirs, past)
+                self._judge(mine, sums, theirs, past, reduced)
 
     def close(self) -> None:
         """Compare what is left. Ranks that do not wait for each other in DDP may be far apart: the first is given time."""
         until = time.monotonic() + PATIENCE_S
         self.compare()
-        while any(past for *_, past in self._waiting) and not self._has_told and time.monotonic() < until:
+        while any(past for _, _, past, _ in self._waiting) and not self._has_told and time.monotonic() < until:
             time.sleep(0.05)
             self.compare()
         self.compare(is_last=True)
 
-    def _judge(self, mine: Check, sums: Sums, theirs: Check, past: PastWrapper | None) -> None:
+    def _judge(self, mine: Check, sums: Sums, theirs: Check, past: PastWrapper | None, reduced: Reduced | None) -> None:
         course = first_difference(mine.course, theirs.course)
         if mine.digest == theirs.digest and course is None:
             self._last_equal = mine.step
             return
         other = self._exchange.sums_of(mine.number) if mine.digest != theirs.digest else None
         names = [] if other is None else differing(sums, other)
+        forgotten: LeftOut | None = None
         if self._by_hand and not self._are_averaged(sums, other):
-            return
+            forgotten = _left_out(sums, other, reduced)
+            if forgotten is None:
+                return
+            names, course = forgotten.names, None
         self._has_told = True
         past = past if names and course is None else None
-        of = len([name for name in sums.names if not name.startswith(GRADIENT)])
-        setting = differing_setting(mine.settings, theirs.settings) if names else None
+        of = len([name for name in sums.names if is_weight(name)])
+        setting = differing_setting(mine.settings, theirs.settings) if names and forgotten is None else None
         difference = Difference(
-            mine.step, self._rank, self._first, self._last_equal, names, of, course, past, self._by_hand, setting
+            mine.step,
+            self._rank,
+            self._first,
+            self._last_equal,
+            names,
+            of,
+            course,
+            past,
+            self._by_hand,
+            setting,
+            forgotten,
         )
         self._tell(rank_divergence(difference, mine.digest))
 
@@ -243,8 +290,17 @@ def first_difference(mine: Course, theirs: Course) -> tuple[int, str, object, ob
     return None
 
 
+def _left_out(mine: Sums, theirs: Sums | None, reduced: Reduced | None) -> LeftOut | None:
+    """What the script has forgotten to average; None where it may be each rank's own on purpose."""
+    if reduced is None or theirs is None or mine.names != theirs.names:
+        return None
+    own, same = left_out(mine.names, mine.sums, theirs.sums, reduced.matrices)
+    return LeftOut(own, len(same), reduced.line) if own else None
+
+
 def differing(mine: Sums, theirs: Sums) -> list[str]:
     """The weights that differ; all where the two do not even hold the same."""
     if mine.names != theirs.names:
         return sorted(set(mine.names) ^ set(theirs.names)) or mine.names
-    return [n for n, a, b in zip(mine.names, mine.sums, theirs.sums, strict=True) if a != b]
+    pairs = zip(mine.names, mine.sums, theirs.sums, strict=True)
+    return [name for name, a, b in pairs if a != b and not name.startswith(BEGAN)]

@@ -184,6 +184,9 @@ class KeptEvents:
         if before is None:  # the value of those that have read it since the first write, by another name, is not known
             for held in self._holders.under_other_names(written, self._record.events):
                 held.version = LOST
+            whole = whole_of(written)
+            for held in self._holders.of(whole, self._record.events) if whole is not None else ():
+                held.is_overwritten_again_in(written, version)
         if before is not None:
             self._keep_for_earlier(written, version, before)
             if call.is_first or type(call.args[0]) is Held:

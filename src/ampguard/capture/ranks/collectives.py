@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -59,6 +60,9 @@ BRING_DATA = ("recv", "irecv", "batch_isend_irecv", "broadcast", "scatter")
 
 NOTED = 64
 """Tensors that such a collective wrote to, of the last ones."""
+
+REDUCE = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor")
+"""Those by which gradients may be averaged."""
 
 SUMS = ("all_reduce", "reduce")
 """Those whose operand is overwritten by a reduction that it is a part of."""
@@ -129,6 +133,8 @@ class Collectives:
 
     def __init__(self, log: EventLog) -> None:
         self.replay: Replay | None = None
+        self.on_reduced: Callable[[FrameType], object] | None = None
+        """Told where several numbers were reduced behind a backward pass: gradients, say."""
         self._log = log
         self._received: dict[int, list[Received]] = {}
         self._given: dict[int, tuple[Tensor, Received]] = {}
@@ -148,6 +154,10 @@ class Collectives:
         """The collective that gave a tensor outside modules its value."""
         known = self._given.get(id(tensor)) or self._given_before.get(id(tensor))
         return known[1] if known is not None and known[0] is tensor else None
+
+    def are_in(self, events: Iterable[int]) -> bool:
+        """Whether any was called in one of these events."""
+        return not self._received.keys().isdisjoint(events)
 
     def brought(self) -> list[tuple[Tensor, str]]:
         """What other ranks have sent outside modules, and the name of the collective; the latest first."""
@@ -173,7 +183,11 @@ class Collectives:
         """It has written, or will have once it has been waited for."""
         if is_outside and call.name in BRING_DATA:
             self._brought.extend((weakref.ref(tensor), call.name) for tensor in call.written)
-        if is_outside and not self._log.has_open_events:
+        is_in_loss = is_outside and self._log.has_open_events
+        is_behind = is_outside and (not is_in_loss or self._log.closed_until > self._log.iteration_start)
+        if is_behind and self.on_reduced is not None and _may_average(call):
+            self.on_reduced(frame)
+        if is_outside and not is_in_loss:
             return  # gradients, say: what comes is computed from what is there then
         if not call.written and call.objects is None:
             return  # this rank was sent nothing
@@ -217,3 +231,9 @@ class Collectives:
         self._before, self._iteration = self._iteration, self._log.iteration_start
         self._given_before, self._given = self._given, {}
         self._bytes = sum(t.nbytes for many in self._received.values() for one in many for t, _ in one.kept)
+
+
+def _may_average(call: Call) -> bool:
+    """Whether it may average gradients: it is given more than a figure for the log."""
+    written = call.written
+    return call.name in REDUCE and bool(written) and written[0].is_floating_point() and written[0].numel() > 1

@@ -23,6 +23,7 @@ class Replica:
     """One DDP model of this process. `ranks`: of the processes that hold the same weights, in order."""
 
     by_hand = False
+    reduced = None
 
     def __init__(self, ddp: DistributedDataParallel, number: int) -> None:
         self.number = number
@@ -90,6 +91,11 @@ class Replicas:
         made, left_alone = self._uncalled.add, self._in_no_sync.add
         self._patches.replace(DistributedDataParallel, "__init__", watch_init)
         self._patches.replace(DistributedDataParallel, "no_sync", watch_no_sync)
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there is a DDP model, called or not."""
+        return bool(self.known or self._uncalled)
 
     def undo(self) -> None:
         """Take the patches out."""

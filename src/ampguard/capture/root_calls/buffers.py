@@ -6,7 +6,6 @@ buffers that calls really change are copied; which those are, their version coun
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -15,15 +14,13 @@ from torch.nn.parameter import is_lazy
 
 from ampguard import compat
 from ampguard.capture.record import SavedBuffer
+from ampguard.capture.root_calls.at_rest import Looks, RestingBuffers
 from ampguard.capture.root_calls.bymodule import ByModule
 from ampguard.compat import version_of
 from ampguard.numerics import all_finite_on_cpu, has_same_bits, is_finite
 
 FIRST_CALL_COPY = 1 << 16
 """Elements up to which a buffer is copied before it is known whether calls in this mode change it."""
-
-MOST_AT_REST = 1 << 20
-"""Elements of the buffers of a module that no call has changed yet, of which the copies are kept."""
 
 RESCAN_CALLS = 256
 
@@ -39,9 +36,9 @@ class _Watched:
     modes: set[bool] = field(default_factory=set)
     """In training or not: in which of them it was called. BatchNorm writes its statistics in training only."""
     calls: int = 0
-    at_rest: dict[tuple[int, str], SavedBuffer] = field(default_factory=dict)
-    """What no call has changed yet, with its value: a codebook is written in its tenth call first."""
-    elements_at_rest: int = 0
+    at_rest: RestingBuffers = field(default_factory=RestingBuffers)
+    is_compared: bool = False
+    """Whether what is at rest is compared around the running call."""
     is_lazy: bool = False
     """Some buffers have no values yet: those of a `LazyModule`, until its first call."""
 
@@ -52,6 +49,7 @@ class BufferWatch:
     def __init__(self) -> None:
         self._watched: ByModule[_Watched] = ByModule()
         self._poisoned: set[tuple[int, str]] = set()
+        self._looks = Looks()
         self._lowest: dict[tuple[str, torch.Size], Tensor] = {}
 
     def lowest_before(self, path: str, shape: torch.Size) -> float | None:
@@ -70,6 +68,10 @@ class BufferWatch:
             watched = self._watched.put(module, _Watched())
         if again or watched.is_lazy or watched.calls % RESCAN_CALLS == 0:
             self._scan(module, watched)
+        watched.is_compared = training and watched.at_rest.are_any and self._looks.begin()
+        if watched.is_compared:
+            watched.changing |= watched.at_rest.written_unseen()  # between two calls
+            self._looks.end()
         first = training not in watched.modes
         watched.modes.add(training)
         watched.calls += 1
@@ -112,15 +114,19 @@ class BufferWatch:
         watched = self._watched.get(module)
         if watched is None or not saved:
             return []
+        if watched.is_compared:
+            self._looks.begin_again()
+            watched.changing |= watched.at_rest.written_unseen()
+            self._looks.end()
         changed: list[tuple[SavedBuffer, Tensor]] = []
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
             if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
                 if buffer.copy is not None:
-                    _keep_at_rest(buffer, watched)
+                    watched.at_rest.keep(buffer)
                     buffer.copy = None  # unchanged: the live one serves
                 continue
-            _take_from_rest(buffer, watched)
+            watched.at_rest.take(buffer)
             watched.changing.add((id(buffer.owner), buffer.name))
             if now.is_floating_point() and now.device.type == "cpu":
                 changed.append((buffer, now))
@@ -136,23 +142,6 @@ class BufferWatch:
             self._poisoned.add(key)
             poisoned.append((paths.get(key, buffer.name), now))
         return poisoned
-
-
-def _keep_at_rest(buffer: SavedBuffer, watched: _Watched) -> None:
-    key = (id(buffer.owner), buffer.name)
-    known = watched.at_rest.get(key)
-    if known is not None and known.copy is buffer.copy:
-        return
-    watched.elements_at_rest += buffer.tensor.numel() if known is None else 0
-    if watched.elements_at_rest <= MOST_AT_REST:
-        watched.at_rest[key] = dataclasses.replace(buffer)
-
-
-def _take_from_rest(buffer: SavedBuffer, watched: _Watched) -> None:
-    """Give what a call has changed for the first time the value that it had before, where that was kept."""
-    known = watched.at_rest.pop((id(buffer.owner), buffer.name), None) if watched.at_rest else None
-    if known is not None and known.tensor is buffer.tensor and known.version == buffer.version:
-        buffer.copy = known.copy if buffer.copy is None else buffer.copy
 
 
 def _before(buffer: SavedBuffer, now: Tensor) -> Tensor | None:

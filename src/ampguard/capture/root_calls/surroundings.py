@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -178,7 +180,7 @@ def find_prefix(module: nn.Module, frame: Any) -> str:
     """The dotted path of `module` from the nearest calling method's own module, "" where there is none."""
     depth = 0
     while frame is not None and depth < 12:
-        owner = locals_of(frame).get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        owner = _owner_of(frame)
         if isinstance(owner, nn.Module) and owner is not module and compat.is_built(owner):
             for name, child in owner.named_modules():
                 if child is module and name:
@@ -186,3 +188,16 @@ def find_prefix(module: nn.Module, frame: Any) -> str:
         frame = frame.f_back
         depth += 1
     return ""
+
+
+def _owner_of(frame: FrameType) -> Any:
+    """Whose method runs in a frame: what it calls `self`, or by another name the first argument of a method of its class."""
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    first = code.co_varnames[0]
+    owner = locals_of(frame).get(first)
+    if first == "self":
+        return owner
+    method = inspect.getattr_static(type(owner), code.co_name, None)
+    return owner if inspect.isfunction(method) and inspect.unwrap(method).__code__ is code else None

@@ -10,8 +10,11 @@ Why it hurts   every rank adds the mean gradient to other weights. Nothing fails
 Instead        decide on all ranks alike: reduce the condition first, torch.distributed.all_reduce(found_inf, op=MAX), and
                let every rank skip or none. Load checkpoints, and change weights, on all ranks.
                Broadcast the weights once where gradients are averaged by hand.
+               And average the gradients of all weights then: those that are left out each rank trains by itself.
 Not this       models that are another on each rank on purpose: without DistributedDataParallel, weights are compared only
-               while the gradients of two ranks are the same, bit for bit. Nor shards (FSDP), buffers, steps inside
+               while the gradients of two ranks are the same, bit for bit, or those of a part are and the others began alike.
+               A model that sends something in its forward pass (layers that are spread over ranks, experts) is only judged
+               as a whole. Nor shards (FSDP), buffers, steps inside
                no_sync(), or training under join().
 """
 
@@ -22,6 +25,8 @@ from typing import Any
 
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.settings import is_learning_rate
+from ampguard.capture.record import Line
+from ampguard.diagnose import words
 from ampguard.incident import Fix, Incident
 
 MAX_NAMES = 12
@@ -53,10 +58,24 @@ SAME_RATE = (
 SAME_SETTINGS = (
     "build the optimizer with the same settings on every rank, change them on all alike, and load its state on each"
 )
+AVERAGE_ALL = (
+    "average the gradients of all that the optimizer updates, for p in model.parameters(): if p.grad is not None: "
+    "torch.distributed.all_reduce(p.grad); p.grad /= torch.distributed.get_world_size(), before the optimizer's step; or wrap "
+    "the model: DistributedDataParallel(model)"
+)
 CALL_THE_WRAPPER = (
     "call the DistributedDataParallel model itself, model(x), for what is differentiated; put what is called by another name "
     "(model.module.loss(x)) into the forward of one module, and wrap that"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Weights whose gradients the script does not average, while it does average those of `averaged` others at `line`."""
+
+    names: list[str]
+    averaged: int
+    line: Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +98,8 @@ class Difference:
     """No wrapper of PyTorch's keeps the model alike: that the gradients are averaged, their bits have shown."""
     setting: tuple[str, float, float] | None = None
     """What the optimizers of the two step with that differs: where it stands, this rank's, the other's."""
+    forgotten: LeftOut | None = None
+    """Set where `by_hand` holds for a part of the weights alone."""
 
 
 def rank_divergence(difference: Difference, digest: str) -> Incident:
@@ -91,7 +112,10 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
     if setting is not None and past is None:
         unseen = SAME_RATE if is_learning_rate(setting[0]) else SAME_SETTINGS
     fixes = [Fix("call-order", None, unseen)] if course is None else _fixes_of(course[1])
-    if difference.by_hand and difference.last_equal is None and course is None:
+    forgotten = difference.forgotten
+    if forgotten is not None:
+        fixes = [Fix("call-order", None, AVERAGE_ALL), Fix("load-weights", None, SYNCHRONISE)]
+    elif difference.by_hand and difference.last_equal is None and course is None:
         fixes = [Fix("load-weights", None, BEGIN_ALIKE), *(fixes if setting is not None else ())]
     elif difference.parameters:
         fixes.append(Fix("load-weights", None, SYNCHRONISE))
@@ -110,6 +134,9 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
         evidence["setting"] = {"name": setting[0], "here": setting[1], "there": setting[2]}
     if past is not None:
         evidence["trained_past_wrapper"] = {"module": past.part, "type": past.type_name}
+    if forgotten is not None:
+        evidence["averaged_count"] = forgotten.averaged
+    line = past.line if past is not None else forgotten.line if forgotten is not None else None
     return Incident(
         step=step,
         rank=difference.rank,
@@ -117,10 +144,10 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
         phase="optimizer",
         severity="error",
         cause="rank-divergence",
-        module=past.part if past is not None else None,
+        module=past.part if past is not None else _owner(forgotten.names) if forgotten is not None else None,
         op=None,
         dtype=None,
-        location=past.line.location() if past is not None and past.line is not None else None,
+        location=line.location() if line is not None else None,
         explanation=" ".join(_sentences(difference)),
         evidence=evidence,
         fixes=tuple(fixes),
@@ -129,6 +156,27 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
 
 def _fixes_of(which: str) -> list[Fix]:
     return [Fix("call-order", None, SAME_SCALE if which == "scale" else DECIDE_TOGETHER)]
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more
+
+
+def _owner(names: list[str]) -> str:
+    """The innermost module under which all these parameters hang."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
+    return ".".join(common)
+
+
+def _in_words(d: Difference, forgotten: LeftOut) -> str:
+    at = words.line_name(forgotten.line)
+    return (
+        f"The script averages the gradients of {forgotten.averaged} of {d.of} weights over the ranks ({at}), and those of "
+        f"{_shown(forgotten.names)} it leaves out: they began alike, each rank updates them by its own gradients, and after "
+        f"step {d.step} rank {d.rank} has others than rank {d.other}. The ranks train different models."
+    )
 
 
 def _sentences(d: Difference) -> list[str]:
@@ -142,9 +190,10 @@ def _sentences(d: Difference) -> list[str]:
         else:
             skips, steps = (d.rank, d.other) if here else (d.other, d.rank)
             found.append(f"Rank {skips} skipped step {step}, and rank {steps} made it.")
-    if d.parameters:
-        shown = ", ".join(f"`{name}`" for name in d.parameters[:3])
-        more = f" and {len(d.parameters) - 3} more" if len(d.parameters) > 3 else ""
+    if d.forgotten is not None:
+        found.append(_in_words(d, d.forgotten))
+    elif d.parameters:
+        shown = _shown(d.parameters)
         since = (
             f"after step {d.last_equal} they were equal" if d.last_equal is not None else "they were never seen equal"
         )
@@ -155,7 +204,7 @@ def _sentences(d: Difference) -> list[str]:
             )
         found.append(
             f"After step {d.step} {len(d.parameters)} of {d.of} weights of rank {d.rank} are not those of rank {d.other} "
-            f"({shown}{more}); {since}. {consequence}"
+            f"({shown}); {since}. {consequence}"
         )
     elif d.course is not None and d.course[1] == "scale":
         found.append("Gradients that are multiplied by different numbers were averaged.")
