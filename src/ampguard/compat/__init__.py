@@ -138,6 +138,7 @@ from ampguard.compat.ranks import (
     sharding_policy,
 )
 from ampguard.compat.scalers import (
+    AskingScaler,
     follow_scalers,
     has_been_updated,
     has_divided,
@@ -211,6 +212,7 @@ __all__ = [
     "GRAD_SCALER",
     "HAS_CUDA",
     "MODULE_BACKWARD_HOOK",
+    "AskingScaler",
     "BorrowedScaler",
     "DispatchMode",
     "FunctionMode",

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine import arguments
 from ampguard.engine.precision import mode_named
+from ampguard.engine.precision.late_optimizers import refuse_late
 from ampguard.engine.precision.o2 import O2
 from ampguard.engine.precision.o3 import O3
 from ampguard.engine.setup import named, refuse_strangers
@@ -19,6 +21,12 @@ from ampguard.engine.step import GradientCheck, apply_update
 from ampguard.errors import PrecisionError, ProtocolError
 
 ONLY_WITH_AMP = ("bf16-true", "float8")
+
+
+class _ScalerOverMasters(compat.AskingScaler):
+    """O2's: it says so where it is given an optimizer that holds the model's weights and not their masters."""
+
+    before_unscale = staticmethod(refuse_late)
 
 
 class LoopPrecision:
@@ -38,7 +46,8 @@ class LoopPrecision:
         self.name = kind.name
         self.dtype = kind.autocast_dtype or kind.weights_dtype
         scales = kind.scales_loss and kind.name != "O3"  # GradScaler refuses float16 gradients
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=scales)
+        scaler = _ScalerOverMasters if kind.keeps_masters else torch.amp.GradScaler
+        self.scaler = scaler(self.device_type, enabled=scales)
 
     def prepare(self, models: nn.Module | Sequence[nn.Module], optimizers: Optimizer | Sequence[Optimizer]) -> None:
         """Cast the models (O2, O3), and give the optimizers their master weights (O2). Does nothing in other modes.

@@ -25,6 +25,7 @@ from ampguard.engine.options import is_count
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
 from ampguard.engine.precision import mode_named
+from ampguard.engine.precision.late_optimizers import refuse_late
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameter_names
 from ampguard.engine.step import GradientCheck, LossScale, check_for_update, check_gradients
@@ -224,6 +225,7 @@ class EngineScaler:
         if own is None:
             if self._is_enabled:
                 refuse_low_weights({type(optimizer).__name__: optimizer}, self._mode)
+                refuse_late(optimizer)
             own = self._updating[id(optimizer)] = Updating(held(optimizer, self._model))
             own.names = parameter_names({"model": self._model}) if self._model is not None else {}
         if own.holding.has_other_parameters():
