@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampguard import compat
@@ -74,6 +74,10 @@ class LoopPrecision:
         """Update the parameters with checked gradients, which are divided and clipped afterwards, or leave all as it is."""
         if not (isinstance(self._mode, O3) and self._mode.apply_own(optimizer, check, max_norm)):
             apply_update(optimizer, check, max_norm, write_back=True)
+
+    def weight_of(self, held: Tensor) -> Tensor:
+        """The model's own of what an optimizer holds: in O2 that of a master weight."""
+        return self._mode.parameter_of(held)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model, optimizer and scaler: in O2 the float32 master weights, else nothing."""
