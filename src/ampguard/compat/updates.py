@@ -24,6 +24,11 @@ def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
 
 
+def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks around its step are called: not in a wrapper whose `__init__` does not call PyTorch's."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
 def loss_scale(scaler: object) -> torch.Tensor | None:
     """The scaler's scale where it lies, so that reading it is the caller's decision; None before its first use."""
     scale = getattr(scaler, "_scale", None)

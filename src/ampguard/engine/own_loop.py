@@ -58,6 +58,7 @@ class LoopPrecision:
         optimizers_by_name = named(optimizers, Optimizer, "optimizers")
         arguments.refuse_converted(models_by_name, optimizers_by_name)
         arguments.refuse_combinations(self._mode, self._mode, refuse_strangers(models_by_name, optimizers_by_name))
+        arguments.refuse_hookless(optimizers_by_name, self._mode)
         roots, updating = list(models_by_name.values()), list(optimizers_by_name.values())
         self._is_ready = True
         self._mode.convert(roots, updating, [])
