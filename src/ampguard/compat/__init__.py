@@ -180,6 +180,7 @@ from ampguard.compat.tensors import (
 from ampguard.compat.updates import (
     FOUND_INF,
     GRAD_SCALER,
+    UNSCALES,
     BorrowedScaler,
     can_borrow_scaler,
     clipping_limit,
@@ -213,6 +214,7 @@ __all__ = [
     "GRAD_SCALER",
     "HAS_CUDA",
     "MODULE_BACKWARD_HOOK",
+    "UNSCALES",
     "AskingScaler",
     "BorrowedScaler",
     "DispatchMode",

@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 GRAD_SCALER = torch.amp.GradScaler
 """PyTorch's class. A script may put something else in its place (a function that makes one for another device)."""
 
+UNSCALES = "_unscale_grads_"
+"""The method of it that divides an optimizer's gradients, and is told whether they may be float16."""
+
 _skip_listeners: OrderedDict[int, Callable[[torch.optim.Optimizer], None]] = OrderedDict()
 
 
@@ -127,7 +130,7 @@ def scaler_is_watched() -> bool:
 
 def can_borrow_scaler() -> bool:
     """Whether GradScaler still asks the two methods that `BorrowedScaler` answers."""
-    return all(hasattr(GRAD_SCALER, name) for name in ("_unscale_grads_", "_maybe_opt_step"))
+    return all(hasattr(GRAD_SCALER, name) for name in (UNSCALES, "_maybe_opt_step"))
 
 
 class BorrowedScaler(torch.amp.GradScaler):
