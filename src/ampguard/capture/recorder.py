@@ -110,6 +110,8 @@ class FlightRecorder:
         """Whether a module was called with gradients since the last step: what is computed now may become part of a loss."""
         self.tells_forward = True
         """Whether the listener wants to know of the next root call."""
+        self.ends_run = False
+        """Whether the listener ends the run as the next iteration begins: what is differentiated then may call no module."""
         self.regions = 0
         """How often autocast's weight cache was cleared: at the end of each outermost region."""
         self.uses_autocast = False
@@ -302,6 +304,8 @@ class FlightRecorder:
         """
         if self.tape.is_on_stack:
             self.tape.leave()
+        if self.ends_run:
+            self.listener.on_forward()
         if self.before_training.is_on:
             self.before_training.end()
         if self.undecided:
@@ -378,6 +382,8 @@ class FlightRecorder:
         """An optimizer is about to change its parameters (or the scaler to let it, which waits for the device itself)."""
         if self.tape.is_on_stack:
             self.tape.leave()
+        if self.ends_run:
+            self.listener.on_forward()
         if self.gradients.on_device.waiting is not None:
             self.gradients.on_device.read()
         if self.undecided:

@@ -140,6 +140,7 @@ from ampguard.compat.ranks import (
     sharding_policy,
 )
 from ampguard.compat.scalers import (
+    AskingScaler,
     follow_scalers,
     has_been_updated,
     has_divided,
@@ -182,6 +183,7 @@ from ampguard.compat.tensors import (
 from ampguard.compat.updates import (
     FOUND_INF,
     GRAD_SCALER,
+    UNSCALES,
     BorrowedScaler,
     can_borrow_scaler,
     clipping_limit,
@@ -203,6 +205,7 @@ from ampguard.compat.updates import (
     scaler_is_watched,
     step_without_hooks,
     steps_as,
+    takes_step_hooks,
     tell_of_skip,
     total_norm_function,
     unscales_as_it_steps,
@@ -215,6 +218,8 @@ __all__ = [
     "HAS_CUDA",
     "MODULE_BACKWARD_HOOK",
     "SCRIPTED",
+    "UNSCALES",
+    "AskingScaler",
     "BorrowedScaler",
     "DispatchMode",
     "FunctionMode",
@@ -383,6 +388,7 @@ __all__ = [
     "stored_rows",
     "stored_values",
     "takes_inputs_to",
+    "takes_step_hooks",
     "tell_of_skip",
     "tensor_factors",
     "top_dispatch_mode",

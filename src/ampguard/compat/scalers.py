@@ -24,6 +24,18 @@ _began: weakref.WeakKeyDictionary[Scaler, int] = weakref.WeakKeyDictionary()
 """When each scaler has scaled for the first time, of those that began while they were followed."""
 
 
+class AskingScaler(torch.amp.GradScaler):
+    """GradScaler, which asks `before_unscale` before it reads an optimizer's gradients. It may raise."""
+
+    @staticmethod
+    def before_unscale(optimizer: torch.optim.Optimizer) -> None:
+        """To be overridden."""
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self.before_unscale(optimizer)
+        return super()._unscale_grads_(optimizer, *args, **kwargs)
+
+
 def follow_scalers(explain_unused: Explain) -> int:
     """Notice from now on which GradScalers begin to scale. Returns the present moment, for `scalers_since`.
 

@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 GRAD_SCALER = torch.amp.GradScaler
 """PyTorch's class. A script may put something else in its place (a function that makes one for another device)."""
 
+UNSCALES = "_unscale_grads_"
+"""The method of it that divides an optimizer's gradients, and is told whether they may be float16."""
+
 _skip_listeners: OrderedDict[int, Callable[[torch.optim.Optimizer], None]] = OrderedDict()
 
 
@@ -22,6 +25,11 @@ def optimizer_step_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     return register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+
+
+def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks around its step are called: not in a wrapper whose `__init__` does not call PyTorch's."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def loss_scale(scaler: object) -> torch.Tensor | None:
@@ -122,7 +130,7 @@ def scaler_is_watched() -> bool:
 
 def can_borrow_scaler() -> bool:
     """Whether GradScaler still asks the two methods that `BorrowedScaler` answers."""
-    return all(hasattr(GRAD_SCALER, name) for name in ("_unscale_grads_", "_maybe_opt_step"))
+    return all(hasattr(GRAD_SCALER, name) for name in (UNSCALES, "_maybe_opt_step"))
 
 
 class BorrowedScaler(torch.amp.GradScaler):

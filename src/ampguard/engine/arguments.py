@@ -91,6 +91,18 @@ def refuse_wide_weights(models: Mapping[str, nn.Module], mode: Precision) -> Non
             )
 
 
+def refuse_hookless(optimizers: Mapping[str, Optimizer], mode: Precision) -> None:
+    """A wrapper whose own steps cannot be followed, where the loop calls them."""
+    for name, optimizer in optimizers.items():
+        if mode.weights_dtype != torch.float32 and not compat.takes_step_hooks(optimizer):
+            raise SetupError(
+                f"`{name}` is a wrapper around an optimizer that has no step hooks, which {mode.name} needs to follow its steps: "
+                "its __init__ does not call that of torch.optim.Optimizer\n"
+                f"  do    use ampguard.Amp(model, optimizer, precision={mode.name!r}), which steps it itself; or let __init__ "
+                "call super().__init__(optimizer.param_groups, {})"
+            )
+
+
 def note_converted(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], mode: Precision) -> None:
     """Remember what cannot be given to another Amp."""
     if mode.weights_dtype != torch.float32:

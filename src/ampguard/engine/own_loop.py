@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine import arguments
 from ampguard.engine.precision import mode_named
+from ampguard.engine.precision.late_optimizers import refuse_late
 from ampguard.engine.precision.o2 import O2
 from ampguard.engine.precision.o3 import O3
 from ampguard.engine.setup import named, refuse_strangers
@@ -19,6 +21,12 @@ from ampguard.engine.step import GradientCheck, apply_update
 from ampguard.errors import PrecisionError, ProtocolError
 
 ONLY_WITH_AMP = ("bf16-true", "float8")
+
+
+class _ScalerOverMasters(compat.AskingScaler):
+    """O2's: it says so where it is given an optimizer that holds the model's weights and not their masters."""
+
+    before_unscale = staticmethod(refuse_late)
 
 
 class LoopPrecision:
@@ -38,7 +46,8 @@ class LoopPrecision:
         self.name = kind.name
         self.dtype = kind.autocast_dtype or kind.weights_dtype
         scales = kind.scales_loss and kind.name != "O3"  # GradScaler refuses float16 gradients
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=scales)
+        scaler = _ScalerOverMasters if kind.keeps_masters else torch.amp.GradScaler
+        self.scaler = scaler(self.device_type, enabled=scales)
 
     def prepare(self, models: nn.Module | Sequence[nn.Module], optimizers: Optimizer | Sequence[Optimizer]) -> None:
         """Cast the models (O2, O3), and give the optimizers their master weights (O2). Does nothing in other modes.
@@ -49,6 +58,7 @@ class LoopPrecision:
         optimizers_by_name = named(optimizers, Optimizer, "optimizers")
         arguments.refuse_converted(models_by_name, optimizers_by_name)
         arguments.refuse_combinations(self._mode, self._mode, refuse_strangers(models_by_name, optimizers_by_name))
+        arguments.refuse_hookless(optimizers_by_name, self._mode)
         roots, updating = list(models_by_name.values()), list(optimizers_by_name.values())
         self._is_ready = True
         self._mode.convert(roots, updating, [])
@@ -65,6 +75,10 @@ class LoopPrecision:
         """Update the parameters with checked gradients, which are divided and clipped afterwards, or leave all as it is."""
         if not (isinstance(self._mode, O3) and self._mode.apply_own(optimizer, check, max_norm)):
             apply_update(optimizer, check, max_norm, write_back=True)
+
+    def weight_of(self, held: Tensor) -> Tensor:
+        """The model's own of what an optimizer holds: in O2 that of a master weight."""
+        return self._mode.parameter_of(held)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model, optimizer and scaler: in O2 the float32 master weights, else nothing."""

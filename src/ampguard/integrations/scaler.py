@@ -22,9 +22,11 @@ from ampguard.engine.announce import Announcer
 from ampguard.engine.arguments import refuse_loss, refuse_low_weights
 from ampguard.engine.casting import map_tensors, tensors_in
 from ampguard.engine.options import is_count
+from ampguard.engine.other_backwards import OtherBackwards
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
 from ampguard.engine.precision import mode_named
+from ampguard.engine.precision.late_optimizers import refuse_late
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameter_names
 from ampguard.engine.step import GradientCheck, LossScale, check_for_update, check_gradients
@@ -42,6 +44,7 @@ from ampguard.integrations.updating import (
     no_gradients,
     stepped_twice,
 )
+from ampguard.integrations.written_between import WrittenBetween
 
 logger = logging.getLogger("ampguard")
 
@@ -76,6 +79,8 @@ class EngineScaler:
         self._loss_scale = LossScale(device or "cpu", init_scale=init_scale, growth_interval=growth_interval)
         self._announcer = self._new_announcer()
         self._updating: dict[int, Updating] = {}
+        self._others = OtherBackwards(self._read_scale, lambda _: True)
+        self._between = WrittenBetween(self._others, self._read_scale)
         self._is_stepping = False
         self._found_infs: list[Tensor] = []
         self._losses: list[Tensor] = []
@@ -93,6 +98,10 @@ class EngineScaler:
 
     def scale(self, outputs: Any) -> Any:
         """The loss (or tensors in lists, tuples, dicts) times the loss scale."""
+        self._others.scale_was_told = True  # a backward pass of the loop's own may be one of these
+        return self._scaled(outputs)
+
+    def _scaled(self, outputs: Any) -> Any:
         losses = list(tensors_in(outputs))
         self._losses += [loss.detach() for loss in losses]
         if not self._is_enabled:
@@ -106,8 +115,10 @@ class EngineScaler:
         """`scale(loss).backward()`. The gradients of `optimizer` may wait for its step: they follow the scale."""
         refuse_loss(loss, "the scaler")
         own = self._of(optimizer) if optimizer is not None else None
-        with self._mode.computing():
-            self.scale(loss).backward(create_graph=create_graph)
+        if own is not None and self._is_enabled:
+            self._between.look(own)
+        with self._mode.computing(), self._between.ours():
+            self._scaled(loss).backward(create_graph=create_graph)
         if own is not None and self._is_enabled:
             self._note_scaled(own)
 
@@ -172,11 +183,16 @@ class EngineScaler:
                 self._loss_scale.value.fill_(new_scale)
             self._announcer.updated()
             self._rescale(self._loss_scale.value / before)
+            self._between.updated()
         for own in self._updating.values():
             own.check = own.divided_at = own.stepped_at = None
 
     def get_scale(self) -> float:
         """The loss scale; 1 where there is none. Waits for the device."""
+        self._others.scale_was_told = True
+        return self._read_scale()
+
+    def _read_scale(self) -> float:
         return float(self._loss_scale.value) if self._is_enabled else 1.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +206,7 @@ class EngineScaler:
         if not self._is_enabled:
             return
         if not state or state.get("enabled", True) is False:
-            logger.info("the saved loss scale was switched off: training begins with %g", self.get_scale())
+            logger.info("the saved loss scale was switched off: training begins with %g", self._read_scale())
             return
         if "masters" in state:
             self.precision.load_state_dict(state)
@@ -213,6 +229,7 @@ class EngineScaler:
         """A backward pass of ours has added to its gradients, and perhaps to those of other optimizers."""
         if not own.is_watched:
             own.is_watched = True
+            self._between.follow(own)
             with contextlib.suppress(AttributeError):  # a wrapper around an optimizer may have no hooks
                 own.holding.optimizer.register_step_pre_hook(_refusing_direct_steps(weakref.ref(self), own))
         for other in self._updating.values():
@@ -224,7 +241,8 @@ class EngineScaler:
         if own is None:
             if self._is_enabled:
                 refuse_low_weights({type(optimizer).__name__: optimizer}, self._mode)
-            own = self._updating[id(optimizer)] = Updating(held(optimizer, self._model))
+                refuse_late(optimizer)
+            own = self._updating[id(optimizer)] = Updating(held(optimizer, self._model, self.precision.weight_of))
             own.names = parameter_names({"model": self._model}) if self._model is not None else {}
         if own.holding.has_other_parameters():
             own.holding.refresh()
@@ -283,9 +301,9 @@ def _refusing_direct_steps(scaler: weakref.ref[EngineScaler], own: Updating) -> 
         its = scaler()
         if its is None or its._is_stepping or not own.scaled or own.check is not None:
             return
-        if are_as_glanced(own, own.scaled) and its.get_scale() != 1.0:  # nobody has divided or replaced them
+        if are_as_glanced(own, own.scaled) and its._read_scale() != 1.0:  # nobody has divided or replaced them
             do = "leave it out: the scaler's own call steps, at the end of each accumulation window"
-            raise direct_step(own, its.get_scale(), do)
+            raise direct_step(own, its._read_scale(), do)
 
     return before_step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,13 +38,13 @@ class Updating:
     """Its gradients as our own backward pass has left them, with the loss scale; none since they were used."""
 
 
-def held(optimizer: Optimizer, model: nn.Module | None) -> Holding:
-    """With the flat buffers among its parameters, where the model is known."""
+def held(optimizer: Optimizer, model: nn.Module | None, leaf_of: Callable[[Tensor], Tensor]) -> Holding:
+    """With the flat buffers among its parameters, where the model is known. `leaf_of`: the weight of a master."""
     models_parameters: list[Tensor] = list(model.parameters()) if model is not None else []
     own = {id(p) for p in models_parameters}
     memory = {compat.storage_key(p) for p in models_parameters} - {0}
     flat = [p for p in parameters_of(optimizer) if id(p) not in own and compat.storage_key(p) in memory]
-    return Holding(type(optimizer).__name__, optimizer, flat, models_parameters, lambda p: p)
+    return Holding(type(optimizer).__name__, optimizer, flat, models_parameters, leaf_of)
 
 
 @torch.no_grad()

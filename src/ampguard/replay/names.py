@@ -34,6 +34,12 @@ def module_names(root: nn.Module, prefix: str = "") -> dict[int, str]:
     return names
 
 
+def parts_by_name(root: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    """The modules of a root as the user's code names them: without wrappers' prefixes."""
+    names = module_names(root, prefix)
+    return {names[id(module)]: module for module in root.modules() if id(module) in names}
+
+
 def roots_in(root: nn.Module) -> list[nn.Module]:
     """The module itself; in place of a compiled function the modules that it can call."""
     return list(root.children()) if isinstance(root, CompiledFunction) else [root]

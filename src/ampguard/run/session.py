@@ -312,7 +312,7 @@ class Session:
         self._examiner.tick(step)
         if self._options.steps is not None and step >= self._options.steps:
             self._stop_at_next_forward = f"{step} steps, as asked for"
-            self._recorder.tells_forward = True
+            self._recorder.tells_forward = self._recorder.ends_run = True
 
     def on_forward(self) -> None:
         if self._stop_at_next_forward is not None:

@@ -144,3 +144,39 @@ def test_modules_of_a_model_that_the_script_has_made_low(overridden: Callable[..
     assert session.report.run["in_float32"] == ["0"]
     assert {p.dtype for p in net.parameters()} == {dtype}
     assert not torch.equal(before, net[0].weight)
+
+
+def part_by_part(model: Net, x: Tensor) -> Tensor:
+    """As a training step that is a function does it: what is called are parts of the model."""
+    for block in model.blocks:
+        x = block(x)
+    return model.head(x)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "forced"),
+    [
+        (("blocks.*.attn",), {"blocks.0.attn", "blocks.1.attn"}),
+        (("blocks.1",), {"blocks.1.attn", "blocks.1.mlp"}),
+        (("head",), {"head"}),
+        (("attn",), {"blocks.0.attn", "blocks.1.attn"}),
+    ],
+)
+def test_parts_that_a_function_calls_have_their_names_in_the_model(
+    overridden: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, ...], forced: set[str]
+) -> None:
+    """As the cards name them, whose fix is `--force-fp32 blocks.1`."""
+    net = Net()
+    products = Products(net, monkeypatch)
+    with overridden("bf16", patterns) as session:
+        part_by_part(net, torch.full((2, 4), 1 / 3)).sum().backward()
+    assert products.in_float32() == forced
+    assert session.report.run["could_not"] == []
+
+
+def test_the_nearest_name_of_a_part_that_a_function_calls(overridden: Callable[..., Any]) -> None:
+    net = Net()
+    with overridden("bf16", ("block.1.attn",)) as session:
+        part_by_part(net, torch.ones(2, 4))
+    (said,) = session.report.run["could_not"]
+    assert "nearest: blocks.*.attn" in said

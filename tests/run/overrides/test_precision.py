@@ -220,6 +220,32 @@ def test_a_model_in_a_low_precision_of_its_own_computes_in_what_is_asked(
     assert session.report.steps == 4
 
 
+@pytest.mark.parametrize("precision", ["fp16", "O2", "O3"])
+def test_a_scaler_that_is_off_over_float16_weights(overridden: Callable[..., Any], precision: str) -> None:
+    """Its author has it off because GradScaler refuses float16 gradients; switched on it divides them all the same."""
+
+    def train() -> nn.Module:
+        net = model().half()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(net(x.half()).float(), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        return net
+
+    control = train()
+    with overridden(precision) as session:
+        net = train()
+    for mine, theirs in zip(weights(net), weights(control), strict=True):
+        assert mine.dtype == torch.float16
+        assert torch.allclose(mine, theirs, atol=2e-3)
+    assert not session.report.incidents
+
+
 def test_a_loss_inside_a_model_of_low_weights_keeps_its_digits(overridden: Callable[..., Any]) -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:

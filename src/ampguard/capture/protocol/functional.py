@@ -62,6 +62,8 @@ class FunctionalTraining:
             is_ours = self._depth == 0 and recorder.active and not recorder.paused
             if not is_ours or torch.compiler.is_compiling():
                 return original(func, argnums, has_aux, args, kwargs)
+            if recorder.ends_run:
+                guarded(recorder.listener.on_forward)
             random = torch.get_rng_state()
             self._depth += 1
             try:
@@ -84,6 +86,8 @@ class FunctionalTraining:
             is_ours = self._depth == 0 and recorder.active and not recorder.paused
             if not is_ours or compat.in_functorch() or not recorder.steps.counts_backwards:
                 return original(func, primals, tangents, *args, **kwargs)
+            if recorder.ends_run:
+                guarded(recorder.listener.on_forward)
             random, calls = torch.get_rng_state(), self.calls
             result = original(func, primals, tangents, *args, **kwargs)
             if self.calls == calls and isinstance(primals, tuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampguard.engine.checkpoint.state import load_optimizer
+from ampguard.engine.checkpoint.optimizers import load_optimizer
 from ampguard.engine.setup import parameters_of
 
 if TYPE_CHECKING:

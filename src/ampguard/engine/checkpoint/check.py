@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ampguard.engine.checkpoint.optimizers import has_own_format
 from ampguard.engine.checkpoint.poison import nonfinite_leaves
 from ampguard.engine.checkpoint.seal import seal_of
 from ampguard.engine.patterns import nearest
@@ -111,6 +112,12 @@ def _check_model(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
 
 
 def _check_optimizer(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if has_own_format(own):
+        if saved.keys() != own.keys():
+            raise CheckpointError(
+                _not_loaded(f"the state of `{name}` holds {sorted(saved)}, here it holds {sorted(own)}")
+            )
+        return
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     here = [len(group["params"]) for group in own["param_groups"]]
     if sizes != here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import torch
 
 from ampguard import compat
 from ampguard.engine.checkpoint.check import check
+from ampguard.engine.checkpoint.optimizers import has_own_format, load_optimizer, state_of
 from ampguard.engine.checkpoint.poison import nonfinite_leaves, refuse_poisoned
 from ampguard.engine.checkpoint.rng import rng_state, set_rng_state
 from ampguard.engine.checkpoint.seal import seal_of
-from ampguard.engine.setup import parameters_of
+from ampguard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ampguard.engine.amp import Amp
@@ -25,7 +27,7 @@ class Checkpoint:
 
     def __init__(self, amp: Amp) -> None:
         self._amp = amp
-        self._known = nonfinite_leaves(self._judged())
+        self._known = nonfinite_leaves({**self._of_models(), "optimizers": self._of_optimizers_if_any()})
         """Not finite from the beginning: masks of -Inf that are buffers."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,12 +58,13 @@ class Checkpoint:
         )
         amp = self._amp
         amp.followers.load_state_dict(state["followers"])  # first: these are other people's, and may yet refuse theirs
+        own = {name for name, saved in state["optimizers"].items() if has_own_format(saved)}  # these may refuse, too
+        for name, optimizer in sorted(amp.optimizers.items(), key=lambda pair: pair[0] not in own):
+            load_optimizer(optimizer, state["optimizers"][name])
+            amp.holdings[name].refresh()
         for name, model in amp.models.items():
             compat.unwrapped(model).load_state_dict(state["models"][name])
         amp.mode.load_state_dict(state["mode"])
-        for name, optimizer in amp.optimizers.items():
-            load_optimizer(optimizer, state["optimizers"][name])
-            amp.holdings[name].refresh()
         if state["scale"] is not None:
             amp.loss_scale.load_state_dict(state["scale"])
         amp.stepper.restored(was_loaded=rng)
@@ -71,12 +74,21 @@ class Checkpoint:
 
     def _judged(self) -> dict[str, Any]:
         """What must be finite."""
+        optimizers = {name: state_of(name, optimizer) for name, optimizer in self._amp.optimizers.items()}
+        return {**self._of_models(), "optimizers": optimizers}
+
+    def _of_models(self) -> dict[str, Any]:
         amp = self._amp
-        return {
-            "models": {name: compat.unwrapped(model).state_dict() for name, model in amp.models.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in amp.optimizers.items()},
-            "mode": amp.mode.state_dict(),
-        }
+        models = {name: compat.unwrapped(model).state_dict() for name, model in amp.models.items()}
+        return {"models": models, "mode": amp.mode.state_dict()}
+
+    def _of_optimizers_if_any(self) -> dict[str, Any]:
+        """One without a state can train all the same."""
+        states = {}
+        for name, optimizer in self._amp.optimizers.items():
+            with contextlib.suppress(CheckpointError):
+                states[name] = state_of(name, optimizer)
+        return states
 
     def _rest(self) -> dict[str, Any]:
         amp = self._amp
@@ -128,14 +140,3 @@ def _load_gradient(parameter: torch.Tensor, saved: torch.Tensor | None) -> None:
         parameter.grad.copy_(saved)  # in place: it may be a flat buffer
     else:
         parameter.grad = saved.to(parameter.device, copy=True)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """`optimizer.load_state_dict`, with the types of the saved state: PyTorch casts it to those of the parameters."""
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": saved["param_groups"]})
-    for number, parameter in enumerate(parameters_of(optimizer)):
-        entries = saved["state"].get(number, {})
-        for key, value in entries.items():
-            now = optimizer.state[parameter].get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                optimizer.state[parameter][key] = value.to(now.device, copy=True)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ampguard.engine.casting import is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules
 from ampguard.engine.precision.base import Precision
+from ampguard.engine.precision.late_optimizers import note_cast
 from ampguard.engine.precision.masters import Masters
 from ampguard.engine.precision.weights import LowWeights, norms_in, parametrizations_in
 from ampguard.engine.step import GradientCheck
@@ -42,6 +43,7 @@ class O2(Precision):
         self._masters = Masters(optimizers, to_cast)
         self.low_weights = LowWeights(models, self.weights_dtype, kept)
         self._masters.note()
+        note_cast(p for model in models for p in model.parameters() if id(p) in to_cast)
 
     def before_forward(self) -> None:
         if self._masters is not None:

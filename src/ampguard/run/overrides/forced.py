@@ -10,6 +10,7 @@ from torch import nn
 from ampguard.engine.force_fp32 import ForcedModules
 from ampguard.engine.patterns import called_in, nearest, outermost
 from ampguard.errors import PatternError
+from ampguard.replay.names import parts_by_name, paths_in_holders
 from ampguard.run.overrides.ledger import Ledger, say
 from ampguard.run.overrides.plan import Plan
 
@@ -26,14 +27,21 @@ class Forced:
         self._changed: list[ForcedModules] = []
         self.names: list[str] = []
 
-    def see(self, modules: dict[str, nn.Module]) -> None:
-        """A model is called for the first time: force what the patterns name in it."""
+    def see(self, root: nn.Module, modules: dict[str, nn.Module]) -> None:
+        """A model is called for the first time: force what the patterns name in it.
+
+        A part of a model that a function calls (`model.encoder(x)`) has its names in the model, as on a card, and its own.
+        """
         if not self._patterns:
             return
-        self._seen += modules
+        path = (
+            paths_in_holders([root]).get(id(root)) if "" in modules and any(True for _ in root.parameters()) else None
+        )
+        in_model = parts_by_name(root, path) if path else modules
+        self._seen += in_model
         found: dict[str, nn.Module] = {}
         for pattern in self._patterns:
-            matched = called_in({n: m for n, m in modules.items() if n and fnmatchcase(n, pattern)})
+            matched = _matching(in_model, pattern) or _matching(modules, pattern)
             if matched and pattern in self._unmatched:
                 self._unmatched.remove(pattern)
             found |= matched
@@ -82,3 +90,7 @@ class Forced:
         near = nearest(pattern, self._seen)
         top = list(dict.fromkeys(name.partition(".")[0] for name in self._seen if name))
         return f"; nearest: {', '.join(near)}" if near else f"; the top modules are {', '.join(top[:8]) or 'none'}"
+
+
+def _matching(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
+    return called_in({name: module for name, module in modules.items() if name and fnmatchcase(name, pattern)})

@@ -16,7 +16,7 @@ from ampguard.capture.barrier import FaultBarrier
 from ampguard.capture.patches import Patches
 from ampguard.capture.root_calls.surroundings import find_prefix
 from ampguard.engine.casting import cast_floats
-from ampguard.replay.names import module_names, parameters_under, paths_in_holders
+from ampguard.replay.names import module_names, parameters_under, parts_by_name, paths_in_holders
 from ampguard.run.overrides.again import Again
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.low_calls import LowCalls, running_replay
@@ -190,9 +190,3 @@ class RootCalls:
         if wanted:
             live = [ref for ref in self.inputs if ref() is not None]
             self.inputs = [*live, *(weakref.ref(t) for t in wanted if all(ref() is not t for ref in live))]
-
-
-def parts_by_name(root: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    """The modules of a root as the user's code names them: without wrappers' prefixes."""
-    names = module_names(root, prefix)
-    return {names[id(module)]: module for module in root.modules() if id(module) in names}

@@ -238,7 +238,7 @@ class RunningOverrides:
         }
 
     def _on_root(self, module: nn.Module, parts: dict[str, nn.Module]) -> None:
-        self._forced.see(parts)
+        self._forced.see(module, parts)
         if not self._plan.is_set:
             return
         if self._plan.dtype is not None:

@@ -29,6 +29,8 @@ class Scalers:
         """Set by whoever sees the optimizer's own step run inside a scaler's."""
         self._switched_off: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         """Scalers that the script wanted on, and the state that they would have begun with."""
+        self._switched_on: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Scalers that the script wanted off: its weights may be float16, whose gradients GradScaler refuses."""
         self.on_attempt: Callable[[], None] | None = None
         self.on_skipped: Callable[[Any, float, bool], None] | None = None
         self.lowered: Callable[[Any], float | None] | None = None
@@ -42,6 +44,7 @@ class Scalers:
         patches.replace(kind, "scale", self._watch_scale)
         patches.replace(kind, "step", self._watch_step)
         patches.replace(kind, "update", self._watch_update)
+        patches.replace(kind, compat.UNSCALES, self._watch_unscaling)
         patches.replace(kind, "state_dict", self._watch_state)
         patches.replace(kind, "load_state_dict", self._watch_load)
 
@@ -52,6 +55,8 @@ class Scalers:
                 wanted = first_state(*args, **kwargs)
                 if not self._plan.scales_loss:
                     self._switched_off[scaler] = wanted
+                elif not wanted:
+                    self._switched_on.add(scaler)
                 if isinstance(scaler, compat.BorrowedScaler) and not self._plan.scales_loss:
                     self._ledger.failed(
                         "the loss scale of ampguard.Amp stays on: it is the engine's own, and divided again"
@@ -108,6 +113,13 @@ class Scalers:
                 self._lower_next[scaler] = lower
 
         return update
+
+    def _watch_unscaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def unscale(scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+            return original(scaler, optimizer, inv_scale, found_inf, allow_fp16 or scaler in self._switched_on)
+
+        return unscale
 
     def _watch_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A scaler that is off has no state. A script whose scaler is always on may read it, for its log say (Swin)."""
