@@ -44,10 +44,13 @@ from ampguard.protocol.events import (
     Unscale,
     Update,
 )
-from ampguard.protocol.machine import Machine
+from ampguard.protocol.machine import PILED_STEPS, Machine
 from ampguard.protocol.states import Stage
 
 ZERO_CHECKS = 8
+
+ONE_IN = 3
+"""Where gradients pile up in fewer than one of so many steps, something else may be meant (a last window, cleared late)."""
 
 Frame = FrameType | None
 
@@ -290,6 +293,7 @@ class Moves:
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
+        self._note_piled(watch)
         for breach in breaches:
             breach.facts["stepped"] = optimizer
         self._forget_set_by_hand(watch)
@@ -371,6 +375,7 @@ class Moves:
         watch.lost_one = watch.lost_one or not watch.has_gradients()
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
         breaches = self.machine.feed(step)
+        self._note_piled(watch)
         self.clipped.stepped_past(watch, breaches)
         self.tell(breaches, self.attempt)
         self._forget_set_by_hand(watch)
@@ -407,11 +412,17 @@ class Moves:
         else:
             self.routine.spoil()
 
+    def _note_piled(self, watch: OptimizerWatch) -> None:
+        if watch.piled_since is None and self.machine.ledger(watch).piled_up:
+            watch.piled_since = self.attempt
+
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:
             self.routine.spoil()
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
+            if self._is_rare(breach):
+                continue
             if breach.facts.get("zeros") and not self._steps_with_zeros(breach.optimizer):
                 continue
             self.name_scaler(breach)
@@ -423,8 +434,22 @@ class Moves:
         return len(self.watches.optimizers) == 1 and bool(watch.are_zero())
 
     @staticmethod
+    def _is_rare(breach: Breach) -> bool:
+        """Whether gradients pile up, but never in several steps in a row, and in few of all."""
+        in_all, watch = breach.facts.get("in_all"), breach.optimizer
+        if in_all is None or breach.facts["steps"] >= PILED_STEPS or not isinstance(watch, OptimizerWatch):
+            return False
+        if in_all * ONE_IN < watch.steps:
+            return True
+        breach.facts |= {"of_steps": watch.steps, "since": watch.piled_since}
+        watch.piled_since = None
+        return False
+
+    @staticmethod
     def _began(breach: Breach, step: int) -> int:
-        """The iteration to tell it of: one that has to be seen several times in a row began with the first."""
+        """The iteration to tell it of: one that has to be seen several times began with the first."""
+        if "of_steps" in breach.facts and breach.facts["since"] is not None:
+            return int(breach.facts["since"])
         is_piled = breach.cause == "missing-zero-grad" and not breach.facts.keys() & {"by_hand", "is_stuck"}
         is_counted = is_piled or bool(breach.facts.get("zeros"))
         earliest = getattr(breach.optimizer, "first_step", None) or 0
