@@ -76,6 +76,11 @@ class CloseLook:
         """Whether hooks of the script's may run in the backward pass that is about to begin."""
         return self._hooks.are_there or self.graph_hooks.are_there
 
+    @property
+    def left_by_hooks(self) -> list[Tensor]:
+        """What the hooks on parameters have made of gradients in the last pass that was looked at."""
+        return self._hooks.left
+
     def _looks_at_hook(self, is_new: bool) -> bool:
         """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
         moves = self._moves

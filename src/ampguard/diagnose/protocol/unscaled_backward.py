@@ -76,6 +76,11 @@ def _added_by_hand(scene: Scene) -> Telling:
         f"divides all of it by {scale}, and what was added becomes {scene.factor}."
     )
     how = f"unscale first: {scaler}.unscale_({name}); then add to the gradients as here"
+    if scene.facts.get("in_hook"):
+        how = (
+            f"multiply what the hook adds by {scaler}.get_scale(); or add it behind the backward pass, after "
+            f"{scaler}.unscale_({name})"
+        )
     return Telling(
         text, scene.first, (order(scene, how),), evidence={"scale": scene.facts["scale"], "added_by_hand": True}
     )
