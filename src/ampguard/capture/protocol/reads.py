@@ -58,6 +58,8 @@ _FUNCTIONS = (
 _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_NUMBERS = 256
+OTHER_SCALE = 64.0
+"""A smaller scale does not tell a norm that carries it from one that does not."""
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
 
@@ -100,7 +102,7 @@ class ReadWindow:
         """Wrap the functions."""
         if self._saved or torch.compiler.is_compiling():
             return
-        scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
+        scale = self._scale()
         if not scale > 1.0:
             return
         carried = self._moves.carried
@@ -215,9 +217,16 @@ class ReadWindow:
 
     def limit_knows_scale(self, limit: float) -> bool:
         """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
-        scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
+        scale = self._scale()
         frames = spots_of(sys._getframe(1), scale) if scale > 1.0 else ()
         return limit >= SMALLEST_LIMIT * scale and any(map(computes_with_scale, frames))
+
+    def may_carry_scale(self, limit: float) -> bool:
+        """Whether it is large enough for that."""
+        return limit >= SMALLEST_LIMIT * self._scale() > SMALLEST_LIMIT * OTHER_SCALE
+
+    def _scale(self) -> float:
+        return next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
 
     # --- what happens in it -------------------------------------------------------------------------------------------
 
