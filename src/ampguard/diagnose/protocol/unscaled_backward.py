@@ -125,7 +125,7 @@ def _how(scene: Scene) -> str:
     if scene.facts.get("added") is not None:
         loss = _named(code.partition("grad(")[2].partition(",")[0].strip())
         return f"scale the loss before it is differentiated: torch.autograd.grad({scene.scaler}.scale({loss}), ...)"
-    loss = _named(code.split(".backward(")[0].strip() if ".backward(" in code else "loss")
+    loss = _named(code.split(".backward(")[0].split(";")[-1].strip() if ".backward(" in code else "loss")
     return (
         scale_instead(scene, loss)
         or f"scale the loss before it is differentiated: {scene.scaler}.scale({loss}).backward()"

@@ -114,14 +114,14 @@ class NormProbe:
                     tensors = list(tensors)
                 at_most = guarded(limit)
                 is_limit = at_most is not None and at_most != float("inf")
-                if is_limit and is_written(at_most):
+                if at_most is not None and is_limit and is_written(at_most):
                     guarded(self._clipped, tensors, at_most, frame)
                     return original(tensors, *args, **kwargs)
                 norm = original(tensors, *args, **kwargs)
                 if is_limit:
                     guarded(self._clipped_by_number, tensors, at_most, norm, frame)
-                    return norm
-                guarded(self._was_read, tensors, norm, frame)
+                else:
+                    guarded(self._was_read, tensors, norm, frame)
                 return norm
 
             return measure
@@ -130,8 +130,8 @@ class NormProbe:
 
     def _clipped_by_number(self, tensors: Any, at_most: float, norm: Any, frame: Frame) -> None:
         """With a limit that was computed. One as large as the norms themselves was computed of them, and carries the scale."""
-        is_far = float(norm) >= at_most * OF_NORMS
-        if is_far or not self._witness.window.may_carry_scale(at_most):
+        may_carry_scale = self._witness.window.may_carry_scale(at_most) and not self._witness.moves.scale_was_read
+        if not (may_carry_scale and float(norm) < at_most * OF_NORMS):
             self._clipped(tensors, at_most, frame)
 
     def _clipped(self, tensors: Any, at_most: float, frame: Frame, norm_is_given: bool = False) -> None:
