@@ -108,6 +108,11 @@ class AssignedGradients:
                 part = {id(p): g for p, g in mine if g is not None and not g.is_sparse}
                 self._add(tasks, part, scale, where)
 
+    def left_by_backward(self, watch: OptimizerWatch, parameter: Tensor) -> list[Tensor]:
+        """Copies of a parameter's gradient as the passes of this iteration have left it."""
+        tasks = self.tasks.get(watch)
+        return [task.gradients[id(parameter)] for task in tasks.of(parameter)] if tasks is not None else []
+
     def forget(self, watch: OptimizerWatch | None = None) -> None:
         """An iteration is over, or the step of one optimizer."""
         if watch is None:

@@ -83,6 +83,8 @@ class Moves:
         """The script asked for the scale since the last backward: it may divide by hand."""
         self.scale_read_at: Line | None = None
         """Where, in an iteration that is looked at closely."""
+        self.sums_up_scaled = False
+        """The script keeps gradients that are still scaled, and adds them to those of later iterations."""
         self.looks_closely: bool = True
         self.looks_on = False
         """The iteration after this one is to be looked at as well."""
@@ -297,6 +299,8 @@ class Moves:
         for breach in breaches:
             breach.facts["stepped"] = optimizer
         self._forget_set_by_hand(watch)
+        if self.sums_up_scaled and watch.was_skipped:
+            self.second_looks.ask(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
         has_lost = not (of.is_enabled or watch.candidates or watch.has_gradients())
@@ -323,9 +327,9 @@ class Moves:
         self.machine.feed(event)
         self.carried.losses.forget_dead()
         self.routine.note(("update", of, frame.f_code, frame.f_lasti), event)
-        if self.close.divides_by_another(of):
+        if self.close.divides_by_another(of) or (self.sums_up_scaled and compat.grows_next(of.ref())):
             self.second_looks.ask(*self.mine())
-        self.routine.iteration_ended(not self.looks_closely)
+        self.routine.iteration_ended(not (self.looks_closely or self.sums_up_scaled))
 
     def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:
         """Its watch; the optimizer is the calling thread's from here on."""
