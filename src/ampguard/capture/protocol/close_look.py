@@ -274,6 +274,8 @@ class CloseLook:
         """`torch.autograd.grad` has returned gradients, maybe of parameters: the script may put them in place itself."""
         moves = self._moves
         scale, _ = moves.carried.scale_of(losses, given)
+        if scale is not None:
+            moves.carried.taken.note(results, scale)
         if self.assigned.taken(moves.mine(), (inputs, results), scale, script_line(frame)):
             moves.scale_was_read = False
             if moves.routine.is_on:

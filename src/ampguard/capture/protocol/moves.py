@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -96,6 +96,8 @@ class Moves:
         self.routine = Routine(self.machine, recorder.barrier.call)
         self._next: tuple[DeviceScale | SquaredScale | None, bool] = (None, True)
         self._step_frame: Frame = None
+        self._made_of_gradients: set[tuple[CodeType, int]] = set()
+        """Where losses are differentiated that carry a scale because they are made of gradients that do."""
         self._untouched = True
         self._zero_checks = 0
 
@@ -131,6 +133,7 @@ class Moves:
         """A CUDA graph is about to be captured: nothing may be left of what was differentiated before."""
         self.lose_track()
         self.carried.losses.forget_dead()
+        self.carried.taken.forget()
         self.close.forget()
         self.penalties.forget()
 
@@ -176,14 +179,28 @@ class Moves:
                 self.clipped.gone(watch)
                 machine.feed(Clear(watch))
         self.carried.losses.of_several = False
-        self._next = self.carried.scale_of(losses, gradients)
+        self._next = self._scale_of(losses, gradients, frame)
         if self.looks_closely:
             if self._next[0] is not None:
                 self.in_backward.begins(self._next[0], frame)
                 if losses is self.carried.fresh and self.carried.is_scaled_twice(losses):
                     self._next = SquaredScale(self._next[0]), self._next[1]
             self.close.before_backward(losses, self._next[0] is not None)
-            self.penalties.before_backward(losses, self._next[0] is not None)
+            self.penalties.before_backward(losses, self._next[0] is not None and not self.carried.by_gradients)
+
+    def _scale_of(self, losses: Any, gradients: Any, frame: Frame) -> tuple[DeviceScale | None, bool]:
+        """What a loss that is made of scaled gradients carries is looked for in iterations that are looked at closely: it is
+        taken to be the same in others."""
+        found, place = (
+            self.carried.scale_of(losses, gradients),
+            (frame.f_code, frame.f_lasti) if frame is not None else None,
+        )
+        if self.carried.by_gradients and place is not None:
+            self._made_of_gradients.add(place)
+        elif found[0] is None and not self.looks_closely and place in self._made_of_gradients:
+            scales = [of.current_scale() for of in self.watches.scalers if of.is_enabled and of.uses]
+            return (scales[0], False) if len(scales) == 1 else found
+        return found
 
     def _was_zeroed(self, watch: OptimizerWatch) -> bool:
         """In place, by a loop of the script's own: looked at a few times only where looking waits for a device."""
@@ -320,6 +337,7 @@ class Moves:
         """The scale may have changed."""
         of.scale = None
         self.carried.fresh = None
+        self.carried.taken.forget()
         self.is_lost = False
         self.close.forget()
         self.penalties.forget()
