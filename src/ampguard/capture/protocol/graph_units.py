@@ -100,8 +100,8 @@ class TakenGradients:
         if name in FACTORS:
             return first * FACTORS[name]
         if name == "Pow":
-            exponent = getattr(node, "_saved_exponent", None)
-            return first * float(exponent) if isinstance(exponent, (int, float)) else None
+            exponent = compat.exponent_of(node)
+            return first * exponent if exponent is not None else None
         return first if name in KEEPS or not first else None
 
     def _with_constants(self, node: Any, inner: list[Any], known: dict[int, float | None]) -> Iterator[float]:
