@@ -361,3 +361,40 @@ def test_weights_that_are_tied_after_the_optimizer_was_built(ties: bool, guard: 
     assert (incident.cause, incident.severity) == ("unused-parameters", "info" if ties else "warning")
     if ties:
         assert "weights were tied after the optimizer was built" in incident.explanation
+
+
+class Experts(nn.Module):
+    """Each row goes to one of four experts; the last one's score is far below the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        nn.init.constant_(self.gate.bias.data[3:], -50.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            rows = chosen == n
+            if rows.any():
+                out[rows] = weight[rows, None] * expert(x[rows])
+        return out
+
+
+def test_an_expert_that_nothing_is_routed_to(guard: Guard) -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    run = guard(trained(model, lambda: model(torch.randn(64, 6)).square().mean()))
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.module) == ("unused-parameters", "experts.3")
+    assert "3 more in the same list" in incident.explanation
+    assert "router" in incident.fixes[0].how
+
+
+def test_a_head_that_is_built_like_no_other(guard: Guard) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(6, 6), "left": nn.Linear(6, 5)})
+    run = guard(trained(model, lambda: model["used"](torch.randn(64, 6)).square().mean()))
+    (incident,) = run.report.incidents
+    assert "router" not in incident.fixes[0].how

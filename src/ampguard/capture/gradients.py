@@ -15,7 +15,7 @@ from ampguard.capture.judging.judge import Judge
 from ampguard.capture.on_device import DeviceGradients
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
-from ampguard.compat import HAS_CUDA, version_of, versions_of
+from ampguard.compat import HAS_CUDA, found_inf, version_of, versions_of
 from ampguard.errors import message_of
 from ampguard.numerics import all_finite_on_cpu
 
@@ -89,16 +89,22 @@ class GradientWatch:
         """A scaler is about to step: it looks by itself, or has looked when it unscaled them."""
         self._is_unjudged = False
         self._known_finite = []
-        if self.remade.are_used and is_unscaled:
-            self._judge_remade(optimizer)
+        if self.remade.are_used and is_unscaled and not self._judge_remade(optimizer):
+            self._judge_changed(optimizer)
 
     def _judge_remade(self, optimizer: torch.optim.Optimizer) -> bool:
         """Has the script itself turned good gradients into bad ones?"""
         gradients = gradients_of(optimizer)
-        targets = self.remade.bad_ones(gradients)
+        targets = self.remade.bad_ones(gradients, self._judge.step)
         if targets:
             self._judge.remade_are_bad(parameters_of(optimizer), targets)
         return bool(targets)
+
+    def _judge_changed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the script put something into them that was bad before (an average that it keeps), after the scaler has looked?"""
+        if found_inf(self.scaler, optimizer) is False and not all_finite_on_cpu(gradients_of(optimizer)):
+            scale, since = float(self.scaler.get_scale()), self._cleared_since(optimizer)
+            self._judge.are_bad(parameters_of(optimizer), scale, is_held_off=False, since=since)
 
     def about_to_be_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ampguard.capture.events.lineage import has_graph
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.events.operands import held_by, refs_of
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, since
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, Ref, since
 from ampguard.numerics import all_finite_on_cpu, is_finite
 
 FOLLOWED = 4
@@ -30,6 +30,8 @@ class RemadeGradients:
         """Whether the loop steps with gradients that it has computed itself."""
         self.clipped = range(0)
         """The events of the last `clip_grad_norm_`, which is PyTorch's own."""
+        self.bad_at: tuple[int, Line | None] | None = None
+        """The last step in which they were made of something that was bad already, and the line that did."""
 
     def learn(self, gradients: Iterable[Tensor]) -> None:
         """These are about to be used, in one of the first steps. Constants that a script writes there are no surgery."""
@@ -47,14 +49,18 @@ class RemadeGradients:
             isinstance(event, BackwardCall) or (event.index not in known and has_graph(event)) for event in others
         )
 
-    def bad_ones(self, gradients: list[Tensor]) -> tuple[Ref, ...]:
+    def bad_ones(self, gradients: list[Tensor], step: int) -> tuple[Ref, ...]:
         """Those that the script has made bad; none where backward gave bad ones already."""
         if all_finite_on_cpu(gradients):
             return ()
         bad = [g for g in gradients if g.is_cpu and not is_finite(g)][:FOLLOWED]
         made = [self._made_by(gradient) for gradient in bad]
         targets = tuple(ref for ref in made if ref is not None)
-        return targets if len(targets) == len(bad) and self._were_finite(targets) else ()
+        if len(targets) == len(bad) and self._were_finite(targets):
+            return targets
+        maker = self._log.record.event(targets[0].event) if targets else None
+        self.bad_at = (step, maker.line) if isinstance(maker, GlueOp) else None
+        return ()
 
     def _made_by(self, gradient: Tensor) -> Ref | None:
         ref = self._log.lookup(gradient)

@@ -221,6 +221,12 @@ def alpha_of(node: Any) -> float:
     return float(getattr(node, "_saved_alpha", 1.0))
 
 
+def exponent_of(node: Any) -> float | None:
+    """Of a power; None where it is no number."""
+    exponent = getattr(node, "_saved_exponent", None)
+    return float(exponent) if isinstance(exponent, (int, float)) else None
+
+
 def first_node_of(losses: Iterable[torch.Tensor], dtype: torch.dtype, at_most: int = 2000) -> str | None:
     """The name of an operator with results of this type among those that the losses were made by; None for none."""
     nodes = [loss.grad_fn for loss in losses]

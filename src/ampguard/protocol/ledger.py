@@ -46,6 +46,8 @@ class Ledger:
     """Gradients of an earlier step were still there when new ones came."""
     piled_up: int = 0
     """Steps in a row that were made with leftovers."""
+    piled_in_all: int = 0
+    """Such steps of the run."""
     leftover_from: Place = None
     pending: Breach | None = None
     """A breach that does harm once the optimizer steps."""
@@ -124,6 +126,7 @@ class Ledger:
         self.usually_wasted, self.wasted_passes = max(self.usually_wasted, self.wasted_passes), 0
         self.pending = self.refused = None
         self.piled_up = self.piled_up + 1 if self.has_leftovers else 0
+        self.piled_in_all += self.has_leftovers
         self.has_leftovers = False
         if self.backwards_since_step:
             self.backwards_per_step = self.backwards_since_step

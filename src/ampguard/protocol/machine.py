@@ -34,6 +34,9 @@ CLEARED_STEPS = 8
 PILED_STEPS = 3
 """Steps in a row on top of old gradients, after which nobody can have meant it."""
 
+PILED_NOW_AND_THEN = 8
+"""Such steps of a run that need not come in a row."""
+
 
 class Machine:
     """One per process; keys of different scalers and optimizers live side by side."""
@@ -260,8 +263,8 @@ class Machine:
                 breaches.append(
                     Breach("missing-zero-grad", event.optimizer, event.scaler, last, event.where, None, facts)
                 )
-        if ledger.piled_up >= PILED_STEPS:
-            facts = {"steps": ledger.piled_up, "has_scaler": event.scaler is not None}
+        if ledger.piled_up >= PILED_STEPS or (ledger.piled_up and ledger.piled_in_all >= PILED_NOW_AND_THEN):
+            facts = {"steps": ledger.piled_up, "in_all": ledger.piled_in_all, "has_scaler": event.scaler is not None}
             breaches.append(
                 Breach("missing-zero-grad", event.optimizer, event.scaler, old or last, event.where, None, facts)
             )

@@ -8,6 +8,7 @@ each task are copied, and compared when the assigned ones are to be used.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,8 @@ class AssignedGradients:
     def __init__(self) -> None:
         self.tasks: dict[OptimizerWatch, _Tasks] = {}
         """By optimizer; empty in most iterations."""
+        self._returned: dict[int, tuple[weakref.ref[Tensor], int, DeviceScale, Line | None]] = {}
+        """What was returned for a parameter of a scaled loss, by the parameter's identity; and its version."""
 
     def knows(self, watch: OptimizerWatch) -> bool:
         return watch in self.tasks
@@ -89,6 +92,8 @@ class AssignedGradients:
         inputs = [inputs] if isinstance(inputs, Tensor) else inputs
         by_id = {id(p): g for p, g in zip(inputs, results, strict=False) if isinstance(g, Tensor) and p.is_leaf}
         found = False
+        if scale is not None:
+            self._returned |= {key: (weakref.ref(g), version_of(g), scale, where) for key, g in by_id.items()}
         for watch in watches:
             mine = [(p, by_id[id(p)]) for p in watch.sample if id(p) in by_id and p.numel() <= SMALL]
             if mine:
@@ -108,10 +113,16 @@ class AssignedGradients:
                 part = {id(p): g for p, g in mine if g is not None and not g.is_sparse}
                 self._add(tasks, part, scale, where)
 
+    def left_by_backward(self, watch: OptimizerWatch, parameter: Tensor) -> list[Tensor]:
+        """Copies of a parameter's gradient as the passes of this iteration have left it."""
+        tasks = self.tasks.get(watch)
+        return [task.gradients[id(parameter)] for task in tasks.of(parameter)] if tasks is not None else []
+
     def forget(self, watch: OptimizerWatch | None = None) -> None:
         """An iteration is over, or the step of one optimizer."""
         if watch is None:
             self.tasks.clear()
+            self._returned.clear()
         else:
             self.tasks.pop(watch, None)
 
@@ -134,6 +145,9 @@ class AssignedGradients:
     def to(self, watch: OptimizerWatch, scale: DeviceScale) -> Assigned | None:
         """Whether the gradients that the script has put in place carry `scale`. None: it has put none there, or it cannot
         be told. Waits for the device."""
+        as_returned = self._as_returned(watch)
+        if as_returned is not None:
+            return as_returned
         tasks = self.tasks.get(watch)
         if tasks is None or tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
             return None
@@ -148,6 +162,19 @@ class AssignedGradients:
                 return None
         found = {carried for carried, usual in kinds if all(1 / apart <= ratio / usual <= apart for ratio in ratios)}
         return Assigned(tasks.scale, tasks.where, found.pop()) if len(found) == 1 else None
+
+    def _as_returned(self, watch: OptimizerWatch) -> Assigned | None:
+        """Whether they are what was returned of a scaled loss, put in place as it is: however few elements they have."""
+        found = None
+        for p in watch.sample if self._returned else ():
+            grad = p.grad
+            if grad is None:
+                continue
+            ref, version, scale, where = self._returned.get(id(p), (None, -1, None, None))
+            if ref is None or ref() is not grad or version_of(grad) != version:
+                return None
+            found = Assigned(scale, where, True)
+        return found
 
     def are_mixed(self, watch: OptimizerWatch) -> bool:
         """Whether some of its tasks' gradients carry a scale and others none."""

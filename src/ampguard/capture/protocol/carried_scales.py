@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.protocol.carried import goes_on_in
+from ampguard.capture.protocol.graph_units import TakenGradients
 from ampguard.capture.protocol.loss_scale import DeviceScale, ScaledLosses, goes_on
 from ampguard.capture.protocol.watches import ScalerWatch, Watches
 from ampguard.protocol.machine import Machine
@@ -22,6 +23,9 @@ class CarriedScales:
         self.fresh: Tensor | None = None
         """What the scaler has scaled last, until it is differentiated: not yet among the scaled losses."""
         self.fresh_from: ScalerWatch | None = None
+        self.taken = TakenGradients()
+        self.by_gradients = False
+        """What was asked about last carries a scale because it was made of gradients that do."""
         self.ended_outside: DeviceScale | None = None
         """Which scale a backward pass carried that has reached no optimizer: its gradients are for something else."""
         self._machine = machine
@@ -58,6 +62,7 @@ class CarriedScales:
 
     def scale_of(self, losses: Any, gradients: Any) -> tuple[DeviceScale | None, bool]:
         """The scale that losses (or the gradients given for them) carry, and whether a part carries none."""
+        self.by_gradients = False
         if losses is self.fresh and self.fresh_from is not None:
             return self.fresh_from.current_scale(), False
         self._remember_fresh()
@@ -70,6 +75,11 @@ class CarriedScales:
         tensors = [losses] if isinstance(losses, Tensor) else [t for t in losses if isinstance(t, Tensor)]
         given = gradients if isinstance(gradients, Sequence) else [gradients] * len(tensors)
         scale, is_plain = self.losses.scale_of(tensors, given, scales)
+        if scale is None and self.taken.are_there and gradients is None:
+            scale = self.taken.carried_by(losses)
+            if scale is not None:
+                self.by_gradients = True
+                return scale, False
         if scale is None and (last := self._machine.last_backward) is not None:
             carried = last.scale
             is_open = isinstance(carried, DeviceScale) and carried.watch.scale is carried  # no update has come since

@@ -76,6 +76,11 @@ class CloseLook:
         """Whether hooks of the script's may run in the backward pass that is about to begin."""
         return self._hooks.are_there or self.graph_hooks.are_there
 
+    @property
+    def left_by_hooks(self) -> list[Tensor]:
+        """What the hooks on parameters have made of gradients in the last pass that was looked at."""
+        return self._hooks.left
+
     def _looks_at_hook(self, is_new: bool) -> bool:
         """The script puts a hook into the graph: one that was never seen before makes the iteration one to look at."""
         moves = self._moves
@@ -269,6 +274,8 @@ class CloseLook:
         """`torch.autograd.grad` has returned gradients, maybe of parameters: the script may put them in place itself."""
         moves = self._moves
         scale, _ = moves.carried.scale_of(losses, given)
+        if scale is not None:
+            moves.carried.taken.note(results, scale)
         if self.assigned.taken(moves.mine(), (inputs, results), scale, script_line(frame)):
             moves.scale_was_read = False
             if moves.routine.is_on:

@@ -91,6 +91,7 @@ class OptimizerWatch:
         "lost_one",
         "number",
         "odd",
+        "piled_since",
         "ref",
         "resumed_at",
         "sample",
@@ -117,6 +118,8 @@ class OptimizerWatch:
         self.is_stale = False
         """It was told that it holds other tensors than those which are trained."""
         self.resumed_at: Line | None = None
+        self.piled_since: int | None = None
+        """The first iteration that stepped on top of gradients of an earlier one."""
         self.lost_one = False
         """A parameter that stands for others had gradients and has none any more."""
         self.stepped = False

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.protocol.carried_over import became_bad
 from ampguard.capture.protocol.copied_gradients import ratio_of
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.leaf_hooks import is_chosen
@@ -123,6 +124,7 @@ class KeptQuantities:
         self._kinds: dict[tuple[str, ...], int] = {}
         """Kinds of losses, and how many of each were searched."""
         self._looks = 0
+        self._has_told_of_sums = False
 
     # --- while a window is open -----------------------------------------------------------------------------------------
 
@@ -154,12 +156,18 @@ class KeptQuantities:
     def _sums_of(self, powers: Powers) -> Sums:
         if self._sums is None:
             self._sums = Sums.of_window(powers)
+            for kept in self._kept.values():
+                tensor = kept.ref()
+                if tensor is not None and version_of(tensor) == kept.version:
+                    self._sums.carried_over.leave(tensor, kept.scale)
         return self._sums
 
     def window_closes(self, powers: Powers, is_told: bool) -> None:
         """What is left of it is kept; nothing where the script has asked for the scale (`is_told` is False)."""
         sums, self._sums = self._sums, None
         self._own_moves.window_closes(powers.scale, is_told)
+        if sums is not None and is_told:
+            self._judge_carried_over(sums)
         if sums is None or not is_told or powers.scale < SMALLEST_SCALE or self._looks >= MAX_LOOKS:
             return
         found = [_Kept.of(tensor, quantity, powers.scale) for tensor, quantity in sums.left()]
@@ -170,6 +178,26 @@ class KeptQuantities:
         if lines and len(self._lines) < MOST_LINES:
             self._lines |= lines
             self._moves.second_looks.ask(*{kept.watch for kept in found})
+
+    def _judge_carried_over(self, sums: Sums) -> None:
+        """Are gradients that the scaler is about to divide sums with earlier ones, which carry another scale?"""
+        moves = self._moves
+        found = sums.carried_over.in_gradients(w for w in moves.mine() if moves.machine.stage(w).is_scaled)
+        if found is None:
+            return
+        watch, parameters, each = found
+        moves.sums_up_scaled = True
+        if each.scale == sums.scale or self._has_told_of_sums:
+            return
+        with torch.no_grad(), compat.unseen():
+            is_bad = became_bad(parameters, lambda p: moves.close.assigned.left_by_backward(watch, p))
+        if is_bad is None:
+            return  # an iteration in which the backward pass does not overflow will tell
+        self._has_told_of_sums = True
+        facts = {"scales": [each.scale, sums.scale], "kept": True, "not_finite": is_bad}
+        factor = each.scale / sums.scale
+        step = moves.second_looks.since(watch) if is_bad else moves.recorder.steps.count
+        moves.tell([Breach("accumulation-broken", watch, None, each.where, each.where, factor, facts)], step)
 
     def _keep(self, kept: _Kept) -> None:
         tensor = kept.ref()

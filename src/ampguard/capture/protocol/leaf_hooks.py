@@ -100,6 +100,8 @@ class LeafHooks:
         """`arrives` is told of each gradient that the script's hooks are about to get."""
         self._arrives = arrives
         self._passages: list[_Passage] = []
+        self.left: list[Tensor] = []
+        """What each of the script's hooks has made of a gradient in the last pass."""
 
     def begin(self, watches: Iterable[OptimizerWatch]) -> None:
         """Put a look before and behind the script's hooks. Most scripts have none."""
@@ -129,6 +131,7 @@ class LeafHooks:
     def end(self, scale: float | None = None) -> list[HookClip | HookDivision]:
         """Take them away. Who has clipped, or divided by the scale: one for each optimizer."""
         passages, self._passages = self._passages, []
+        self.left = [after for passage in passages for _, _, after in passage.changes()]
         found: dict[OptimizerWatch, HookClip | HookDivision] = {}
         for passage in passages:
             for handle in passage.handles:

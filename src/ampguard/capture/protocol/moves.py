@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -44,10 +44,13 @@ from ampguard.protocol.events import (
     Unscale,
     Update,
 )
-from ampguard.protocol.machine import Machine
+from ampguard.protocol.machine import PILED_STEPS, Machine
 from ampguard.protocol.states import Stage
 
 ZERO_CHECKS = 8
+
+ONE_IN = 3
+"""Where gradients pile up in fewer than one of so many steps, something else may be meant (a last window, cleared late)."""
 
 Frame = FrameType | None
 
@@ -80,6 +83,8 @@ class Moves:
         """The script asked for the scale since the last backward: it may divide by hand."""
         self.scale_read_at: Line | None = None
         """Where, in an iteration that is looked at closely."""
+        self.sums_up_scaled = False
+        """The script keeps gradients that are still scaled, and adds them to those of later iterations."""
         self.looks_closely: bool = True
         self.looks_on = False
         """The iteration after this one is to be looked at as well."""
@@ -91,6 +96,8 @@ class Moves:
         self.routine = Routine(self.machine, recorder.barrier.call)
         self._next: tuple[DeviceScale | SquaredScale | None, bool] = (None, True)
         self._step_frame: Frame = None
+        self._made_of_gradients: set[tuple[CodeType, int]] = set()
+        """Where losses are differentiated that carry a scale because they are made of gradients that do."""
         self._untouched = True
         self._zero_checks = 0
 
@@ -126,6 +133,7 @@ class Moves:
         """A CUDA graph is about to be captured: nothing may be left of what was differentiated before."""
         self.lose_track()
         self.carried.losses.forget_dead()
+        self.carried.taken.forget()
         self.close.forget()
         self.penalties.forget()
 
@@ -171,14 +179,28 @@ class Moves:
                 self.clipped.gone(watch)
                 machine.feed(Clear(watch))
         self.carried.losses.of_several = False
-        self._next = self.carried.scale_of(losses, gradients)
+        self._next = self._scale_of(losses, gradients, frame)
         if self.looks_closely:
             if self._next[0] is not None:
                 self.in_backward.begins(self._next[0], frame)
                 if losses is self.carried.fresh and self.carried.is_scaled_twice(losses):
                     self._next = SquaredScale(self._next[0]), self._next[1]
             self.close.before_backward(losses, self._next[0] is not None)
-            self.penalties.before_backward(losses, self._next[0] is not None)
+            self.penalties.before_backward(losses, self._next[0] is not None and not self.carried.by_gradients)
+
+    def _scale_of(self, losses: Any, gradients: Any, frame: Frame) -> tuple[DeviceScale | None, bool]:
+        """What a loss that is made of scaled gradients carries is looked for in iterations that are looked at closely: it is
+        taken to be the same in others."""
+        found, place = (
+            self.carried.scale_of(losses, gradients),
+            (frame.f_code, frame.f_lasti) if frame is not None else None,
+        )
+        if self.carried.by_gradients and place is not None:
+            self._made_of_gradients.add(place)
+        elif found[0] is None and not self.looks_closely and place in self._made_of_gradients:
+            scales = [of.current_scale() for of in self.watches.scalers if of.is_enabled and of.uses]
+            return (scales[0], False) if len(scales) == 1 else found
+        return found
 
     def _was_zeroed(self, watch: OptimizerWatch) -> bool:
         """In place, by a loop of the script's own: looked at a few times only where looking waits for a device."""
@@ -290,9 +312,12 @@ class Moves:
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
+        self._note_piled(watch)
         for breach in breaches:
             breach.facts["stepped"] = optimizer
         self._forget_set_by_hand(watch)
+        if self.sums_up_scaled and watch.was_skipped:
+            self.second_looks.ask(watch)
         watch.rest()
         idle = self.machine.ledger(watch).idle_steps
         has_lost = not (of.is_enabled or watch.candidates or watch.has_gradients())
@@ -312,6 +337,7 @@ class Moves:
         """The scale may have changed."""
         of.scale = None
         self.carried.fresh = None
+        self.carried.taken.forget()
         self.is_lost = False
         self.close.forget()
         self.penalties.forget()
@@ -319,9 +345,9 @@ class Moves:
         self.machine.feed(event)
         self.carried.losses.forget_dead()
         self.routine.note(("update", of, frame.f_code, frame.f_lasti), event)
-        if self.close.divides_by_another(of):
+        if self.close.divides_by_another(of) or (self.sums_up_scaled and compat.grows_next(of.ref())):
             self.second_looks.ask(*self.mine())
-        self.routine.iteration_ended(not self.looks_closely)
+        self.routine.iteration_ended(not (self.looks_closely or self.sums_up_scaled))
 
     def _claimed(self, optimizer: Optimizer) -> OptimizerWatch:
         """Its watch; the optimizer is the calling thread's from here on."""
@@ -371,6 +397,7 @@ class Moves:
         watch.lost_one = watch.lost_one or not watch.has_gradients()
         step = Step(watch, None, script_line(frame), False, None, self._untouched, found_inf)
         breaches = self.machine.feed(step)
+        self._note_piled(watch)
         self.clipped.stepped_past(watch, breaches)
         self.tell(breaches, self.attempt)
         self._forget_set_by_hand(watch)
@@ -407,11 +434,17 @@ class Moves:
         else:
             self.routine.spoil()
 
+    def _note_piled(self, watch: OptimizerWatch) -> None:
+        if watch.piled_since is None and self.machine.ledger(watch).piled_up:
+            watch.piled_since = self.attempt
+
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:
             self.routine.spoil()
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
+            if self._is_rare(breach):
+                continue
             if breach.facts.get("zeros") and not self._steps_with_zeros(breach.optimizer):
                 continue
             self.name_scaler(breach)
@@ -423,8 +456,22 @@ class Moves:
         return len(self.watches.optimizers) == 1 and bool(watch.are_zero())
 
     @staticmethod
+    def _is_rare(breach: Breach) -> bool:
+        """Whether gradients pile up, but never in several steps in a row, and in few of all."""
+        in_all, watch = breach.facts.get("in_all"), breach.optimizer
+        if in_all is None or breach.facts["steps"] >= PILED_STEPS or not isinstance(watch, OptimizerWatch):
+            return False
+        if in_all * ONE_IN < watch.steps:
+            return True
+        breach.facts |= {"of_steps": watch.steps, "since": watch.piled_since}
+        watch.piled_since = None
+        return False
+
+    @staticmethod
     def _began(breach: Breach, step: int) -> int:
-        """The iteration to tell it of: one that has to be seen several times in a row began with the first."""
+        """The iteration to tell it of: one that has to be seen several times began with the first."""
+        if "of_steps" in breach.facts and breach.facts["since"] is not None:
+            return int(breach.facts["since"])
         is_piled = breach.cause == "missing-zero-grad" and not breach.facts.keys() & {"by_hand", "is_stuck"}
         is_counted = is_piled or bool(breach.facts.get("zeros"))
         earliest = getattr(breach.optimizer, "first_step", None) or 0

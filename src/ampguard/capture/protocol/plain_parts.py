@@ -8,9 +8,11 @@ the gradients), nothing is said.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
@@ -19,6 +21,7 @@ from ampguard.capture.record import Line
 
 IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__", "_foreach_add_"})
 ADDS = IN_PLACE | {"add", "__add__", "__radd__", "sub", "__sub__"}
+MOST_IN_HOOKS = 32
 STRONGEST = 1.0
 """Nobody lets weights decay by all of themselves: a larger multiple of them has the scale in it."""
 
@@ -30,6 +33,7 @@ class PlainPart:
     watch: OptimizerWatch
     where: Line | None
     sum: weakref.ref[Tensor] | None = None
+    in_hook: bool = False
 
     @property
     def is_in_gradient(self) -> bool:
@@ -43,6 +47,8 @@ class PlainParts:
     """Those of one window between a backward pass and the next call of the protocol."""
 
     found: list[PlainPart] = field(default_factory=list)
+    in_hooks: list[tuple[OptimizerWatch, Line | None, Tensor]] = field(default_factory=list)
+    """Sums that hooks on parameters have made, and copies of them: what a hook returns does not stay the same tensor."""
     numbers_are_known: bool = True
     """No number was read from what may carry the scale, by which a weight could have been multiplied since."""
 
@@ -65,6 +71,19 @@ class PlainParts:
             return None
         watch = next(side[1] for side in sides if side is not None and side[0])
         return watch if powers.times_weights(plain, watch) * abs(float(alpha)) < STRONGEST else None
+
+    def add_in_hook(self, watch: OptimizerWatch, where: Line | None, result: Any) -> None:
+        if isinstance(result, Tensor) and len(self.in_hooks) < MOST_IN_HOOKS:
+            with torch.no_grad():
+                self.in_hooks.append((watch, where, result.detach().clone()))
+
+    def hooks_left(self, gradients: Sequence[Tensor]) -> None:
+        """The backward pass is over: what its hooks have made of gradients."""
+        for watch, where, made in self.in_hooks:
+            is_one = any(left.shape == made.shape and torch.equal(left, made) for left in gradients)
+            if is_one and not any(part.watch is watch and part.in_hook for part in self.found):
+                self.found.append(PlainPart(watch, where, in_hook=True))
+        self.in_hooks = []
 
     def add(self, watch: OptimizerWatch, where: Line | None, result: Any, changes_gradient: bool) -> None:
         if not changes_gradient:

@@ -99,7 +99,8 @@ LIMITS = {
 """Which power they change: those that bound from above (-1) a factor over a norm, from below (1) a norm."""
 SMALLEST_LIMIT = 1e-3
 """A smaller one only keeps a divisor from being 0."""
-DRAWS = frozenset({"randn_like", "rand_like", "randn", "rand", "normal"})
+DRAWS_IN_PLACE = frozenset({"normal_", "uniform_"})
+DRAWS = frozenset({"randn_like", "rand_like", "randn", "rand", "normal"}) | DRAWS_IN_PLACE
 """Random numbers of a size of their own, whatever they are shaped like."""
 DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__"})
 COMPARES = frozenset({"__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"})
@@ -134,8 +135,17 @@ class Powers:
                 grad = p.grad
                 if grad is not None and type(grad) is Tensor and not grad.is_sparse:
                     self.gradients[grad.data_ptr()] = Held(grad.numel(), watch, power)
-                    if type(p) in (Tensor, Parameter):
-                        self.weights[p.data_ptr()] = Held(p.numel(), watch, 0.0)
+                    self._hold_weight(p, watch)
+
+    def hold_weights(self, watches: Iterable[OptimizerWatch]) -> None:
+        """The same of their parameters, whose gradients are about to come."""
+        for watch in watches:
+            for p in watch.parameters():
+                self._hold_weight(p, watch)
+
+    def _hold_weight(self, p: Tensor, watch: OptimizerWatch) -> None:
+        if type(p) in (Tensor, Parameter):
+            self.weights[p.data_ptr()] = Held(p.numel(), watch, 0.0)
 
     def gradient(self, tensor: Any) -> Held | None:
         """The gradient of which the tensor is all (itself, `.data`, `.detach()`, a flat view)."""

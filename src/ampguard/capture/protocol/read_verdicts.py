@@ -151,7 +151,7 @@ class Verdict:
             if part.watch in told or not part.is_in_gradient or not self._moves.machine.stage(part.watch).is_scaled:
                 continue
             told.add(part.watch)
-            facts = {"scale": scale, "added_by_hand": True}
+            facts = {"scale": scale, "added_by_hand": True, "in_hook": part.in_hook}
             breach = Breach("unscaled-backward", part.watch, None, part.where, None, 1.0 / scale, facts)
             self._moves.second_looks.tell([breach], part.watch)
 

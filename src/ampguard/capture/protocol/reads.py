@@ -41,19 +41,25 @@ _METHODS = tuple(
     name
     for name in sorted(
         powers.KEEPS | set(powers.FACTORS) | powers.POWERS | powers.TIMES | powers.OVER | powers.UNDER
-        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"} | SUMS | MOVES
+        | powers.COMPARES | powers.COUNTS | powers.READS | {"clamp_", "copy_", "sub_", "__isub__"} | powers.DRAWS_IN_PLACE
+        | SUMS | MOVES
     )
     if hasattr(torch.Tensor, name)
 )  # fmt: skip
 _FUNCTIONS = (
     *((torch, name) for name in ("norm", "abs", "square", "sqrt", "stack", "cat", "sum", "max", "clamp", "mul", "div")),
-    *((torch, name) for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS | powers.COUNTS))),
+    *(
+        (torch, name)
+        for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS - powers.DRAWS_IN_PLACE), *powers.COUNTS)
+    ),
     *((torch, name) for name in dir(torch) if name in powers.FOREACH),
     *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
 )
 _WRITES = frozenset({"add_", "sub_", "__iadd__", "__isub__", "copy_"})
 _QUESTIONS = ("isfinite", "isnan", "isinf")
 MAX_NUMBERS = 256
+OTHER_SCALE = 64.0
+"""A smaller scale does not tell a norm that carries it from one that does not."""
 SMALLEST_LIMIT = 1e-3
 """Times the scale: what a limit for scaled gradients must at least be, if the scale is in it."""
 
@@ -80,6 +86,8 @@ class ReadWindow:
         self._busy = False
         self._arrived: list[int] = []
         """Gradients that were given to a hook just now, by their memory."""
+        self._arrived_for: OptimizerWatch | None = None
+        """Whose they are, where the hook is one on a parameter."""
         self.is_within_backward = False
         """A backward pass is under way, and what hooks do is looked at."""
         self._seen = Seen()
@@ -94,7 +102,7 @@ class ReadWindow:
         """Wrap the functions."""
         if self._saved or torch.compiler.is_compiling():
             return
-        scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
+        scale = self._scale()
         if not scale > 1.0:
             return
         carried = self._moves.carried
@@ -141,8 +149,9 @@ class ReadWindow:
         """A scaled backward pass begins in which hooks of the script's may read gradients."""
         self.open()
         self.is_within_backward = self.is_open
-        if self.is_within_backward:
+        if self._powers is not None and self.is_open:
             self._moves.scale_was_read = False
+            self._powers.hold_weights(self._moves.mine())
 
     def arrives(self, gradient: Tensor, watch: OptimizerWatch | None) -> None:
         """A hook is about to get this gradient. (What the last one got may be gone, and its memory be something else's.)"""
@@ -153,6 +162,7 @@ class ReadWindow:
             for key in self._arrived:
                 self._powers.gradients.pop(key, None)
             self._arrived = []
+        self._arrived_for = watch
         self._powers.gradients[gradient.data_ptr()] = Held(gradient.numel(), whose)
         self._arrived.append(gradient.data_ptr())
 
@@ -172,6 +182,8 @@ class ReadWindow:
         self._powers.hold(w for w in self._moves.mine() if machine.stage(w).is_scaled)
         if self._moves.close.clips_in_hook:
             self._seen = Seen()
+        with compat.unseen():
+            self._seen.plain.hooks_left(self._moves.close.left_by_hooks)
         self._moves.scale_was_read = knows_scale
 
     def close(self, tell: bool = True) -> None:
@@ -205,9 +217,16 @@ class ReadWindow:
 
     def limit_knows_scale(self, limit: float) -> bool:
         """Whether a limit for scaled gradients was multiplied by the scale, which the script knows by a name."""
-        scale = next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
+        scale = self._scale()
         frames = spots_of(sys._getframe(1), scale) if scale > 1.0 else ()
         return limit >= SMALLEST_LIMIT * scale and any(map(computes_with_scale, frames))
+
+    def may_carry_scale(self, limit: float) -> bool:
+        """Whether it is large enough for that."""
+        return limit >= SMALLEST_LIMIT * self._scale() > SMALLEST_LIMIT * OTHER_SCALE
+
+    def _scale(self) -> float:
+        return next((float(w.current_scale()) for w in self._moves.watches.scalers if w.is_enabled and w.uses), 0.0)
 
     # --- what happens in it -------------------------------------------------------------------------------------------
 
@@ -275,7 +294,7 @@ class ReadWindow:
                 if is_product and target is not None and not self.is_within_backward:
                     clip = self._clip(name, args, target.watch, found, sys._getframe(3))
                     self._seen.products.append((weakref.ref(result), clip))
-                if result is not args[0]:
+                if result is not args[0] or (name in powers.DRAWS and target is None):
                     is_limited = found.is_limited(name, args, options, carried[0])
                     found.note(result, *carried, script_line(sys._getframe(3)), is_limited, args)
 
@@ -300,16 +319,21 @@ class ReadWindow:
 
     def _added(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
-        if self._powers is None or self.is_within_backward:
+        if self._powers is None or (self.is_within_backward and self._arrived_for is None):
             return
         with compat.unseen():
             frame = sys._getframe(3)
-            self._kept.called(name, args, options, result, self._powers, frame)
-            self._true.copied(name, args, result, self._powers, frame)
+            if not self.is_within_backward:
+                self._kept.called(name, args, options, result, self._powers, frame)
+                self._true.copied(name, args, result, self._powers, frame)
             watch = self._seen.plain.is_one(name, args, options.get("alpha", 1), self._powers)
-            if watch is not None and not any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
-                changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
-                self._seen.plain.add(watch, script_line(frame), result, changes_gradient)
+            if watch is None or any(map(computes_with_scale, spots_of(frame, self._powers.scale))):
+                return
+            if self.is_within_backward:
+                self._seen.plain.add_in_hook(watch, script_line(frame), result)
+                return
+            changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
+            self._seen.plain.add(watch, script_line(frame), result, changes_gradient)
 
     def _note_hook(self, where: Line | None) -> None:
         if self.is_within_backward:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard.capture.protocol.carried_over import CarriedOver
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.penalties import holds_scale
 from ampguard.capture.protocol.powers import IN_PLACE, OVER, TIMES, UNDER, Held, Powers, Quantity
@@ -36,6 +37,7 @@ class Sums(Powers):
 
     versions: dict[int, int] = field(default_factory=dict)
     """Of what is known, as it was written to last."""
+    carried_over: CarriedOver = field(default_factory=CarriedOver)
 
     @classmethod
     def of_window(cls, powers: Powers) -> Sums:
@@ -56,6 +58,8 @@ class Sums(Powers):
             self._lose(args[0])
         if not isinstance(target, Tensor) or target.requires_grad or self.is_weight(target):
             return
+        if self.carried_over.is_open:
+            self.carried_over.follow(name, args, target, self._is_scaled, where)
         carried = self._carried(name, args)
         held = self.gradient(target)
         if held is not None:
@@ -68,6 +72,10 @@ class Sums(Powers):
         self.note(target, *carried, made_of.where if made_of is not None else where(), made_of=args)
         self.known[id(target)].is_sum = name in SUMS or made_of is not None
         self.versions[id(target)] = version_of(target)
+
+    def _is_scaled(self, value: Any) -> bool:
+        carried = self.of(value)
+        return carried is not None and carried[0] != 0
 
     def _carried(self, name: str, args: tuple[Any, ...]) -> Carried | None:
         if name in TIMES | OVER | UNDER and any(self._is_unclear(arg) for arg in args[:2]):

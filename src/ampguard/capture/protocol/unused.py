@@ -26,6 +26,7 @@ def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list
     `left_by` is "library" where every unused part hangs in a module of an installed library, "sibling" where each is
     the bias of one of PyTorch's layers whose weight is trained (or of such a library), "script" otherwise.
     """
+    roots = list(roots)
     ids, held = {id(p) for p in unused}, {id(p) for p in trained}
     kinds: dict[int, str] = {}
     for root in roots:
@@ -38,7 +39,28 @@ def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list
         "of_elements": sum(p.numel() for p in trained),
         "left_by": left_by,
         "is_harmless": left_by != "script" and is_small(unused, trained),
+        "alike": trained_alike(roots, unused, trained),
     }
+
+
+def trained_alike(roots: Iterable[nn.Module], unused: list[Tensor], trained: list[Tensor]) -> int:
+    """How many items of a list (or dictionary) of modules are built like the unused one in it and are trained: experts, heads.
+
+    The fewest, where there are several; 0 where an unused parameter lies in no such item.
+    """
+    ids, found = {id(p) for p in unused}, dict[int, int]()
+    used = {id(p) for p in trained} - ids
+    lists = (
+        m for root in roots for m in compat.unwrapped(root).modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))
+    )
+    for items in lists:
+        parts = [compat.all_parameters(child) for child in compat.children_of(items).values() if child is not None]
+        for part in parts:
+            if part and all(id(p) in ids for p in part):
+                shapes = [p.shape for p in part]
+                alike = [o for o in parts if [p.shape for p in o] == shapes and any(id(p) in used for p in o)]
+                found |= {id(p): len(alike) for p in part}
+    return min((found.get(i, 0) for i in ids), default=0)
 
 
 def replaced_by_tying(roots: Iterable[nn.Module], unused: list[Tensor]) -> bool:

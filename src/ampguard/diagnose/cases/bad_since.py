@@ -15,7 +15,7 @@ from ampguard.capture.record import BadResult
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.cases.case import Case
 from ampguard.diagnose.words import spelled_out
-from ampguard.incident import Fix, Incident
+from ampguard.incident import Fix, Incident, Location
 from ampguard.numerics import is_finite, is_low_precision
 
 
@@ -109,12 +109,28 @@ class BadSince:
             text = "It was so before the first step: initialisation or a checkpoint."
         if changed is not None:
             facts["gradients_changed_in_step"] = changed.step
+        if changed is not None and (line := self._changed_at(changed)) is not None:
+            where = f"{Path(line.file).name}:{line.line}"
+            text += (
+                f" The backward pass of step {changed.step} left finite gradients, and {where} (`{line.code}`) made others of "
+                f"them that are not: something bad was in what it adds, an average perhaps that the script keeps over the steps, "
+                f"and that an overflow stays in although that step was skipped."
+            )
+            facts["gradients_changed_at"] = msgspec.to_builtins(line)
+            how = f"leave what is kept over the steps as it is in a step whose gradients are not finite: see {where}"
+            incident = msgspec.structs.replace(incident, fixes=(Fix("call-order", None, how), *incident.fixes))
+        elif changed is not None:
             text += (
                 f" The gradients that the optimizer used in step {changed.step} were not finite, and those of the same step run "
                 f"again are: something changed them between backward and the optimizer's step (a hook, also one on tensors "
                 f"saved for backward; the script; another rank)."
             )
         return msgspec.structs.replace(incident, explanation=f"{incident.explanation} {text}", evidence=facts)
+
+    def _changed_at(self, changed: BadResult) -> Location | None:
+        """The line of the script's that made bad gradients of good ones in that step."""
+        step, line = self._recorder.gradients.remade.bad_at or (None, None)
+        return line.location() if line is not None and step == changed.step else None
 
     def _since(self, facts: dict[str, Any], update: str = "the update after it") -> str:
         """What has made it bad since the last finite loss."""

@@ -53,6 +53,15 @@ def piled_up_behind(began: int, cases: Iterable[Case], situation: Situation) -> 
     return None
 
 
+def poisoned_behind(cause: str, cases: Iterable[Case], situation: Situation) -> Case | None:
+    """The case of kept gradients that are not finite any more, where the scale falls because of them."""
+    since = situation.trajectory.falling_since
+    if cause != "scale-collapse" or since is None:
+        return None
+    told = (case for case in cases if case.is_breach and case.incident.evidence.get("not_finite"))
+    return next((case for case in told if case.incident.step >= since), None)
+
+
 def is_too_large(case: Case, step: int) -> bool:
     """Whether it tells of updates, up to `step`, with gradients that were far too large."""
     known, factor = case.incident, case.incident.evidence.get("factor")

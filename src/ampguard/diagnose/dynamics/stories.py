@@ -9,7 +9,7 @@ import msgspec
 
 from ampguard.diagnose.cases.case import Case
 from ampguard.diagnose.cases.casebook import Casebook
-from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large, piled_up_behind
+from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large, piled_up_behind, poisoned_behind
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
 from ampguard.diagnose.dynamics.situations import Situations
@@ -181,8 +181,9 @@ class Stories:
 
     def breach_behind(self, cause: str, step: int) -> Case | None:
         """The broken protocol that was told and from which this follows."""
-        if not any(is_too_large(case, step) for case in self._casebook.cases):
-            return None
+        poisoned = poisoned_behind(cause, self._casebook.cases, self.situation(step))
+        if poisoned is not None or not any(is_too_large(case, step) for case in self._casebook.cases):
+            return poisoned
         self._flush()
         return breach_behind(cause, self._casebook.cases, self.situation(step))
 

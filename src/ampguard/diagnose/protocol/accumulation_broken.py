@@ -3,7 +3,8 @@
 What happens   scaler.unscale_(optimizer) (often for clipping or for a norm to log), or scaler.update(), runs for every
                micro-batch instead of once in a window.
 Why it hurts   RuntimeError "unscale_() has already been called"; or, silently, one micro-batch's gradients weigh 65536 times
-               more or less than another's.
+               more or less than another's. Gradients that the script keeps over several iterations while they are scaled
+               (an average that is added to later ones) are such a window too: the scale changes in it, and an overflow stays.
 Instead        in the window only scaler.scale(loss / n).backward(); at its end unscale_, clip, step, update, zero_grad.
 """
 
@@ -17,6 +18,8 @@ from ampguard.diagnose.protocol.telling import Telling, breach, order
 @breach("accumulation-broken")
 def accumulation_broken(scene: Scene) -> Telling:
     facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    if facts.get("kept"):
+        return _kept(scene)
     head, where = "An accumulation window is broken: ", scene.again
     if facts.get("refused"):
         n = facts.get("backwards", 1)
@@ -71,6 +74,30 @@ def _loaded(scene: Scene) -> Telling:
         f"{name}.zero_grad(), and go on with the next batch"
     )
     return Telling(text, loaded if loaded is not None else scene.again, (order(scene, how),), evidence=_evidence(scene))
+
+
+def _kept(scene: Scene) -> Telling:
+    """A sum or an average of scaled gradients that the script keeps from one iteration to the next."""
+    name, scaler, is_bad = scene.optimizer, scene.scaler, bool(scene.facts["not_finite"])
+    old, new = (number(s) for s in scene.facts["scales"])
+    text = (
+        f"The script keeps gradients of `{name}` from one iteration to the next while they are still scaled, and adds them to "
+        f"later ones at {at(scene.again)}: those of this iteration carry the loss scale {new}, those that were kept {old}. "
+    )
+    if is_bad:
+        text += (
+            "The backward pass leaves finite gradients and they are not finite behind that line: what an overflow has left in "
+            "what is kept stays there, while the scaler only skips that step and lowers the scale. It will skip all that follow."
+        )
+    else:
+        text += f"The kept ones are {scene.factor}, until they have faded."
+    how = f"unscale before the gradients are kept: {scaler}.unscale_({name}) right behind the backward pass"
+    if is_bad:
+        how += "; and keep none that are not finite: if all(p.grad.isfinite().all() for p in parameters): ..."
+    evidence = {"scales": scene.facts["scales"], "kept": True, "not_finite": is_bad}
+    return Telling(
+        text, scene.again, (order(scene, how),), severity="error" if is_bad else "warning", evidence=evidence
+    )
 
 
 def _evidence(scene: Scene) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """missing-zero-grad: gradients of earlier iterations are never cleared and pile up.
 
-What happens   a loop of backward and step without zero_grad.
+What happens   a loop of backward and step without zero_grad, or with one in some iterations only.
                Or an iteration with bad gradients is left by a `continue` that jumps over zero_grad: NaN plus anything is NaN,
                and no iteration after it comes to its step.
 Why it hurts   every step follows the sum of all gradients so far: the effective learning rate grows until training diverges.
@@ -26,8 +26,11 @@ def missing_zero_grad(scene: Scene) -> Telling:
     if scene.facts.get("is_reused"):
         return _reused(scene)
     scaled = bool(scene.facts.get("has_scaler"))
+    how_often, of_steps = f"{steps} steps in a row", scene.facts.get("of_steps")
+    if of_steps is not None:
+        how_often = f"{scene.facts['in_all']} of {of_steps} steps"
     text = (
-        f"The gradients of `{name}` are not cleared between iterations: {steps} steps in a row held those of earlier iterations. "
+        f"The gradients of `{name}` are not cleared between iterations: {how_often} held those of earlier iterations. "
         f"Each backward pass adds to what {at(scene.again)} has used already."
     )
     if scaled:
@@ -40,7 +43,7 @@ def missing_zero_grad(scene: Scene) -> Telling:
         scene.again,
         (order(scene, how),),
         severity="warning" if scaled else "error",
-        evidence={"steps": steps, "has_scaler": scaled},
+        evidence={"steps": steps if of_steps is None else scene.facts["in_all"], "has_scaler": scaled},
     )
 
 

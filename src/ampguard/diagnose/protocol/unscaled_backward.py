@@ -76,6 +76,11 @@ def _added_by_hand(scene: Scene) -> Telling:
         f"divides all of it by {scale}, and what was added becomes {scene.factor}."
     )
     how = f"unscale first: {scaler}.unscale_({name}); then add to the gradients as here"
+    if scene.facts.get("in_hook"):
+        how = (
+            f"multiply what the hook adds by {scaler}.get_scale(); or add it behind the backward pass, after "
+            f"{scaler}.unscale_({name})"
+        )
     return Telling(
         text, scene.first, (order(scene, how),), evidence={"scale": scene.facts["scale"], "added_by_hand": True}
     )
@@ -120,7 +125,7 @@ def _how(scene: Scene) -> str:
     if scene.facts.get("added") is not None:
         loss = _named(code.partition("grad(")[2].partition(",")[0].strip())
         return f"scale the loss before it is differentiated: torch.autograd.grad({scene.scaler}.scale({loss}), ...)"
-    loss = _named(code.split(".backward(")[0].strip() if ".backward(" in code else "loss")
+    loss = _named(code.split(".backward(")[0].split(";")[-1].strip() if ".backward(" in code else "loss")
     return (
         scale_instead(scene, loss)
         or f"scale the loss before it is differentiated: {scene.scaler}.scale({loss}).backward()"

@@ -3,6 +3,7 @@
 What happens   an optimizer holds them and they want a gradient, but no loss has ever depended on them: a head that forward
                does not call, a branch behind detach() or no_grad(), a layer left over from an earlier design.
 Why it hurts   they stay as they were initialised. DistributedDataParallel waits for their gradients, or says that it does.
+               An expert that no token is routed to, a head whose task is never drawn.
 Instead        use them, or freeze them with requires_grad_(False) and leave them out of the optimizer.
 Not this       parameters that are used in some steps only: they had a gradient at least once. Nor those whose gradient the
                script drops between backward and the optimizer's step (`p.grad = None`): frozen for a time, on purpose. A
@@ -51,8 +52,18 @@ def unused_parameters(scene: Scene) -> Telling:
         text += HARMLESS[facts["left_by"]]
     owners = scene.owners()
     where, them = listed(owners), "it" if len(owners) == 1 else "them"
+    use = f"let the loss depend on {where}: use {them} in forward, without detach() or no_grad()"
+    alike = int(facts.get("alike") or 0)
+    if alike and not harmless:
+        others = f"{alike} more in the same list that {'is' if alike == 1 else 'are'} built alike and trained"
+        text += f" Beside {where} there {'is' if alike == 1 else 'are'} {others}."
+        use = (
+            f"where each batch or token chooses who computes it (experts, heads of tasks), none has chosen {where}: look at what "
+            f"chooses (the router's first weights and bias, a loss that balances it, the sampling of tasks); otherwise use "
+            f"{them} in forward, without detach() or no_grad()"
+        )
     fixes = (
-        order(scene, f"let the loss depend on {where}: use {them} in forward, without detach() or no_grad()", "call-order"),
+        order(scene, use, "call-order"),
         order(scene, f"or, if never to be trained: requires_grad_(False) for {where}, and leave {them} out of {scene.optimizer}",
               "rebuild-optimizer"),
     )  # fmt: skip

@@ -84,6 +84,8 @@ class BackwardProbe:
             if witness.own_updates.is_open and (get_ident() == training.ident or not training.ident):
                 witness.guarded(self._next_grad)
             step = recorder.steps.count
+            if moves.carried.taken.are_there:
+                witness.guarded(moves.carried.taken.carried_by, outputs)  # before its graph is gone
             results = original(outputs, inputs, grad_outputs, *args, **kwargs)
             if get_ident() == training.ident or not training.ident:
                 frame = sys._getframe(1)

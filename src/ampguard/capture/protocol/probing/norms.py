@@ -16,6 +16,10 @@ from ampguard import compat
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.script_lines import script_line
+from ampguard.capture.protocol.sums import is_written
+
+OF_NORMS = 8.0
+"""By which factor a norm may be above a limit that was computed of the norms before it (a percentile, a running mean)."""
 
 NORM_LOOKS = 4
 """How often it is looked at what becomes of a norm that is computed at one place."""
@@ -109,16 +113,26 @@ class NormProbe:
                 if not isinstance(tensors, torch.Tensor):
                     tensors = list(tensors)
                 at_most = guarded(limit)
-                if at_most is not None and at_most != float("inf"):
+                is_limit = at_most is not None and at_most != float("inf")
+                if at_most is not None and is_limit and is_written(at_most):
                     guarded(self._clipped, tensors, at_most, frame)
                     return original(tensors, *args, **kwargs)
                 norm = original(tensors, *args, **kwargs)
-                guarded(self._was_read, tensors, norm, frame)
+                if is_limit:
+                    guarded(self._clipped_by_number, tensors, at_most, norm, frame)
+                else:
+                    guarded(self._was_read, tensors, norm, frame)
                 return norm
 
             return measure
 
         return watch
+
+    def _clipped_by_number(self, tensors: Any, at_most: float, norm: Any, frame: Frame) -> None:
+        """With a limit that was computed. One as large as the norms themselves was computed of them, and carries the scale."""
+        may_carry_scale = self._witness.window.may_carry_scale(at_most) and not self._witness.moves.scale_was_read
+        if not (may_carry_scale and float(norm) < at_most * OF_NORMS):
+            self._clipped(tensors, at_most, frame)
 
     def _clipped(self, tensors: Any, at_most: float, frame: Frame, norm_is_given: bool = False) -> None:
         moves, window = self._witness.moves, self._witness.window
