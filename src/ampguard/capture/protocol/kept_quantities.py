@@ -156,7 +156,7 @@ class KeptQuantities:
     def _sums_of(self, powers: Powers) -> Sums:
         if self._sums is None:
             self._sums = Sums.of_window(powers)
-            for kept in self._kept.values():
+            for kept in self.kept.values():
                 tensor = kept.ref()
                 if tensor is not None and version_of(tensor) == kept.version:
                     self._sums.carried_over.leave(tensor, kept.scale)
