@@ -335,7 +335,9 @@ class BadResult:
     is_past_scaler: bool = False
     """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
     is_replaced: bool = False
-    """The script has put finite gradients in their place, before the scaler looks at them."""
+    """The script has put finite gradients in their place, before the scaler looks at them or the optimizer uses them."""
+    is_suspected: bool = False
+    """That it has is only supposed: told if a replay shows it."""
     is_late: bool = False
     """The optimizer had used them when the device that holds them came to them: their step is over."""
     is_of_weights: bool = False
