@@ -340,7 +340,7 @@ class ReplayMode(compat.DispatchMode):
         if isinstance(event, BackwardCall):
             return self._derivative(writer, index, event, func, facts, frame)
         number = event.index if event is not None else -1
-        in_root = isinstance(event, RootCall) and not event.is_function and not self._is_outside
+        in_root = isinstance(event, RootCall) and bool(self.stack) and not (event.is_function or self._is_outside)
         if isinstance(event, RootCall) and writer.differentiated() is not None:  # in its own forward pass
             return self._derivative(writer, index, event, func, facts, frame)
         module, owner = self._here if in_root else (None, None)
