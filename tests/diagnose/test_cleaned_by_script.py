@@ -100,3 +100,32 @@ def test_what_is_done_for_the_first_time_late_and_for_another_reason(guard: Guar
     run = guard(lambda: train(halved_late, ()))
     assert run.faults == 0
     assert not run.report.incidents
+
+
+def own_scale(change: Change) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
+    opt = torch.optim.SGD(net.parameters(), lr=0.05)
+    for _ in range(10):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(net(torch.randn(64, 32)), torch.randint(0, 10, (64,)))
+        opt.zero_grad()
+        (loss * 2.0**24).backward()
+        change(net)
+        for p in net.parameters():
+            p.grad.div_(2.0**24)
+        opt.step()
+
+
+@pytest.mark.parametrize("change", [lambda net: None, in_place])
+def test_a_scale_of_the_scripts_own_is_lowered_where_it_is(change: Change, guard: Guard) -> None:
+    run = guard(lambda: own_scale(change))
+    assert run.faults == 0
+    incident = run.first
+    assert (incident.cause, incident.severity, incident.step) == ("loss-scale-overflow", "error", 0)
+    assert "scaler looks" not in incident.explanation
+    assert ("in the place of such gradients" in incident.explanation) is (change is in_place)
+    (lower,) = [fix for fix in incident.fixes if fix.action == "lower-loss-scale"]
+    assert lower.verified is True
+    assert lower.how.startswith("multiply the loss by at most ")
+    assert "call-order" not in {fix.action for fix in incident.fixes}

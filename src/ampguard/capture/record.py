@@ -329,6 +329,8 @@ class BadResult:
     names: tuple[str, ...] = ()
     parameters: tuple[Tensor, ...] = ()
     loss_scale: float | None = None
+    is_own_scale: bool = False
+    """The script multiplies the loss by a factor of its own."""
     is_held_off: bool = False
     since: int = 0
     """The first event after these gradients were last cleared."""

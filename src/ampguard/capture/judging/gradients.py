@@ -78,7 +78,8 @@ class GradientJudge:
         is_known = not is_replaced and self.spoilt.are_all_that_is_bad(parameters)
         if self._is_from_a_bad_loss(self._steps.count) or is_known:
             return
-        if loss_scale is None and self._losses.last_scale != 1.0:
+        is_own_scale = loss_scale is None and self._losses.last_scale != 1.0
+        if is_own_scale:
             loss_scale = self._losses.last_scale
         self._losses.suspects = [bad for bad in self._losses.suspects if bad.kind == "buffer"]
         self.told_until = self._log.next_index
@@ -90,6 +91,7 @@ class GradientJudge:
             targets,
             parameters=tuple(parameters),
             loss_scale=loss_scale,
+            is_own_scale=is_own_scale,
             is_held_off=is_held_off,
             since=since,
             is_past_scaler=is_past_scaler,

@@ -199,7 +199,7 @@ class Examiner:
             incident = explain(evidence, budget, self._rank, finding)
             if self._finding_place.was_computed_again(evidence):
                 incident = told(incident)
-            if bad.is_replaced and bad.loss_scale is None:
+            if bad.is_replaced and (bad.loss_scale is None or bad.is_own_scale):
                 incident = with_replaced(incident)
         except StopRun:
             raise
