@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ampguard.capture.events.operands import refs_of
+from torch import Tensor
+
+from ampguard.capture.events.operands import held_by, refs_of
 from ampguard.capture.judging.meant import holds_no_operand
-from ampguard.capture.record import Held, Ref, StepRecord
+from ampguard.capture.record import GlueOp, Held, Ref, RootCall, StepRecord
 
 
 class Questioned:
@@ -24,11 +26,23 @@ class Questioned:
         """They are told, or nobody's business."""
         self._terms.clear()
 
-    def left_out(self, record: StepRecord, losses: Iterable[Ref | Held]) -> set[Ref]:
-        """Those that have no part in what is differentiated, and are no figures (a perplexity) made of a part of that."""
+    def left_out(self, record: StepRecord, losses: Sequence[Ref | Held]) -> set[Ref]:
+        """Those that have no part in what is differentiated, and are no figures (a perplexity) made of a part of that.
+
+        What a call of the model returns is a loss; any other number is taken for one where something stands in its place.
+        """
         terms, self._terms = self._terms, {}
-        parts = _made_of(record, losses) if terms else set()
-        return {number for number, made_of in terms.items() if number not in parts and made_of.isdisjoint(parts)}
+        if not terms:
+            return set()
+        parts = _made_of(record, losses)
+        is_put_in = any(isinstance(loss, Held) for loss in losses) or any(_is_constant(record, part) for part in parts)
+        return {
+            number
+            for number, made_of in terms.items()
+            if number not in parts
+            and made_of.isdisjoint(parts)
+            and (is_put_in or isinstance(record.event(number.event), RootCall))
+        }
 
 
 def _made_of(record: StepRecord, results: Iterable[Ref | Held]) -> set[Ref]:
@@ -43,7 +57,18 @@ def _made_of(record: StepRecord, results: Iterable[Ref | Held]) -> set[Ref]:
     return found
 
 
+def _is_constant(record: StepRecord, ref: Ref) -> bool:
+    """Whether a single number was made of nothing (`torch.zeros(())`), or of the form of another one (`zeros_like`)."""
+    event, tensor = record.event(ref.event), _result(record, ref)
+    is_made = isinstance(event, GlueOp) and (holds_no_operand(event) or not (refs_of(event) or held_by(event)))
+    return is_made and (tensor is None or tensor.numel() == 1)
+
+
 def _is_loss(record: StepRecord, ref: Ref) -> bool:
-    event = record.event(ref.event)
-    tensor = event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
+    tensor = _result(record, ref)
     return tensor is not None and tensor.numel() == 1 and tensor.requires_grad
+
+
+def _result(record: StepRecord, ref: Ref) -> Tensor | None:
+    event = record.event(ref.event)
+    return event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
