@@ -35,7 +35,7 @@ class Loop:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        held = [p for p in held if p.grad is not None and p.grad.numel() <= SMALL and p.grad.is_cpu]
+        held = [p for p in held if p.is_leaf and p.grad is not None and p.grad.numel() <= SMALL and p.grad.is_cpu]
         last = len(held) - 1
         chosen = sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)}) if held else []
         self.sample = [weakref.ref(held[i]) for i in chosen]
@@ -91,7 +91,7 @@ class CleanedGradients:
         if self._bad:
             self._bad = set()
         if parameters:
-            self._look([p for p in parameters if p.grad is not None])
+            self._look([p for p in parameters if p.is_leaf and p.grad is not None])
         for loop in self._loops.values():
             loop.note()
             if loop.writes and not parameters and not all_finite_on_cpu(loop.gradients()):

@@ -340,7 +340,7 @@ class ReplayMode(compat.DispatchMode):
         if isinstance(event, BackwardCall):
             return self._derivative(writer, index, event, func, facts, frame)
         number = event.index if event is not None else -1
-        in_root = isinstance(event, RootCall) and bool(self.stack) and not (event.is_function or self._is_outside)
+        in_root = isinstance(event, RootCall) and not event.is_function and not self._is_outside
         if isinstance(event, RootCall) and writer.differentiated() is not None:  # in its own forward pass
             return self._derivative(writer, index, event, func, facts, frame)
         module, owner = self._here if in_root else (None, None)
@@ -379,7 +379,8 @@ class ReplayMode(compat.DispatchMode):
         is_here = bool(self.stack) and (own_line is not None or not in_forward)
         module, owner = self._here if is_here else (forward.module, forward.owner)
         line = own_line or forward.line
-        op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
+        root = forward.root if module is not None else None  # (what we make of a call's own input is in no module)
+        op = TracedOp(index, event.index, func, facts.name, module, root, line, owner, in_backward=True)
         if own_line is None or not compat.is_custom_derivative():
             op.forward = forward.index
         return op
