@@ -129,3 +129,28 @@ def test_a_scale_of_the_scripts_own_is_lowered_where_it_is(change: Change, guard
     assert lower.verified is True
     assert lower.how.startswith("multiply the loss by at most ")
     assert "call-order" not in {fix.action for fix in incident.fixes}
+
+
+def test_one_parameter_alone_is_bad_and_replaced(guard: Guard) -> None:
+    """A ReLU keeps the bad gradients from the first layer; clipping follows."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(10, 16, bias=False), nn.ReLU(), nn.Linear(16, 6, bias=False))
+        opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for step in range(24):
+            x = torch.randn(8, 10)
+            if step == 14:
+                x[0] = 0.0
+            z = net(x)
+            loss = ((z - z.mean(1, keepdim=True)).pow(2).mean(1).sqrt() - 1).pow(2).mean()
+            opt.zero_grad()
+            loss.backward()
+            anew_where_needed(net)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            opt.step()
+
+    run = guard(body)
+    assert run.faults == 0
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.severity, incident.step) == ("singular-gradient", "warning", 14)

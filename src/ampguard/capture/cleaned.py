@@ -2,13 +2,13 @@
 
 `nan_to_num_`, a mask, zeros: the training goes on, and nothing shows. In the first passes all gradients are looked at
 behind the backward pass. Later a few are, where the loop was seen to write to them by itself; of any other loop it is only
-noted how often one gradient was written to, until it is used: what was never done before may have been done for a reason.
+noted how often a few were written to, until it is used: what was never done before may have been done for a reason.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -30,7 +30,7 @@ SMALL = 1 << 16
 class Loop:
     """What is done to the gradients of one optimizer, between the backward pass and its step."""
 
-    __slots__ = ("left", "optimizer", "sample", "uses", "usual", "version", "writes")
+    __slots__ = ("left", "optimizer", "sample", "uses", "usual", "writes")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -40,34 +40,33 @@ class Loop:
         chosen = sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)}) if held else []
         self.sample = [weakref.ref(held[i]) for i in chosen]
         self.uses = 0
-        self.usual: set[int | None] = {None}
-        """How often a gradient was written to; -1: it was another tensor. None: there was none behind the backward pass."""
+        self.usual: set[int] = set()
+        """How often one of them was written to; -1: it was another tensor."""
         self.writes = False
         """Somebody other than PyTorch's clipping was seen to write to them, or has done what was never done before."""
-        self.left = 0
-        """The first of them behind the last backward pass, by its identity, and its version then."""
-        self.version = 0
+        self.left: list[tuple[int, int] | None] = []
+        """Those that stand for all behind the last backward pass: identity and version."""
 
     def note(self) -> None:
         """A backward pass has ended."""
-        parameter = self.sample[0]() if self.sample else None
-        gradient = parameter.grad if parameter is not None else None
-        self.left = 0
-        if gradient is not None:
-            self.left, self.version = id(gradient), version_of(gradient)
+        self.left = [
+            (id(gradient), version_of(gradient))
+            if (parameter := ref()) is not None and (gradient := parameter.grad) is not None
+            else None
+            for ref in self.sample
+        ]
 
-    def changes(self) -> int | None:
-        """How often it was written to since."""
-        parameter = self.sample[0]() if self.left else None
-        if parameter is None:
-            return None
-        gradient = parameter.grad
-        return version_of(gradient) - self.version if gradient is not None and id(gradient) == self.left else -1
+    def changes(self) -> Iterator[int]:
+        """How often each was written to since."""
+        for ref, left in zip(self.sample, self.left, strict=False):
+            parameter = ref() if left is not None else None
+            if parameter is not None and left is not None:
+                gradient = parameter.grad
+                yield version_of(gradient) - left[1] if gradient is not None and id(gradient) == left[0] else -1
 
     def learn(self, is_clipped: bool) -> None:
         """What is done in one of the first steps is usual."""
-        changes = self.changes()
-        if changes is not None:
+        for changes in self.changes():
             self.usual.add(changes)
             self.writes = self.writes or changes < 0 or changes > is_clipped
 
@@ -113,7 +112,7 @@ class CleanedGradients:
             loop = self._begin(optimizer)
         elif loop.uses < FIRST_USES:
             loop.learn(is_clipped)
-        elif not loop.writes and loop.changes() not in loop.usual:
+        elif not loop.writes and not loop.usual.issuperset(loop.changes()):
             loop.writes = True
             return "supposed"
         loop.uses += 1
