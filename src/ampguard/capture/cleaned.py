@@ -27,6 +27,10 @@ SMALL = 1 << 16
 """Elements up to which a gradient stands for others."""
 
 
+MOST_LOOPS = 8
+"""Optimizers that are followed: those that were begun with last."""
+
+
 class Loop:
     """What is done to the gradients of one optimizer, between the backward pass and its step."""
 
@@ -119,7 +123,8 @@ class CleanedGradients:
         return "seen" if self._bad and self._are_clean(optimizer, loop) else ""
 
     def _begin(self, optimizer: Optimizer) -> Loop:
-        self._loops = {key: loop for key, loop in self._loops.items() if loop.optimizer() is not None}
+        alive = [(key, loop) for key, loop in self._loops.items() if loop.optimizer() is not None]
+        self._loops = dict(alive[1 - MOST_LOOPS :])
         loop = self._loops[id(optimizer)] = Loop(optimizer)
         return loop
 
