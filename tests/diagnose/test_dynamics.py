@@ -361,6 +361,16 @@ def test_growth_extrapolates_what_it_sees() -> None:
     assert doubling.steps_to(2.0**8, horizon=1000) == pytest.approx(110, abs=40)
 
 
+@pytest.mark.parametrize("steps", [range(0, 120, 8), [2, 8, 16, 32, 64, 66, 67, 68, 69, 70, 71, 73, 74, 75, 76, 77]])
+@pytest.mark.parametrize("factor", [1.3, 1.95, 4.0])
+def test_steps_that_are_left_however_unevenly_it_was_looked(steps: Sequence[int], factor: float) -> None:
+    rate = math.log(20) / (steps[-1] - steps[0])
+    sizes = [math.exp(rate * step) for step in steps]
+    found = fits.growth(steps, sizes)
+    assert found is not None
+    assert found.steps_to(factor * sizes[-1], horizon=1000) == pytest.approx(math.log(factor) / rate, rel=0.15, abs=4)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

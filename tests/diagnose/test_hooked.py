@@ -83,3 +83,38 @@ def test_hook_on_other_parameters(guard: Callable[..., Watched]) -> None:
 
     first = guard(body).first
     assert "hook" not in first.evidence
+
+
+class EqualGradients(nn.Module):
+    """Makes the gradients of its input one size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self.rescaled)
+        return x
+
+    def rescaled(self, gradient: Tensor) -> Tensor:
+        return gradient / gradient.abs().amax(dim=-1, keepdim=True)
+
+
+def test_a_hook_on_what_a_call_is_given_is_outside_every_module(guard: Callable[..., Watched]) -> None:
+    """It runs where no operator of the call is differentiated, and the words say what the report says."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        encoder = nn.Linear(10, 16)
+        branch = nn.Sequential(EqualGradients(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD([*encoder.parameters(), *branch.parameters()], lr=1e-3)
+        for step in range(6):
+            error = branch(encoder(torch.randn(16, 10))) - torch.randn(16, 1)
+            weights = torch.ones(16, 1)
+            if step == 4:
+                weights[3] = 0.0
+            optimizer.zero_grad()
+            (weights * error.square()).mean().backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0
+    assert (run.first.cause, run.first.step, run.first.module) == ("singular-gradient", 4, None)
+    assert run.first.location.code.startswith("return gradient / gradient.abs()")
+    assert "outside every module" in run.first.explanation

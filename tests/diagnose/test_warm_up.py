@@ -44,3 +44,29 @@ def test_a_loss_that_comes_back_may_rise_a_little_first(guard: Guard) -> None:
     run = guard(endless(0.9))
     lower = next(fix for fix in run.first.fixes if fix.action == "lower-learning-rate")
     assert lower.verified is True, lower.outcome
+
+
+def compounding() -> None:
+    """Each step raises the rate by a quarter: what it was when the loss rose is too high already."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    random_numbers = torch.Generator().manual_seed(1)
+    for _ in range(90):
+        x = torch.randn(32, 16, generator=random_numbers)
+        loss = (net(x) - torch.sin(x.sum(1, keepdim=True))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 1.25
+        if not torch.isfinite(loss):
+            return
+
+
+def test_lower_rates_than_that_of_the_alarm_are_tried(guard: Guard) -> None:
+    run = guard(compounding)
+    assert run.faults == 0
+    assert run.first.cause == "divergence"
+    lower = next(fix for fix in run.first.fixes if fix.action == "lower-learning-rate")
+    assert lower.verified is True, lower.outcome
+    assert " below 0." in lower.how

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard.capture.cleaned import CleanedGradients
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judging.judge import Judge
@@ -33,6 +34,7 @@ class GradientWatch:
         """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
         self.remade = RemadeGradients(log)
+        self.cleaned = CleanedGradients()
         self.on_device = DeviceGradients(log, judge.gradients.were_bad)
         self._log = log
         self._judge = judge.gradients
@@ -51,6 +53,11 @@ class GradientWatch:
         """Gradients that somebody has found finite since the last backward pass, and their versions then."""
 
     @property
+    def _is_scaled(self) -> bool:
+        """Whether the loss that was differentiated last carries a scaler's scale."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
     def is_unjudged(self) -> bool:
         """Whether there are gradients that nobody has looked at."""
         return self._is_unjudged
@@ -63,11 +70,15 @@ class GradientWatch:
             self.hooks.differentiated()
         self._is_unjudged = not self._has_raised
         self._has_raised = False
+        parameters: list[Tensor] = []
         if self._judges_at_once and self._is_unjudged:
             self._judge_now()
         elif self._close_looks:
             self._close_looks -= 1
-            self._versions = [(p, version_of(p)) for p in self._judge.parameters_of_modules() if p.requires_grad]
+            parameters = [p for p in self._judge.parameters_of_modules() if p.requires_grad]
+            self._versions = [(p, version_of(p)) for p in parameters]
+        if not self._is_scaled and self._judge.is_here:
+            self.cleaned.differentiated(parameters)
 
     def replayed(self) -> None:
         """The replay of a CUDA graph has made gradients; those of the replay before are overwritten."""
@@ -114,15 +125,26 @@ class GradientWatch:
             return
         if self._are_finite(gradients_of(optimizer)) and self._are_finite_elsewhere(optimizer):
             self._judge.are_good()
+            if not self._is_scaled:
+                self._look_for_cleaned(optimizer)
         elif not (self.remade.are_used and self._judge_remade(optimizer)):
             since = self._cleared_since(optimizer)
-            is_scaled = self.scaler is not None and self.scaler.is_enabled()
+            is_scaled = self._is_scaled
             scale = float(self.scaler.get_scale()) if is_scaled else None
             self._judge.are_bad(
                 parameters_of(optimizer), scale, is_held_off=False, since=since, is_past_scaler=is_scaled
             )
         if self.suspects_underflow:
             self.look_for_underflow(optimizer, None)
+
+    def _look_for_cleaned(self, optimizer: torch.optim.Optimizer) -> None:
+        """Are these gradients finite because the script has made them so?"""
+        found = self.cleaned.are_used(optimizer, bool(self._known_finite))
+        if found == "seen":
+            since = self._cleared_since(optimizer)
+            self._judge.are_bad(parameters_of(optimizer), None, is_held_off=False, since=since, is_replaced=True)
+        elif found:
+            self._judge.may_be_cleaned(parameters_of(optimizer), self._cleared_since(optimizer))
 
     def found_finite(self, gradients: list[Tensor]) -> None:
         """Somebody else has looked at these gradients."""
@@ -142,8 +164,7 @@ class GradientWatch:
         """Those on an accelerator, as far as that is known before they are used."""
         if not HAS_CUDA:
             return True
-        is_scaled = self.scaler is not None and self.scaler.is_enabled()
-        may_tell_late = not is_scaled and self._judge_of_losses.bad_loss_step != self._judge.step
+        may_tell_late = not self._is_scaled and self._judge_of_losses.bad_loss_step != self._judge.step
         since = self._cleared_since(optimizer)
         return self.on_device.are_finite(optimizer, self._judge.step, since, may_tell_late)
 

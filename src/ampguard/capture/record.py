@@ -340,13 +340,17 @@ class BadResult:
     names: tuple[str, ...] = ()
     parameters: tuple[Tensor, ...] = ()
     loss_scale: float | None = None
+    is_own_scale: bool = False
+    """The script multiplies the loss by a factor of its own."""
     is_held_off: bool = False
     since: int = 0
     """The first event after these gradients were last cleared."""
     is_past_scaler: bool = False
     """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
     is_replaced: bool = False
-    """The script has put finite gradients in their place, before the scaler looks at them."""
+    """The script has put finite gradients in their place, before the scaler looks at them or the optimizer uses them."""
+    is_suspected: bool = False
+    """That it has is only supposed: told if a replay shows it."""
     is_late: bool = False
     """The optimizer had used them when the device that holds them came to them: their step is over."""
     is_of_weights: bool = False

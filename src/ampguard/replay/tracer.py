@@ -400,7 +400,8 @@ class ReplayMode(compat.DispatchMode):
         is_here = bool(self.stack) and (own_line is not None or not in_forward)
         module, owner = self._here if is_here else (forward.module, forward.owner)
         line = own_line or forward.line
-        op = TracedOp(index, event.index, func, facts.name, module, forward.root, line, owner, in_backward=True)
+        root = forward.root if module is not None else None  # (what we make of a call's own input is in no module)
+        op = TracedOp(index, event.index, func, facts.name, module, root, line, owner, in_backward=True)
         if own_line is None or not compat.is_custom_derivative():
             op.forward = forward.index
         return op

@@ -5,6 +5,7 @@ Not those that a bad loss brought about, nor those that an earlier step has left
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
@@ -57,6 +58,11 @@ class GradientJudge:
         self.behind_graph: Callable[[BadResult], BadResult] = lambda bad: bad
         """Adds what is known of the CUDA graph that made bad gradients, where one has."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the one whose step the log holds."""
+        return self.thread() == threading.get_ident()
+
     def are_bad(
         self,
         parameters: Iterable[Tensor],
@@ -68,11 +74,12 @@ class GradientJudge:
         is_replaced: bool = False,
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
-        parameters = self._with_gradient(parameters)
+        parameters = self._with_gradient(parameters, is_replaced)
         is_known = not is_replaced and self.spoilt.are_all_that_is_bad(parameters)
         if self._is_from_a_bad_loss(self._steps.count) or is_known:
             return
-        if loss_scale is None and self._losses.last_scale != 1.0:
+        is_own_scale = loss_scale is None and self._losses.last_scale != 1.0
+        if is_own_scale:
             loss_scale = self._losses.last_scale
         self._losses.suspects = [bad for bad in self._losses.suspects if bad.kind == "buffer"]
         self.told_until = self._log.next_index
@@ -84,6 +91,7 @@ class GradientJudge:
             targets,
             parameters=tuple(parameters),
             loss_scale=loss_scale,
+            is_own_scale=is_own_scale,
             is_held_off=is_held_off,
             since=since,
             is_past_scaler=is_past_scaler,
@@ -144,9 +152,18 @@ class GradientJudge:
         record, step, found = self._log.slice(), self._steps.count, tuple(self._with_gradient(parameters))
         self._report(BadResult("underflow", "train", step, record, (), parameters=found, loss_scale=loss_scale))
 
-    def _with_gradient(self, updated: Iterable[Tensor]) -> list[Tensor]:
-        """Those of an optimizer's tensors that hold a gradient; of a flat buffer, the parameters that lie in it."""
-        return members_for_buffers([p for p in updated if p.grad is not None], self.parameters_of_modules())
+    def may_be_cleaned(self, parameters: Iterable[Tensor], since: int) -> None:
+        """Gradients are finite, and the script has done to them what it has never done before."""
+        if not self._is_from_a_bad_loss(self._steps.count):
+            bad = BadResult("gradient", "train", self._steps.count, self._log.slice(), (), since=since)
+            wanted = tuple(self._with_gradient(parameters, may_be_gone=True))
+            self._report(dataclasses.replace(bad, parameters=wanted, is_replaced=True, is_suspected=True))
+
+    def _with_gradient(self, updated: Iterable[Tensor], may_be_gone: bool = False) -> list[Tensor]:
+        """Those of an optimizer's tensors that hold a gradient, or may have held one; of a flat buffer, the parameters that lie
+        in it."""
+        held = [p for p in updated if p.grad is not None or (may_be_gone and p.requires_grad)]
+        return members_for_buffers(held, self.parameters_of_modules())
 
     def are_good(self) -> None:
         """Gradients were looked at and are finite: whatever was left there has been cleared."""
@@ -166,7 +183,7 @@ class GradientJudge:
         In another's, autograd's engine may be writing to `.grad` at this moment, without the interpreter's lock.
         """
         events = self._log.kept_since(0)
-        if self.thread() != threading.get_ident():  # asked after the events: new ones are begun for another thread
+        if not self.is_here:  # asked after the events: new ones are begun for another thread
             return []
         modules = {id(e.module): e.module for e in [e for e in events if type(e) is RootCall]}
         found: list[Tensor] = [p for module in modules.values() for p in compat.all_parameters(module)]

@@ -23,6 +23,7 @@ from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.graph_captures import GraphReplay
 from ampguard.capture.judging import figures, undifferentiated
 from ampguard.capture.judging.gradients import GradientJudge
+from ampguard.capture.judging.left_out import Questioned
 from ampguard.capture.judging.outputs import OutputJudge
 from ampguard.capture.judging.own_scale import OwnScale, factor_of
 from ampguard.capture.raised import is_conversion_refusal, refused_values
@@ -75,6 +76,7 @@ class Judge:
         """Losses of a device that are yet to be judged."""
         self._looked_until = 0
         """Events before it were searched for losses that were thrown away."""
+        self._questioned = Questioned()
         self._told_error: int | None = None
         """`id` of the error that the last operator or module raised because of its numbers."""
 
@@ -116,7 +118,7 @@ class Judge:
                 self._judged.add(made_by.event)
             targets.append(made_by or Held(loss, version_of(loss)))
         self.outputs.read(wait=False)
-        self._drop_teachers()
+        self._drop_teachers(targets)
         flag = FiniteFlag(losses)
         scale = self.last_scale if self.last_scale != 1.0 else None
         bad = BadResult("loss", "train", self._steps.count, self._log.snapshot(), tuple(targets), loss_scale=scale)
@@ -244,6 +246,8 @@ class Judge:
         may_be_figure = mode == "train" and isinstance(value, float) and self.bad_loss_step != self._steps.count
         if may_be_figure and lineage.is_figure_beside(record, ref):
             return  # the loss was finite, and has been differentiated
+        if mode == "train" and isinstance(value, bool):
+            self._questioned.note(record, ref)
         bad = self._bad("loss", mode, (ref,))
         if may_be_figure and value == value and lineage.is_of_calls_before(record, ref, self._log.closed_until):
             bad = dataclasses.replace(bad, may_be_meant="array")  # the range of masked scores, say
@@ -313,6 +317,7 @@ class Judge:
     def settle_all(self) -> None:
         """Report every suspect."""
         suspects, self.suspects = self.suspects, []
+        self._questioned.clear()
         behind = lineage.events_behind_losses(suspects)
         for bad in suspects:
             if bad.kind == "output" and all(isinstance(t, Ref) and t.event in behind for t in bad.targets):
@@ -402,18 +407,21 @@ class Judge:
         if bad:
             self.suspects.append(self._bad("output", "eval", bad))
 
-    def _drop_teachers(self) -> None:
+    def _drop_teachers(self, losses: Sequence[Ref | Held]) -> None:
         """A call under `no_grad` whose result reached this backward was no evaluation: the loss is the judge.
 
-        So it is of numbers that the script has read on the way to it; an evaluation's figure stays a suspect.
+        So it is of numbers that the script has read on the way to it; an evaluation's figure stays a suspect, and so does a
+        loss that the script has found to be bad and put another one in its place.
         """
         if not self.suspects:
             return
         reached = lineage.events_behind_gradients(self._log.record)
+        left_out = self._questioned.left_out(self._log.record, losses)
         self.suspects = [
             bad
             for bad in self.suspects
             if bad.kind == "buffer"
+            or not left_out.isdisjoint(t for t in bad.targets if isinstance(t, Ref))
             or (
                 (bad.kind == "output" or (bad.kind == "loss" and bad.mode == "eval"))
                 and not any(isinstance(t, Ref) and t.event in reached for t in bad.targets)

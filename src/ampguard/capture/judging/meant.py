@@ -10,7 +10,7 @@ from torch import Tensor
 from ampguard.capture.events.operands import held_by, leaves, refs_of
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.glue.preprocessing import MOVES
-from ampguard.capture.record import GlueOp, Ref, RootCall, StepRecord
+from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.compat import version_of
 from ampguard.numerics import is_finite
 
@@ -37,6 +37,11 @@ _FILLS = frozenset({"fill_", "full_like", "new_full", "new_ones", "new_zeros", "
 """Operators whose results hold nothing of their operands: those of no tensors at all do so too."""
 
 
+def holds_no_operand(event: Event) -> bool:
+    """Whether the result of an operator holds nothing of its operands."""
+    return isinstance(event, GlueOp) and _name(event) in _FILLS
+
+
 def is_own_constant(record: StepRecord, ref: Ref, writers: Mapping[int, Sequence[int]]) -> bool:
     """Whether all that is not finite in a result was written as such: `torch.full((3,), nan)`, `x.masked_fill(m, nan)`.
 
@@ -51,7 +56,7 @@ def is_own_constant(record: StepRecord, ref: Ref, writers: Mapping[int, Sequence
         waiting += writers.get(event.index, ())
         if any(_is_constant(value) for value in leaves((event.args, event.kwargs))):
             has_constant = True
-        elif _name(event) in _FILLS or not (refs_of(event) or held_by(event)):
+        elif holds_no_operand(event) or not (refs_of(event) or held_by(event)):
             continue
         elif _name(event) not in _PUTS_TOGETHER:
             return False

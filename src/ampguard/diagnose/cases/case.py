@@ -40,6 +40,8 @@ class Case:
     """What was bad: a "loss", a "buffer", ... as `BadResult.kind` has it."""
     is_thrown_away: bool = False
     """Of gradients: whether the script itself cleared them each time, and made no update with them."""
+    is_replaced: bool = False
+    """Of gradients: it made the update with finite ones in their place."""
     part_of: Case | None = None
     """The case of the longer story that this failure belongs to: it is told there."""
     optimizer: weakref.ref[Any] | None = None
@@ -90,8 +92,9 @@ class Case:
 
 
 def is_thrown_away(bad: BadResult) -> bool:
-    """Whether these are gradients that the script itself has cleared instead of making an update with them."""
-    return bad.kind == "gradient" and bad.is_held_off and bad.loss_scale is None and bad.error is None
+    """Whether these are gradients that the script itself has cleared or replaced instead of making an update with them."""
+    is_withheld = bad.is_held_off or bad.is_replaced
+    return bad.kind == "gradient" and is_withheld and bad.loss_scale is None and bad.error is None
 
 
 def place_of(evidence: Evidence) -> Place:

@@ -199,7 +199,7 @@ class Casebook:
             return
         opinion = self.as_told(opinion)
         case = Case(opinion, place, self._recorder.steps.attempts, last_step=bad.step, calls=calls_behind(bad))
-        case.kind, case.is_thrown_away = bad.kind, is_thrown_away(bad)
+        case.kind, case.is_thrown_away, case.is_replaced = bad.kind, is_thrown_away(bad), bad.is_replaced
         self._note_targets(case, bad)
         case.is_investigated = opinion.severity != "info"  # normal operation takes none of the investigations
         self.cases.append(case)

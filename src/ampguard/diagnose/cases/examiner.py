@@ -20,6 +20,7 @@ from ampguard.diagnose.cases.handed_on import tell_handed_on
 from ampguard.diagnose.cases.hooked import changed_by_a_hook
 from ampguard.diagnose.cases.past_scaler import is_only_the_scale
 from ampguard.diagnose.cases.recurrence import calls_behind
+from ampguard.diagnose.cases.replaced import with_replaced
 from ampguard.diagnose.cases.sharded import bad_input, may_await, with_advice
 from ampguard.diagnose.cases.unrecorded import Unrecorded, better
 from ampguard.diagnose.cases.wire_overflow import overflow_on_the_wire
@@ -96,6 +97,9 @@ class Examiner:
         with neutral_thread():
             if bad.kind == "underflow":
                 self._look_for_underflow(bad)
+                return
+            if bad.is_suspected:
+                self._look_for_replaced(bad)
                 return
             if bad.may_be_meant:
                 self._look_at_figure(bad)
@@ -195,6 +199,8 @@ class Examiner:
             incident = explain(evidence, budget, self._rank, finding)
             if self._finding_place.was_computed_again(evidence):
                 incident = told(incident)
+            if bad.is_replaced and (bad.loss_scale is None or bad.is_own_scale):
+                incident = with_replaced(incident)
         except StopRun:
             raise
         except Exception as fault:
@@ -293,6 +299,18 @@ class Examiner:
             return
         if incident is not None:
             self._casebook.add(begun_before(incident, self._casebook.faint_since()))
+
+    def _look_for_replaced(self, bad: BadResult) -> None:
+        """A suspicion: told only if a replay gives bad gradients in place of those that are about to be used."""
+        if self.is_used_up or self._casebook.poison.case is not None or self._arming.live is not None:
+            return
+        self._looks += 1
+        try:
+            found = self._finding_place.of(bad, self.least_seconds)
+        except Exception:  # they are finite, or it cannot be run again
+            return
+        if found is not None:
+            self._examine(dataclasses.replace(bad, is_suspected=False))
 
     def _look_at_figure(self, bad: BadResult) -> None:
         """A figure that may well be NaN: it is told if its cause is a failure, and a precision of 0 / 0 as a note."""

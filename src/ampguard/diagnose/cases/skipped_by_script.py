@@ -75,16 +75,19 @@ class SkippedByScript:
         if incident.phase not in PHASES or incident.cause == "divergence" or since is None:
             return False
         bad = _steps_of(case)
-        goes_on = self._last - max(*bad, since - 1) >= STEPS_AFTER
+        goes_on = self._last - max(*bad, since - 1) >= (1 if case.is_replaced else STEPS_AFTER)
         is_rare = case.occurrences <= max(1.0, RARE * self._last)
         return goes_on and is_rare and len(self._spoiled) < MOST_SPOILED and not bad & self._spoiled
 
     def _told(self, case: Case) -> Incident:
         lost = "a batch was" if case.occurrences == 1 else f"{case.occurrences} batches were"
         it = "these gradients" if case.is_thrown_away else "it"
+        went_on = f"The script made no update with {it} ({lost} lost) and went on"
+        if case.is_replaced:
+            went_on = f"The training went on ({lost} lost)"
         text = (
-            f" The script made no update with {it} ({lost} lost) and went on: in the {self._last - max(_steps_of(case))} steps "
-            f"since, all losses are finite, and so are the weights."
+            f" {went_on}: in the {self._last - max(_steps_of(case))} steps since, all losses are finite, and so are the "
+            f"weights."
         )
         evidence = {**case.incident.evidence, "skipped_by_script": True}
         return msgspec.structs.replace(

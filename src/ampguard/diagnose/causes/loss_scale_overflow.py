@@ -89,12 +89,13 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
             f" The loss itself is {words.precision(evidence)} and cannot hold {scale:g}: compute the criterion in float32"
             " (inside the autocast region, or on float() of its inputs)."
         )
+    is_replaced = evidence.bad.is_replaced and not evidence.bad.is_own_scale
     is_normal = evidence.bad.is_held_off and not evidence.bad.has_ended_run
     advice = "nothing to do: the scaler goes on with a lower scale"
     if evidence.bad.has_ended_run:
         text += " The script raises an error at such gradients, and ends before the scaler can skip the step and lower the scale."
         advice = "raise no error at such gradients (error_if_nonfinite=False): scaler.step() skips the step"
-    elif evidence.bad.is_replaced:
+    elif is_replaced:
         text += (
             " The script puts finite numbers in their place before the scaler looks at them: it neither skips the step nor "
             "lowers the scale, and every step may be made with what stands there instead."
@@ -104,11 +105,17 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
         )
     elif evidence.bad.is_held_off:
         text += " The scaler skipped this step and lowers the scale: normal while it finds the scale that fits."
-    wait = Proposal("call-order" if evidence.bad.is_replaced else "wait", None, advice)
+    wait = Proposal("call-order" if is_replaced else "wait", None, advice)
+    how = f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})"
+    if evidence.bad.is_own_scale:
+        how = (
+            f"multiply the loss by at most {words.number(fits)}, and divide the gradients by the same; or let "
+            f"torch.amp.GradScaler find the scale, and skip the steps that overflow"
+        )
     lower = Proposal(
         "lower-loss-scale",
         None,
-        f"begin lower, to lose no steps: GradScaler(init_scale={words.number(fits)})",
+        how,
         trial=lambda e: Variant(loss_scale_factor=(fits or 1.0) / scale),
     )
     return Finding(
@@ -116,7 +123,7 @@ def of_gradients(evidence: GradientEvidence) -> Finding | None:
         text,
         weight=100,
         evidence={"finite_at_scale": fits, "max_abs_gradient": peak},
-        proposals=(wait, lower) if evidence.bad.is_held_off or evidence.bad.is_replaced else (lower,),
+        proposals=(wait, lower) if evidence.bad.is_held_off or is_replaced else (lower,),
         severity="info" if is_normal else "error",
     )
 

@@ -141,7 +141,9 @@ def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[
         remedies = untried("the steps before the failure were not kept")
     lower, clip = remedies.lower_rate, remedies.clip
     if lower.change is not None and lower.change.max_rate is not None:
-        how = f"keep the learning rate{of}{now} at {lower.change.max_rate:g}, which it was before, {instead}"
+        highest = lower.change.max_rate
+        bounded = f"at {highest:g}, which it was before" if highest == remedies.rate_before else f"below {highest:g}"
+        how = f"keep the learning rate{of}{now} {bounded}, {instead}"
     elif lower.change is not None:
         how = f"lower the learning rate{of}{now} by a factor of {1 / lower.change.rate_factor:g}, {instead}"
     else:

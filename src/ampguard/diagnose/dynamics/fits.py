@@ -16,6 +16,7 @@ KEEPS_PACE = 0.9
 class Growth:
     """A series that grows. Values are medians over the last third of the window.
 
+    `seen_at`: when it was of size `now`; `measured_until`: the end of the window.
     `rate`: growth a step at `measured_at`, with its relative `uncertainty`; `rate_before`: a third earlier.
     `now`: the present size; `gain`: by how much a third of the window raised it; `ratio`: this gain over the one
     before, at its lower confidence bound (1: linear; above: accelerating; below: levelling off); `span`: steps of a
@@ -33,6 +34,8 @@ class Growth:
     rate_before: float
     measured_at: float
     uncertainty: float
+    seen_at: float
+    measured_until: float
 
     def levels_off_below(self, limit: float) -> bool:
         """Whether the growth slows down so much that it would end before `limit`. `tendency` is the ratio, unbounded."""
@@ -49,6 +52,7 @@ class Growth:
         """Steps until `limit` is reached if each third goes on to gain `ratio` times the last; None if not by `horizon`.
 
         A sum of a geometric series: linear growth, exponential growth and growth that levels off are all of this form.
+        `now` is the size at `seen_at`, some steps ago.
         """
         size, gain, thirds = self.now, self.gain, 0.0
         while size < limit:
@@ -57,7 +61,15 @@ class Growth:
             size += gain
             if thirds * self.span > horizon or gain <= 0:
                 return None
-        return max(0, round((thirds - (size - limit) / gain) * self.span - self.span / 2))
+        if thirds:
+            thirds -= self._left_of_third((size - limit) / gain)
+        return max(0, round(thirds * self.span - (self.measured_until - self.seen_at)))
+
+    def _left_of_third(self, beyond: float) -> float:
+        """The share of a third that is still to come when all of its gain but this share is there."""
+        if abs(self.ratio - 1) < 1e-3:
+            return beyond
+        return 1 - math.log1p((1 - beyond) * (self.ratio - 1)) / math.log(self.ratio)
 
 
 def growth(steps: Sequence[int], sizes: Sequence[float]) -> Growth | None:
@@ -94,6 +106,8 @@ def growth(steps: Sequence[int], sizes: Sequence[float]) -> Growth | None:
         rate_before=before,
         measured_at=(centres[1] + centres[2]) / 2,
         uncertainty=noise / (gain * spans[1]),
+        seen_at=centres[2],
+        measured_until=steps[-1],
     )
 
 

@@ -60,7 +60,8 @@ class Remedies:
     bears_others: bool = False
     """Whether the weights of now give an ordinary loss on an earlier batch."""
     rate_was_raised: bool = False
-    """Whether the learning rate was raised just before the stretch."""
+    """Whether the learning rate was raised just before the stretch, and what it was then."""
+    rate_before: float = 0.0
     losses: list[tuple[int, float]] = field(default_factory=list)
     bound: float = math.inf
     """Beyond it a |loss| has left its range."""
@@ -94,7 +95,7 @@ def try_remedies(replay: StretchReplay, trajectory: Trajectory, even_if_data: bo
     usual = usual or (first if remedies.is_of_first_steps else 0.0)
     remedies.bound = max(LEFT_RANGE * usual, first)
     remedies.noticed_at, remedies.reason = stretch.steps[0].number, stretch.reason
-    remedies.rate_was_raised = was_raised(replay)
+    remedies.rate_was_raised, remedies.rate_before = was_raised(replay), stretch.rate
     try:
         before = ask_weights_of_before(replay, trajectory, remedies)
         if not remedies.is_weights_doing and not even_if_data:
@@ -192,11 +193,11 @@ def or_of_all(changes: list[Change], replay: StretchReplay) -> list[Change]:
 
 
 def rate_changes(replay: StretchReplay) -> list[Change]:
-    """The rate from before it was raised, where it was; else a tenth, then a hundredth."""
+    """The rate from before it was raised, where it was; then, and else, a tenth, and a hundredth."""
     if not rates_of(replay):
         return []
     if was_raised(replay):
-        return [Change(max_rate=replay.stretch.rate)]
+        return [Change(max_rate=replay.stretch.rate * factor) for factor in (1.0, *RATE_FACTORS)]
     factors = RATE_FACTORS
     size = replay.stretch.first_update
     if size is not None and size > ORDINARY_UPDATE / RATE_FACTORS[-1]:
