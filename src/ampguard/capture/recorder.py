@@ -480,8 +480,7 @@ class FlightRecorder:
         if not hangs_together or self.steps.count != self._steps_told:  # (else it belongs to the one that was told)
             self._steps_told = self.steps.count
             self.listener.on_step(self.steps.count)
-        if HAS_CUDA:
-            self.captures.iteration_ends()
+        self.captures.iteration_ends()
         self.log.iteration_ended(is_all=not hangs_together)
         if (
             self.schedule.is_functional

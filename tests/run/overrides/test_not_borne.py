@@ -172,13 +172,13 @@ def test_nor_inside_a_step_of_lightnings(overridden: Callable[..., Any]) -> None
             super().__init__()
             self.wide, self.experts, self.masked = nn.Linear(8, 16), experts, masked
 
-        def training_step(me, x: Tensor) -> Tensor:  # noqa: N805 (by which its parts are not found to be its own)
+        def training_step(me, x: Tensor) -> Tensor:  # noqa: N805
             return me.masked(x) + me.experts(me.wide(x))[:, :4]
 
     with overridden("bf16") as session, plugins.Precision().forward_context():
         holder = Holder()
         holder.training_step(torch.randn(6, 8)).sum().backward()
-    assert sorted(session.report.run["in_float32"]) == ["Experts", "Masked"]
+    assert sorted(session.report.run["in_float32"]) == ["experts", "masked"]
     assert session.report.run["did"] == ["autocast around Lightning's steps"]
 
 
