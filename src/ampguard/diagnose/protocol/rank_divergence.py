@@ -142,7 +142,7 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
         rank=difference.rank,
         mode="train",
         phase="optimizer",
-        severity="error",
+        severity="error" if forgotten is None else "warning",  # each rank may train a part of its own on purpose
         cause="rank-divergence",
         module=past.part if past is not None else _owner(forgotten.names) if forgotten is not None else None,
         op=None,
@@ -175,7 +175,8 @@ def _in_words(d: Difference, forgotten: LeftOut) -> str:
     return (
         f"The script averages the gradients of {forgotten.averaged} of {d.of} weights over the ranks ({at}), and those of "
         f"{_shown(forgotten.names)} it leaves out: they began alike, each rank updates them by its own gradients, and after "
-        f"step {d.step} rank {d.rank} has others than rank {d.other}. The ranks train different models."
+        f"step {d.step} rank {d.rank} has others than rank {d.other}. The ranks train different models; if each is to have these "
+        f"for itself (a personal head), nothing is wrong."
     )
 
 
