@@ -191,13 +191,22 @@ def is_of_pytorch(optimizer_class: type) -> bool:
     return bool(step.__module__.startswith("torch.optim."))
 
 
+_only_looking: set[Callable[..., Any]] = set()
+
+
+def only_looks(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """This hook of optimizers' steps asks for neither gradients nor a learning rate: it does not count as one."""
+    _only_looking.add(hook)
+    return hook
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anything is called around the optimizer's step; also where PyTorch does not say."""
     module = sys.modules[torch.optim.Optimizer.__module__]
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     places = [getattr(module, name, None) for name in names]
     places += [getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    return any(hooks is None or hooks for hooks in places)
+    return any(hooks is None or not _only_looking.issuperset(hooks.values()) for hooks in places)
 
 
 def is_first_move(scheduler: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from sequences import SCALE, Ours, Theirs, assert_alike, copies, give, parameters
 from torch import Tensor, nn, optim
 
+import ampguard
 from ampguard.engine.step import apply_update, check_for_update, check_gradients, kernels
 from ampguard.engine.step.fused import Way, way_of
 from ampguard.engine.step.kernels import is_sound
@@ -317,3 +318,14 @@ def test_no_look_is_kept_of_other_parameters_than_the_optimizers() -> None:
     optimizer = optim.SGD(parameters[:1], lr=0.5)
     assert not check_for_update([optimizer], parameters).looks
     assert not check_for_update([optim.RMSprop(parameters)], parameters).looks
+
+
+def test_what_only_looks_at_steps_is_no_hook() -> None:
+    """O2 looks at every optimizer of the process from its first cast on: plain SGD is stepped as before."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    ampguard.Amp(model, optim.SGD(model.parameters(), lr=0.1), precision="O2")
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.full((3,), 8.0)
+    apply_update(optim.SGD([p], lr=0.5), check_gradients([p], torch.tensor(8.0)))
+    assert (p.tolist(), p.grad.tolist()) == ([-0.5] * 3, [8.0] * 3)

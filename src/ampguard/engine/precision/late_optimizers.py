@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
@@ -22,11 +23,15 @@ _found_right: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDiction
 
 def note_cast(weights: Iterable[Tensor]) -> None:
     """From the first call on, each optimizer of the process is looked at as it steps for the first time."""
-    if not _cast:
-        register, _ = compat.optimizer_step_hooks()
-        register(lambda optimizer, *_: refuse_late(optimizer))
+    _look_at_steps()
     for weight in weights:
         _cast[weight] = True
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    register, _ = compat.optimizer_step_hooks()
+    register(compat.only_looks(lambda optimizer, *_: refuse_late(optimizer)))
 
 
 def refuse_late(optimizer: Optimizer) -> None:
