@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from threading import get_ident
 from typing import Literal
 
 from torch import Tensor
@@ -34,7 +35,7 @@ MOST_LOOPS = 8
 class Loop:
     """What is done to the gradients of one optimizer, between the backward pass and its step."""
 
-    __slots__ = ("left", "optimizer", "sample", "uses", "usual", "writes")
+    __slots__ = ("left", "optimizer", "sample", "thread", "uses", "usual", "writes")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -43,6 +44,8 @@ class Loop:
         last = len(held) - 1
         chosen = sorted({round(last * k / (SAMPLE - 1)) for k in range(SAMPLE)}) if held else []
         self.sample = [weakref.ref(held[i]) for i in chosen]
+        self.thread = get_ident()
+        """Whose optimizer it is. In another's, autograd's engine may be writing to `.grad` without the interpreter's lock."""
         self.uses = 0
         self.usual: set[int] = set()
         """How often one of them was written to; -1: it was another tensor."""
@@ -95,7 +98,11 @@ class CleanedGradients:
             self._bad = set()
         if parameters:
             self._look([p for p in parameters if p.is_leaf and p.grad is not None])
+        me = get_ident()
         for loop in self._loops.values():
+            if loop.thread != me:
+                loop.left = []
+                continue
             loop.note()
             if loop.writes and not parameters and not all_finite_on_cpu(loop.gradients()):
                 self._bad |= {id(p) for ref in loop.sample if (p := ref()) is not None}
@@ -114,6 +121,8 @@ class CleanedGradients:
         loop = self._loops.get(id(optimizer))
         if loop is None or loop.optimizer() is not optimizer:
             loop = self._begin(optimizer)
+        elif loop.thread != (me := get_ident()):
+            loop.thread, loop.left = me, []
         elif loop.uses < FIRST_USES:
             loop.learn(is_clipped)
         elif not loop.writes and not loop.usual.issuperset(loop.changes()):
