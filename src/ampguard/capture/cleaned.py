@@ -27,7 +27,6 @@ SAMPLE = 3
 SMALL = 1 << 16
 """Elements up to which a gradient stands for others."""
 
-
 MOST_LOOPS = 8
 """Optimizers that are followed: those that were begun with last."""
 

@@ -191,10 +191,8 @@ class Moves:
     def _scale_of(self, losses: Any, gradients: Any, frame: Frame) -> tuple[DeviceScale | None, bool]:
         """What a loss that is made of scaled gradients carries is looked for in iterations that are looked at closely: it is
         taken to be the same in others."""
-        found, place = (
-            self.carried.scale_of(losses, gradients),
-            (frame.f_code, frame.f_lasti) if frame is not None else None,
-        )
+        found = self.carried.scale_of(losses, gradients)
+        place = (frame.f_code, frame.f_lasti) if frame is not None else None
         if self.carried.by_gradients and place is not None:
             self._made_of_gradients.add(place)
         elif found[0] is None and not self.looks_closely and place in self._made_of_gradients:
@@ -445,6 +443,7 @@ class Moves:
                 continue  # told as such: what it holds is never cleared because nobody else knows it
             if self._is_rare(breach):
                 continue
+            self._count_steps(breach)
             if breach.facts.get("zeros") and not self._steps_with_zeros(breach.optimizer):
                 continue
             self.name_scaler(breach)
@@ -458,14 +457,18 @@ class Moves:
     @staticmethod
     def _is_rare(breach: Breach) -> bool:
         """Whether gradients pile up, but never in several steps in a row, and in few of all."""
-        in_all, watch = breach.facts.get("in_all"), breach.optimizer
-        if in_all is None or breach.facts["steps"] >= PILED_STEPS or not isinstance(watch, OptimizerWatch):
+        watch = breach.optimizer
+        if not _is_now_and_then(breach) or not isinstance(watch, OptimizerWatch):
             return False
-        if in_all * ONE_IN < watch.steps:
-            return True
-        breach.facts |= {"of_steps": watch.steps, "since": watch.piled_since}
-        watch.piled_since = None
-        return False
+        return int(breach.facts["in_all"]) * ONE_IN < watch.steps
+
+    @staticmethod
+    def _count_steps(breach: Breach) -> None:
+        """Say of how many steps those are in which gradients pile up now and then, and since when."""
+        watch = breach.optimizer
+        if _is_now_and_then(breach) and isinstance(watch, OptimizerWatch):
+            breach.facts |= {"of_steps": watch.steps, "since": watch.piled_since}
+            watch.piled_since = None
 
     @staticmethod
     def _began(breach: Breach, step: int) -> int:
@@ -480,6 +483,11 @@ class Moves:
     def name_scaler(self, breach: Breach) -> None:
         if breach.scaler is None and breach.optimizer is not None:
             breach.scaler = next((w for w in self.watches.scalers if w.is_enabled and w.uses), None)
+
+
+def _is_now_and_then(breach: Breach) -> bool:
+    """Whether steps on top of old gradients are told that did not come in a row."""
+    return "in_all" in breach.facts and breach.facts["steps"] < PILED_STEPS
 
 
 _TRUE = (Stage.EMPTY, Stage.PLAIN, Stage.UNSCALED, Stage.USED)

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampguard import compat
 from ampguard.engine.setup import parameters_of
 from ampguard.errors import SetupError
 
-_cast = WeakTensorKeyDictionary()
+_cast = compat.by_tensor()
 """The weights of all models that O2 has cast."""
 
 _found_right: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
