@@ -75,3 +75,22 @@ def test_a_schedule_of_the_optimizer_inside_a_wrapper(guard: Guard) -> None:
     (incident,) = [i for i in guard(body).report.incidents if i.phase == "protocol"]
     assert incident.cause == "scheduler-on-skipped-step"
     assert "scaler.step(opt); scaler.update(); if" in incident.fixes[0].how
+
+
+def test_a_loss_behind_another_statement_of_its_line(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        for _ in range(6):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            decay = model.weight.square().sum(); decay.backward()  # fmt: skip # noqa: E702
+            scaler.step(opt)
+            scaler.update()
+
+    (incident,) = guard(body).report.incidents
+    assert incident.cause == "unscaled-backward"
+    assert "scaler.scale(decay).backward()" in incident.fixes[0].how
+    assert "square" not in incident.fixes[0].how
