@@ -155,6 +155,11 @@ def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> 
         tensor.mul_(factor)
 
 
+def add_to_all_(tensors: list[torch.Tensor], number: torch.Tensor, times: float = 1.0) -> None:
+    """Add a 0-d tensor to each tensor in place, on one device."""
+    torch._foreach_add_(tensors, number, alpha=times)
+
+
 def update_scale_(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> None:
@@ -203,6 +208,16 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return list(map(_version, tensors))
     except RuntimeError:  # an inference tensor
         return [version_of(t) for t in tensors]
+
+
+def increment_versions(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that tensors were written to, by code that does not."""
+    increment = torch.autograd.graph.increment_version
+    try:
+        increment(tensors)
+    except TypeError:  # takes one at a time
+        for tensor in tensors:
+            increment(tensor)
 
 
 def keeping_version(tensor: torch.Tensor) -> Any:

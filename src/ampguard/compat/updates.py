@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ GRAD_SCALER = torch.amp.GradScaler
 
 UNSCALES = "_unscale_grads_"
 """The method of it that divides an optimizer's gradients, and is told whether they may be float16."""
+
+_profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 _skip_listeners: OrderedDict[int, Callable[[torch.optim.Optimizer], None]] = OrderedDict()
 
@@ -200,13 +204,120 @@ def only_looks(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+_FOR_OTHERS = "_only_for_steps_of_others"
+
+
+def only_for_others(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """This hook of an optimizer's step does nothing where the engine steps: it need not be called then."""
+    setattr(hook, _FOR_OTHERS, True)
+    return hook
+
+
+def _is_idle(hook: Callable[..., Any]) -> bool:
+    return hook in _only_looking or hasattr(hook, _FOR_OTHERS)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anything is called around the optimizer's step; also where PyTorch does not say."""
     module = sys.modules[torch.optim.Optimizer.__module__]
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     places = [getattr(module, name, None) for name in names]
     places += [getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    return any(hooks is None or not _only_looking.issuperset(hooks.values()) for hooks in places)
+    return any(hooks is None or not all(map(_is_idle, hooks.values())) for hooks in places)
+
+
+def may_bypass_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nothing can notice that the engine's update was made without `optimizer.step()`; `note_bypass` tells schedulers."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    own = vars(optimizer)
+    hooks = [getattr(module, name, None) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")]
+    hooks += [own.get(name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    if any(held is None or any(not hasattr(hook, _FOR_OTHERS) for hook in held.values()) for held in hooks):
+        return False
+    if _profiler_enabled():
+        return False
+    step = type(optimizer).step
+    wrapper = own.get("step")
+    is_scheduled = getattr(wrapper, "_wrapped_by_lr_sched", False) and getattr(wrapper, "__wrapped__", None) is step
+    return (wrapper is None or is_scheduled) and _is_all_of_pytorch(step)
+
+
+def note_bypass(optimizer: torch.optim.Optimizer) -> None:
+    """What a scheduler's wrapper around `step` notes: that the optimizer has stepped."""
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _is_all_of_pytorch(function: Callable[..., Any] | None) -> bool:
+    """Whether the code of a function, and of each that it wraps, is PyTorch's."""
+    folder = str(Path(torch.__file__).parent)
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(folder):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def fused_adam_(
+    is_decoupled: bool,
+    group: Mapping[str, Any],
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    state: Sequence[list[torch.Tensor]],
+    divisor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """One update by the kernel of Adam, or of AdamW, as these call it; `state` in the order of its arguments."""
+    steps = state[-1]
+    if steps[0].is_cpu:  # one after another there, which would make a tensor of 1 for each
+        torch._foreach_add_(steps, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0)
+    else:
+        torch._foreach_add_(steps, 1)
+    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+    beta1, beta2 = group["betas"]
+    kernel(
+        parameters,
+        gradients,
+        *state,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        grad_scale=divisor,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def fused_sgd_(
+    group: Mapping[str, Any],
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momentum: list[torch.Tensor],
+    divisor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """The same by the kernel of SGD; `momentum` is empty where it is 0."""
+    torch._fused_sgd_(
+        parameters,
+        gradients,
+        momentum,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=False,
+        grad_scale=divisor,
+        found_inf=found_inf,
+    )
 
 
 def is_first_move(scheduler: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard.compat import only_for_others
 from ampguard.engine import closures, misuse
 from ampguard.engine.announce import Announcer
 from ampguard.engine.holding import Holding
@@ -206,7 +207,7 @@ class Stepper:
                 self._mode.refuse_direct_step(holding.name)
                 self.rules.direct_step(holding)
 
-        return before_step
+        return only_for_others(before_step)
 
 
 @torch.no_grad()

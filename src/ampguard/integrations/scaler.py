@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard.compat import only_for_others
 from ampguard.engine import misuse
 from ampguard.engine.announce import Announcer
 from ampguard.engine.arguments import refuse_loss, refuse_low_weights
@@ -305,7 +306,7 @@ def _refusing_direct_steps(scaler: weakref.ref[EngineScaler], own: Updating) -> 
             do = "leave it out: the scaler's own call steps, at the end of each accumulation window"
             raise direct_step(own, its._read_scale(), do)
 
-    return before_step
+    return only_for_others(before_step)
 
 
 def _on_bad_step(bad: BadStep) -> None:

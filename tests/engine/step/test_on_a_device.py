@@ -19,7 +19,7 @@ from ampguard.engine.step import LossScale, RoundedUpdate, apply_update, check_f
 from ampguard.engine.step import layout as layout_module
 from ampguard.engine.step.fused import Way, way_of
 from ampguard.engine.step.gradients import _on_device
-from ampguard.engine.step.update import _device_factor, _step_on_device
+from ampguard.engine.step.update import _step_on_device
 
 KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "SGD": (optim.SGD, {"lr": 0.1}),
@@ -113,8 +113,7 @@ class OnDevice(Ours):
         give(self.parameters, gradients)
         found = [p.grad for p in self.parameters if p.grad is not None]
         check = _on_device(found, self.loss_scale.value)
-        factor = _device_factor(check, max_norm)
-        _step_on_device(self.optimizer, check, factor, more.get("write_back", False))
+        _step_on_device(self.optimizer, check, max_norm, more.get("write_back", False))
         self.loss_scale.update([check.found_inf])
 
 
@@ -151,7 +150,7 @@ def test_rounding_asks_nothing(rounding: Any) -> None:
             p.grad = torch.ones_like(p)
             check = _on_device([p.grad], None)
             with update.in_float32():
-                _step_on_device(update.optimizer, check, _device_factor(check, 1.0), write_back=False)
+                _step_on_device(update.optimizer, check, 1.0, write_back=False)
     assert p.float().mean() < 1.0
 
 

@@ -52,15 +52,27 @@ def way_of(optimizer: Optimizer, looks: Sequence[Look] = ()) -> Way:
 
     One of PyTorch's kernels is not taken where the script decided otherwise (`fused=False`, `foreach=True` or `False`,
     `differentiable=True`). Momentum that is missing is begun here, so that the kernel need not know which parameters
-    have a gradient for the first time. `looks`: one at each group, taken for the check just before.
+    have a gradient for the first time. `looks`: one at each group, as `looks_at` gives them.
     """
     known = family(type(optimizer))
     if known is not None:
-        fits = all(_group_fits(optimizer, i, known, looks) for i in range(len(optimizer.param_groups)))
+        looks = looks or looks_at(optimizer)
+        fits = bool(looks) and all(_group_fits(optimizer, i, known, look) for i, look in enumerate(looks))
         return Way.FUSED if fits else Way.PLAIN
     if unscales_as_it_steps(optimizer) and "grad_scaler" not in inspect.signature(optimizer.step).parameters:
         return Way.OWN
     return Way.PLAIN
+
+
+def looks_at(optimizer: Optimizer, before: Sequence[Look] = ()) -> list[Look]:
+    """One look at each group, where a fused kernel may make the step: that of the check just before, if it still holds."""
+    if not takes_kernel(optimizer):
+        return []
+    groups = optimizer.param_groups
+    return [
+        before[i] if i < len(before) and before[i].is_of(group["params"]) else look_at_group(optimizer, i)
+        for i, group in enumerate(groups)
+    ]
 
 
 def may_divide(optimizer: Optimizer) -> bool:
@@ -145,12 +157,8 @@ def lengthened(optimizer: Optimizer, factor: float) -> Iterator[None]:
             group["lr"], group["weight_decay"] = lr, weight_decay
 
 
-def _group_fits(optimizer: Optimizer, number: int, known: type[Optimizer], looks: Sequence[Look]) -> bool:
+def _group_fits(optimizer: Optimizer, number: int, known: type[Optimizer], look: Look) -> bool:
     group = optimizer.param_groups[number]
-    if _is_decided(group):
-        return False
-    is_known = number < len(looks) and looks[number].is_of(group["params"])
-    look = looks[number] if is_known else look_at_group(optimizer, number)
     parameters, gradients, layout = look.parameters, look.gradients, look.layout
     if not parameters:
         return True
@@ -165,7 +173,7 @@ def _group_fits(optimizer: Optimizer, number: int, known: type[Optimizer], looks
     if isinstance(optimizer, SGD):
         return _begin_momentum(optimizer, group, parameters)
     if layout.kinds != {"cpu"}:
-        _bring_steps(optimizer, parameters)
+        _bring_steps(optimizer, parameters, layout.kept if layout.kept is not None else {})
     return True
 
 
@@ -187,10 +195,17 @@ def _begin_momentum(optimizer: Optimizer, group: dict[str, Any], parameters: Seq
     return True
 
 
-def _bring_steps(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Move the counts of steps to their parameters' device: only there can a skipped step leave them alone unasked."""
+def _bring_steps(optimizer: Optimizer, parameters: Sequence[Tensor], kept: dict[str, Any]) -> None:
+    """Move the counts of steps to their parameters' device: only there can a skipped step leave them alone unasked.
+
+    Once, until a checkpoint is loaded, or a parameter steps for the first time.
+    """
+    known = kept.get("brought")
+    if known is not None and known[0] is optimizer.state and known[1] == len(optimizer.state):
+        return
     for p in parameters:
         state = optimizer.state.get(p, {})
         step = state.get("step")
         if isinstance(step, Tensor) and step.device != p.device:
             state["step"] = step.to(p.device, torch.float32, non_blocking=True)
+    kept["brought"] = (optimizer.state, len(optimizer.state))

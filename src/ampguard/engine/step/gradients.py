@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ampguard.compat import norms_in, unscale_all_
 from ampguard.engine.step.layout import Look, look_at
+from ampguard.engine.step.one_pass import check_in_one_pass
 from ampguard.engine.step.squares import sum_of_squares
 
 CPU = torch.device("cpu")
@@ -59,6 +60,10 @@ def check_gradients(
 
 def check_groups(looks: Sequence[Look], scale: Tensor | None, wants_norm: bool) -> GradientCheck:
     """The same of one optimizer's groups, which were looked at already, and which the next call steps."""
+    answers = check_in_one_pass(looks, scale, wants_norm)
+    if answers is not None:
+        norm, found_inf, inverse = answers
+        return GradientCheck(norm if wants_norm else None, found_inf, inverse, looks)
     look = looks[0] if len(looks) == 1 else _joined(looks)
     check = _checked(look, scale, wants_norm)
     return GradientCheck(check.norm, check.found_inf, check.inverse_scale, looks)
@@ -155,10 +160,9 @@ def _on_device(
     groups = [(_wide(here, dtype), gradients)] if dtype is not None else _alike(gradients)
     norms = [_norm(group, wide).to(here, non_blocking=True) for wide, group in groups]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms]))
-    found_inf = norm.isfinite().logical_not().float()
-    if dtype is None:
-        found_inf = _agreed(found_inf, gradients)
-    return GradientCheck((norm * inverse).float() if wants_norm else None, found_inf, inverse)
+    unscale_all_([norm], nothing, inverse)
+    found_inf = nothing if dtype is not None else _agreed(nothing, gradients)
+    return GradientCheck(norm.float() if wants_norm else None, found_inf, inverse)
 
 
 def _one_type(gradients: list[Tensor]) -> torch.dtype | None:
@@ -205,7 +209,7 @@ def _wide(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+    return scale.reciprocal() if not scale.is_cpu else scale.double().reciprocal().float()
 
 
 def _dense(gradient: Tensor) -> Tensor:

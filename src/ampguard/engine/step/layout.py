@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _NoneType = type(None)
+_NUMBERS = (float, int)
 _Places = tuple[list[int], list[int]]
 
 
@@ -28,8 +29,11 @@ class Layout:
     dtypes: frozenset[torch.dtype]
     kinds: frozenset[str]
     """Kinds of devices."""
+    devices: frozenset[torch.device]
     is_contiguous: bool
     elements: int
+    kept: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+    """What is worked out from it, for as long as the parameters lie where they do. None of what has no address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Look:
     """Whether no gradient is of a subclass of tensors."""
     layout: Layout | None = None
     """Of the parameters, where an optimizer holds them and they are plain."""
+    notes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What the check has worked out for the step."""
 
     def is_of(self, parameters: list[Tensor]) -> bool:
         """Whether it was a look at these, and their gradients are still the same, as far as the ends show."""
@@ -93,16 +99,18 @@ def layout_of(optimizer: Optimizer, number: int, parameters: list[Tensor]) -> La
     of_groups = _layouts.setdefault(optimizer, {})
     known = of_groups.get(number)
     if known is None or known[0] != places:
-        known = of_groups[number] = (places, _looked_at(parameters))
+        known = of_groups[number] = (places, _looked_at(parameters, {}))
     return known[1]
 
 
-def _looked_at(parameters: list[Tensor]) -> Layout:
+def _looked_at(parameters: list[Tensor], kept: dict[str, Any] | None = None) -> Layout:
     return Layout(
         frozenset(p.dtype for p in parameters),
         frozenset(p.device.type for p in parameters),
+        frozenset(p.device for p in parameters),
         all(p.layout is torch.strided and p.is_contiguous() for p in parameters),
         sum(map(Tensor.numel, parameters)),
+        kept,
     )
 
 
@@ -159,3 +167,47 @@ def _lies_alike(p: Tensor, g: Tensor, state: dict[str, Any]) -> bool:
 def _kept_of(p: Tensor, state: dict[str, Any]) -> list[Tensor]:
     """What an optimizer keeps for each element of a parameter; it may be older than a cast of that."""
     return [t for key, t in state.items() if key != "step" and isinstance(t, Tensor) and t.shape == p.shape]
+
+
+def _is_usual(group: dict[str, Any], look: Look, keys: tuple[str, ...]) -> bool:
+    """Whether the options are plain numbers and the parameters are of one device and type."""
+    layout = look.layout
+    return (
+        layout is not None
+        and len(layout.devices) == len(layout.dtypes) == 1
+        and all(type(group[key]) in _NUMBERS for key in keys)
+    )
+
+
+def moments_of(state: Any, group: dict[str, Any], look: Look) -> list[list[Tensor]] | None:
+    """Adam's lists, in the order of its kernel; None where some parameter has yet to step for the first time."""
+    if not look.parameters:
+        return []
+    if not _is_usual(group, look, ("lr", "weight_decay", "eps")) or {*map(type, group["betas"])} != {float}:
+        return None
+    kept = list(map(state.get, look.parameters))
+    try:
+        steps = [values["step"] for values in kept]
+        first, second = [values["exp_avg"] for values in kept], [values["exp_avg_sq"] for values in kept]
+        largest = [values["max_exp_avg_sq"] for values in kept] if group["amsgrad"] else []
+    except (KeyError, TypeError):
+        return None
+    if {*map(type, steps)} != {Tensor} or {step.device for step in steps} != look.layout.devices:  # type: ignore[union-attr]
+        return None
+    return [first, second, largest, steps]
+
+
+def momentum_of(state: Any, group: dict[str, Any], look: Look) -> list[list[Tensor]] | None:
+    """SGD's list, which is empty without momentum; None where some buffer has yet to be begun."""
+    if not look.parameters:
+        return []
+    if not _is_usual(group, look, ("lr", "weight_decay", "momentum", "dampening")):
+        return None
+    if not group["momentum"]:
+        return [[]]
+    kept = list(map(state.get, look.parameters))
+    try:
+        buffers = [values["momentum_buffer"] for values in kept]
+    except (KeyError, TypeError):
+        return None
+    return [buffers] if {*map(type, buffers)} == {Tensor} else None

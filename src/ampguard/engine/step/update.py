@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ampguard.compat import local_part, multiply_all_, stored_values, tell_of_skip
+from ampguard.engine.step.direct import step_directly
 from ampguard.engine.step.foreach import as_foreach
-from ampguard.engine.step.fused import Way, can_lengthen, lengthened, may_divide, takes_kernel, way_of
+from ampguard.engine.step.fused import Way, can_lengthen, lengthened, looks_at, may_divide, takes_kernel, way_of
 from ampguard.engine.step.gradients import GradientCheck, check_gradients, check_groups, unscale_gradients
 from ampguard.engine.step.layout import Look, look_at_group
+from ampguard.engine.step.one_pass import adam_in_one_pass
 from ampguard.errors import UsageError
 
 CLIP_EPSILON = 1e-6
@@ -95,11 +97,12 @@ def apply_update(
         else:
             _step_by(optimizer, _host_factor(check, max_norm), write_back, check.looks)
     else:
-        _step_on_device(optimizer, check, _device_factor(check, max_norm), write_back)
+        _step_on_device(optimizer, check, max_norm, write_back)
 
 
 def _step_by(optimizer: Optimizer, factor: float, write_back: bool, looks: Sequence[Look] = ()) -> None:
     """Step on the gradients times a number that the host knows."""
+    looks = looks_at(optimizer, looks)
     way = way_of(optimizer, looks)
     if factor != 1.0 and (way is Way.PLAIN or (write_back and not _writes_back(optimizer, way))):
         _multiply_gradients(optimizer, _number(factor))
@@ -108,34 +111,45 @@ def _step_by(optimizer: Optimizer, factor: float, write_back: bool, looks: Seque
         _step_plainly(optimizer)
         return
     if way is Way.FUSED and not write_back and factor > TINY and can_lengthen(optimizer):
-        with way.prepared(optimizer, None, None), lengthened(optimizer, factor):
-            optimizer.step()
+        with lengthened(optimizer, factor):
+            _step_fused(optimizer, looks, None, None)
         return
     divisor = _number(1.0 / factor if factor else torch.inf)
     if way is Way.FUSED:  # its kernel does less where there is nothing to divide by, and nothing to skip
-        with way.prepared(optimizer, divisor if factor != 1.0 else None, None):
-            optimizer.step()
+        _step_fused(optimizer, looks, divisor if factor != 1.0 else None, None)
     else:
         with way.prepared(optimizer, divisor, _number(0.0)):
             optimizer.step()
 
 
-def _step_on_device(optimizer: Optimizer, check: GradientCheck, factor: Tensor, write_back: bool) -> None:
-    """The same with a factor and a verdict that lie on a device; only a plain step waits for the verdict."""
-    way = way_of(optimizer, check.looks)
+def _step_on_device(optimizer: Optimizer, check: GradientCheck, max_norm: float | None, write_back: bool) -> None:
+    """The same with a scale, a norm and a verdict that lie on a device; only a plain step waits for the verdict."""
+    looks = looks_at(optimizer, check.looks)
+    way = way_of(optimizer, looks)
+    if way is Way.FUSED and not write_back and adam_in_one_pass(optimizer, looks, check, max_norm, CLIP_EPSILON):
+        return
+    divisor = _device_divisor(check, max_norm)
     if way is Way.PLAIN:
         if check.found_inf.item():
             tell_of_skip(optimizer)
         else:
-            _multiply_gradients(optimizer, factor)
+            _multiply_gradients(optimizer, divisor.reciprocal())
             _step_plainly(optimizer)
         return
-    divisor: Tensor | None = factor.reciprocal()
-    if write_back and not _writes_back(optimizer, way):
-        _multiply_gradients(optimizer, torch.where(check.found_inf > 0, torch.ones_like(factor), factor))
-        divisor = None
-    with way.prepared(optimizer, divisor, check.found_inf):
-        optimizer.step()
+    is_divided = write_back and not _writes_back(optimizer, way)
+    if is_divided:
+        _multiply_gradients(optimizer, torch.where(check.found_inf > 0, torch.ones_like(divisor), divisor.reciprocal()))
+    if way is Way.FUSED:
+        _step_fused(optimizer, looks, None if is_divided else divisor, check.found_inf)
+    else:
+        with way.prepared(optimizer, None if is_divided else divisor, check.found_inf):
+            optimizer.step()
+
+
+def _step_fused(optimizer: Optimizer, looks: Sequence[Look], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+    if not step_directly(optimizer, looks, divisor, found_inf):
+        with Way.FUSED.prepared(optimizer, divisor, found_inf):
+            optimizer.step()
 
 
 def _step_plainly(optimizer: Optimizer) -> None:
@@ -160,10 +174,11 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def _device_factor(check: GradientCheck, max_norm: float | None) -> Tensor:
+def _device_divisor(check: GradientCheck, max_norm: float | None) -> Tensor:
+    """What the gradients are to be divided by: the loss scale, or more where they are clipped."""
     if max_norm is None or check.norm is None:
-        return check.inverse_scale
-    return check.inverse_scale * (max_norm / (check.norm + CLIP_EPSILON)).clamp(max=1.0)
+        return check.inverse_scale.reciprocal()
+    return (check.norm + CLIP_EPSILON).div_(max_norm).clamp_(min=1.0).div_(check.inverse_scale)
 
 
 def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:

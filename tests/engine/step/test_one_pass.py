@@ -1,0 +1,203 @@
+"""Kernels of our own for CUDA devices, on the CPU: emulated, and by Triton's interpreter where Triton is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import weakref
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, as Triton is imported
+
+import emulated_kernels
+import pytest
+import torch
+from sequences import Ours, assert_alike, give, parameters
+from torch import Tensor, nn, optim
+
+from ampguard.engine.step import GradientCheck, check_for_update, one_pass
+from ampguard.engine.step.fused import looks_at
+from ampguard.engine.step.update import _step_on_device
+
+SHAPES = [(6, 4), (5,), (130,), (64,), (3, 43)]
+
+
+KINDS = ["emulated", *(["interpreted"] if importlib.util.find_spec("triton") else [])]
+
+
+@pytest.fixture(params=KINDS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    found: Any = emulated_kernels
+    if request.param == "interpreted":
+        from ampguard.engine.step import triton_kernels as found
+    monkeypatch.setattr(one_pass, "_kernels", lambda: found)
+    monkeypatch.setattr(one_pass, "_KIND", "cpu")
+    monkeypatch.setattr(one_pass, "_given_up", [])
+    monkeypatch.setattr(one_pass, "_is_here", lambda looks: not one_pass._given_up)
+    return found
+
+
+class InOnePass(Ours):
+    """As on a device; fails where PyTorch's kernels are taken instead."""
+
+    refused = False
+
+    def step(self, gradients: Any, max_norm: float | None, **more: Any) -> None:
+        give(self.parameters, gradients)
+        check = self.check(max_norm)
+        looks = looks_at(self.optimizer)
+        taken = one_pass.adam_in_one_pass(self.optimizer, looks, check, max_norm, 1e-6)
+        if not taken:  # the first step begins the state, by PyTorch's
+            self.refused = True
+            _step_on_device(self.optimizer, check, max_norm, write_back=False)
+        self.loss_scale.update([check.found_inf])
+
+    def check(self, max_norm: float | None) -> GradientCheck:
+        looks = looks_at(self.optimizer)
+        answers = one_pass.check_in_one_pass(looks, self.loss_scale.value, max_norm is not None)
+        assert answers is not None, one_pass._given_up
+        norm, found_inf, inverse = answers
+        return GradientCheck(norm if max_norm is not None else None, found_inf, inverse, looks)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0, float("inf")])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (optim.AdamW, {"weight_decay": 0.1}),
+        (optim.Adam, {"weight_decay": 0.1, "betas": (0.0, 0.99)}),
+        (optim.Adam, {"lr": 1}),
+    ],
+)
+def test_computes_what_the_sequence_computes(kernels: Any, kind: Any, options: Any, max_norm: float | None) -> None:
+    here, there = Ours(parameters(SHAPES), kind, **options), InOnePass(parameters(SHAPES), kind, **options)
+    for number in range(6):
+        generator = torch.Generator().manual_seed(number)
+        gradients: list[Tensor | None] = [torch.randn(shape, generator=generator) * 1024 for shape in SHAPES]
+        if number in (0, 2):
+            gradients[2][7] = torch.nan if number else torch.inf  # type: ignore[index]
+        if number == 3:
+            gradients[1] = None
+        here.step(gradients, max_norm)
+        there.refused = False
+        there.step(gradients, max_norm)
+        assert there.refused == (number == 0)
+    assert all(p.isfinite().all() for p in there.parameters)
+    assert here.loss_scale.state_dict() == there.loss_scale.state_dict()
+    assert_alike(here, there, 2e-6)
+
+
+def test_groups_step_with_their_own_options_and_one_norm(kernels: Any) -> None:
+    pair = []
+    for kind in (Ours, InOnePass):
+        held = parameters(SHAPES)
+        groups: Any = [{"params": held[:2], "lr": 0.1}, {"params": held[2:], "weight_decay": 0.5}]
+        one = kind(held, lambda _, groups=groups: optim.AdamW(groups))  # type: ignore[arg-type]
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            one.step([torch.randn(shape, generator=generator) * 1024 for shape in SHAPES], 0.5)
+        pair.append(one)
+    assert not isinstance(pair[1], InOnePass) or pair[1].refused
+    assert_alike(*pair, 2e-6)
+
+
+def test_the_norm_of_huge_gradients_does_not_overflow(kernels: Any) -> None:
+    p = nn.Parameter(torch.zeros(100))
+    p.grad = torch.full((100,), 1e30)
+    looks = looks_at(optim.Adam([p]))
+    norm, found_inf, inverse = one_pass.check_in_one_pass(looks, torch.tensor(1024.0), True)  # type: ignore[misc]
+    assert norm.item() == pytest.approx(1e31 / 1024)
+    assert (found_inf.item(), inverse.item()) == (0.0, 1 / 1024)
+
+
+def test_a_state_that_was_replaced_is_stepped_where_it_is_now(kernels: Any) -> None:
+    """Addresses of the step before would be memory of somebody else."""
+    one = InOnePass(parameters(SHAPES), optim.AdamW)
+    for _ in range(3):
+        one.step([torch.ones(shape) for shape in SHAPES], None)
+    state = one.optimizer.state[one.parameters[2]]
+    old = state["exp_avg"]
+    before = old.clone()
+    state["exp_avg"] = torch.zeros_like(old)
+    one.parameters[0].data = one.parameters[0].data.clone()
+    one.refused = False
+    one.step([torch.full(shape, 2048.0) for shape in SHAPES], None)
+    assert not one.refused
+    assert torch.equal(old, before)
+    torch.testing.assert_close(state["exp_avg"], torch.full_like(old, 0.2))
+
+
+def test_autograd_notices_that_parameters_were_written_to(kernels: Any) -> None:
+    one = InOnePass(parameters(SHAPES), optim.AdamW)
+    for _ in range(2):
+        one.step([torch.ones(shape) for shape in SHAPES], None)
+    loss = (one.parameters[0] ** 2).sum()
+    one.step([torch.ones(shape) for shape in SHAPES], None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "how", ["amsgrad", "maximize", "half", "slice", "profiler", "hook", "shifted", "first step", "max_norm 0"]
+)
+def test_what_does_not_suit_is_left_to_pytorch(kernels: Any, how: str) -> None:
+    options = {how: True} if how in ("amsgrad", "maximize") else {}
+    held = parameters(SHAPES)
+    if how == "half":
+        held = [nn.Parameter(p.detach().half()) for p in held]
+    if how == "slice":
+        held[0] = nn.Parameter(torch.randn(6, 8)[:, ::2])
+    if how == "shifted":
+        held[0] = nn.Parameter(torch.randn(25)[1:].view(6, 4))
+    optimizer = optim.AdamW(held, **options)
+    for p in held:
+        p.grad = torch.ones_like(p)
+    if how != "first step":
+        optimizer.step()
+    if how == "hook":
+        optimizer.register_step_pre_hook(lambda *_: None)
+    looks = looks_at(optimizer)
+    check = check_for_update([optimizer], held, torch.tensor(1024.0), 1.0)
+    before = [p.detach().clone() for p in held]
+    max_norm = 0.0 if how == "max_norm 0" else 1.0
+    watched = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with watched if how == "profiler" else contextlib.nullcontext():
+        assert not one_pass.adam_in_one_pass(optimizer, looks, check, max_norm, 1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
+
+
+def test_a_kernel_that_fails_is_tried_once(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler, no folder to write to: Triton raises anything."""
+
+    class Broken:
+        def __getitem__(self, _: Any) -> Any:
+            raise OSError("gcc: not found")
+
+    here, there = Ours(parameters(SHAPES), optim.AdamW), InOnePass(parameters(SHAPES), optim.AdamW)
+    gradients: list[Tensor | None] = [torch.randn(shape) * 1024 for shape in SHAPES]
+    for one in (here, there):
+        one.step(gradients, 1.0)
+
+    class Half:
+        look_kernel, conclude_kernel, adam_kernel = kernels.look_kernel, kernels.conclude_kernel, Broken()
+        CHUNK, BLOCK, PARTS = kernels.CHUNK, kernels.BLOCK, kernels.PARTS
+
+    monkeypatch.setattr(one_pass, "_kernels", lambda: Half)
+    for one in (here, there):
+        one.step(gradients, 1.0)
+    assert one_pass._given_up == ["OSError: gcc: not found"]
+    assert_alike(here, there, 2e-6)
+    assert one_pass.check_in_one_pass(looks_at(there.optimizer), None, True) is None
+
+
+def test_tables_are_forgotten_with_their_optimizer(kernels: Any) -> None:
+    one = InOnePass(parameters(SHAPES), optim.AdamW)
+    for _ in range(2):
+        one.step([torch.ones(shape) for shape in SHAPES], 1.0)
+    layout = looks_at(one.optimizer)[0].layout
+    table = weakref.ref(layout.kept["tables"])
+    del one, layout
+    gc.collect()
+    assert table() is None
