@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ampguard
 from ampguard.capture import flags, gradients, on_device, recorder
 from ampguard.capture.flags import FiniteFlag
+from ampguard.capture.root_calls import buffers
 
 BAD = 7
 
@@ -105,3 +106,49 @@ def test_a_flag_of_many_is_that_of_each(described: list[tuple[torch.dtype, list[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "is_immediate", lambda tensor: False)
         assert FiniteFlag(tensors).is_set() == expected
+
+
+class Rows(nn.Module):
+    """A running variance that training never reads: of one row it is NaN."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("seen", torch.full((size,), -torch.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.var.lerp_(x.var(0), 0.1)
+                self.seen.clamp_(max=0.0)
+        return x / (self.var if not self.training else x.var(0, correction=0) + 1.0).sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_buffer_on_a_device_is_told_in_the_step_that_poisons_it(
+    device: type[Events], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_scaled: bool
+) -> None:
+    """Its loss is finite, and so are the gradients: the damage would show in evaluation only."""
+    monkeypatch.setattr(buffers, "is_immediate", lambda tensor: False)
+    monkeypatch.setattr(recorder, "HAS_CUDA", True)
+    torch.manual_seed(0)
+    with ampguard.watch(out=tmp_path / "run") as guard:
+        model = nn.Sequential(nn.Linear(4, 8), Rows(8), nn.Linear(8, 2), Rows(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, init_scale=4.0)
+        for step in range(10):
+            optimizer.zero_grad()
+            loss = model(torch.randn(1 if step == BAD else 5, 4)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(3, 4))
+    first, *_ = (incident for incident in guard.report.incidents if incident.severity == "error")
+    assert (first.cause, first.step, first.op, first.location.code) == (
+        "empty-reduction", BAD, "aten.var.correction", "self.var.lerp_(x.var(0), 0.1)",
+    )  # fmt: skip
+    assert first.evidence["rung"] == "replay"
+    assert any(fix.verified for fix in first.fixes)

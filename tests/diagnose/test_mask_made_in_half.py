@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -101,3 +102,33 @@ def test_a_function_of_one_line_is_printed_without_its_head(guard: Guard) -> Non
     assert incident.cause == "fp16-overflow"
     assert all("def " not in fix.how for fix in incident.fixes)
     assert any("return ((out - y.half()) ** 2).sum()" in fix.how for fix in incident.fixes)
+
+
+def test_a_constant_that_the_device_does_not_convert(guard: Guard) -> None:
+    """`torch.where(keep, half, -1e9)`: the constant is -Inf on a CPU; a CUDA device refuses to make it, as done here."""
+
+    def made(value: float, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        if dtype == torch.float16 and abs(value) > 65504 and math.isfinite(value):
+            raise RuntimeError("value cannot be converted to type c10::Half without overflow")
+        return torch.full((), value, dtype=dtype)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        qk = nn.Linear(4, 16)
+        x, keep = torch.randn(3, 5, 4), torch.ones(3, 1, 5, dtype=torch.bool)
+        with torch.autocast("cpu", dtype=torch.float16):
+            q, k = qk(x).chunk(2, -1)
+            with pytest.raises(RuntimeError, match="without overflow"):
+                torch.where(keep, q @ k.mT, -1e9).softmax(-1).sum().backward()
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("scalar_tensor", made, "CPU")
+    try:
+        incident = guard(body).first
+    finally:
+        library._destroy()
+    assert (incident.cause, incident.op) == ("mask-overflow", "aten.scalar_tensor.default")
+    assert incident.evidence["constant"] == -1e9
+    assert (incident.fixes[0].action, incident.fixes[0].verified) == ("mask-value", True)

@@ -19,6 +19,8 @@ from ampguard.numerics import is_finite
 
 MANY = 4
 """Tensors from which on they are looked at together."""
+SMALL = 1 << 14
+"""Elements up to which a tensor is put beside others for that, which takes less time than a call of its own."""
 
 
 class FiniteFlag:
@@ -67,7 +69,14 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
             values = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
             if values.numel():
                 groups.setdefault((values.device, values.dtype), []).append(values)
-        found = [torch.isfinite(torch.stack(compat.largest_of(group))).all() for group in groups.values()]
+        found = []
+        for group in groups.values():
+            small = [t for t in group if t.numel() <= SMALL and type(t) is Tensor]
+            if len(small) > 1:
+                found.append(torch.isfinite(compat.flattened(small)).all())
+                group = [t for t in group if t.numel() > SMALL or type(t) is not Tensor]
+            if group:
+                found.append(torch.isfinite(torch.stack(compat.largest_of(group))).all())
     if not found:  # all are empty
         return torch.ones((), dtype=torch.bool, device=tensors[0].device)
     return torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).all()

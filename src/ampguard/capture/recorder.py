@@ -230,9 +230,7 @@ class FlightRecorder:
             root.floating.append(tensor.dtype.is_floating_point)
             if tensor.requires_grad:
                 root.wants_gradient = True
-        poisoned = self.context.after_call(root)
-        if poisoned:
-            self.judge.outputs.suspect_buffers(root, poisoned)
+        self.look_at_buffers(root)
         if not root.modes.grad:
             self.judge.outputs.look_at(root, outputs)
             self.pace.leave(self.log.kept, root.seconds)
@@ -240,6 +238,14 @@ class FlightRecorder:
         if self.tapes_training and not self.schedule.training_limit:
             self._pass_over()
         self.tape.enter(self.schedule.training_limit if self.tapes_training else self.schedule.limit)
+
+    def look_at_buffers(self, root: RootCall) -> None:
+        """Note what the call drew and changed, and suspect the buffers that it poisoned."""
+        poisoned = self.context.after_call(root)
+        if poisoned:
+            self.judge.outputs.suspect_buffers(root, poisoned)
+        if HAS_CUDA and (asked := self.context.buffers.take_asked()) is not None:
+            self.judge.outputs.await_buffers(root, asked)
 
     def _pass_over(self) -> None:
         """Something of this step is not recorded."""
@@ -388,6 +394,8 @@ class FlightRecorder:
             self.gradients.on_device.read()
         if self.undecided:
             self._decided()
+        if self.judge.outputs.asked:
+            self.judge.read_buffers()
         if self.judge.suspects:
             self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
         if self.steps.count < FIRST_STEPS and not self.counting:

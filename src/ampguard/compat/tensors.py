@@ -82,6 +82,26 @@ def largest_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(together(tensors, float("inf")))
 
 
+SMALL = 1 << 16
+"""Elements up to which tensors are copied together."""
+
+
+def clones_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each; of many small ones in a few calls, and then in one piece of memory for each type."""
+    copies: list[torch.Tensor | None] = [None] * len(tensors)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if type(t) is torch.Tensor and t.layout is torch.strided and t.is_contiguous() and t.numel() <= SMALL:
+            groups.setdefault((t.device, t.dtype), []).append(i)
+    for places in groups.values():
+        if len(places) > 1:
+            alike = [tensors[i] for i in places]
+            parts = flattened(alike).split([t.numel() for t in alike])
+            for i, part in zip(places, parts, strict=True):
+                copies[i] = part if tensors[i].dim() == 1 else part.view(tensors[i].shape)
+    return [t.detach().clone() if copy is None else copy for t, copy in zip(tensors, copies, strict=True)]
+
+
 def copy_together(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each of the values, in one call where PyTorch has one."""
     together = getattr(torch, "_foreach_copy_", None)

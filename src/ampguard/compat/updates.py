@@ -195,15 +195,6 @@ def is_of_pytorch(optimizer_class: type) -> bool:
     return bool(step.__module__.startswith("torch.optim."))
 
 
-_only_looking: set[Callable[..., Any]] = set()
-
-
-def only_looks(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """This hook of optimizers' steps asks for neither gradients nor a learning rate: it does not count as one."""
-    _only_looking.add(hook)
-    return hook
-
-
 _FOR_OTHERS = "_only_for_steps_of_others"
 
 
@@ -214,7 +205,7 @@ def only_for_others(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_idle(hook: Callable[..., Any]) -> bool:
-    return hook in _only_looking or hasattr(hook, _FOR_OTHERS)
+    return hasattr(hook, _FOR_OTHERS)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -228,16 +219,10 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def may_bypass_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nothing can notice that the engine's update was made without `optimizer.step()`; `note_bypass` tells schedulers."""
-    module = sys.modules[torch.optim.Optimizer.__module__]
-    own = vars(optimizer)
-    hooks = [getattr(module, name, None) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")]
-    hooks += [own.get(name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    if any(held is None or any(not hasattr(hook, _FOR_OTHERS) for hook in held.values()) for held in hooks):
-        return False
-    if _profiler_enabled():
+    if has_step_hooks(optimizer) or _profiler_enabled():
         return False
     step = type(optimizer).step
-    wrapper = own.get("step")
+    wrapper = vars(optimizer).get("step")
     is_scheduled = getattr(wrapper, "_wrapped_by_lr_sched", False) and getattr(wrapper, "__wrapped__", None) is step
     return (wrapper is None or is_scheduled) and _is_all_of_pytorch(step)
 

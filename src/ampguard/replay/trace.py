@@ -70,6 +70,7 @@ class TracedTensor:
     live: weakref.ref[Tensor] | None = None
     laid_out: Layout | None = None
     is_dense: bool = True
+    device: str = "cpu"
 
 
 @dataclass(slots=True)
@@ -101,7 +102,6 @@ class TracedOp:
     refused: bool = False
     taken: Tensor | None = None
     """Of `torch.where`: for each bad element of its result, whether it was taken from the first of the two."""
-    device: str = "cpu"
     in_backward: bool = False
     is_tangent: bool = False
     """Of what is `in_backward`: whether the derivative is taken in forward mode."""
@@ -113,6 +113,11 @@ class TracedOp:
     @property
     def name(self) -> str:
         return str(self.func)
+
+    @property
+    def device(self) -> str:
+        """The kind of device that it computes on: numbers that lie on the CPU may go into it everywhere."""
+        return next((t.device for t in (*self.inputs, *self.outputs) if t.device != "cpu"), "cpu")
 
     @property
     def place(self) -> tuple[str, str | None, int | None]:
@@ -273,8 +278,16 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+def asked_dtype(op: TracedOp) -> torch.dtype | None:
+    """The type that an operator was asked for, of those whose arguments are kept: one that has no operands has only this."""
+    dtype = (op.kwargs or {}).get("dtype")
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 def traced(tensor: Tensor, made_by: tuple[int, int] | None = None) -> TracedTensor:
     is_dense = compat.is_dense(tensor)
     if not is_dense:
         tensor = compat.stored_values(tensor)
-    return TracedTensor(tensor.shape, tensor.dtype, compat.storage_key(tensor), made_by, is_dense=is_dense)
+    return TracedTensor(
+        tensor.shape, tensor.dtype, compat.storage_key(tensor), made_by, is_dense=is_dense, device=tensor.device.type
+    )

@@ -146,7 +146,6 @@ class TraceWriter:
 
     def _keep_operands(self, op: TracedOp, args: Any, kwargs: Any) -> None:
         """For an operator with a bad result: where its operands are bad, its plain arguments, and (for some) values."""
-        op.device = args[0].device.type if args and isinstance(args[0], Tensor) else "cpu"
         op.plain = tuple(without_tensors(a) for a in args)
         op.plain_kwargs = {k: without_tensors(v) for k, v in kwargs.items()}
         op.operand_names = operand_names(op.func, args, kwargs)

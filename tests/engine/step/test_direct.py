@@ -123,6 +123,8 @@ def test_whoever_listens_hears_the_step(how: str, calls: list[str], monkeypatch:
 
 
 def test_the_engines_own_hooks_do_not_count(calls: list[str]) -> None:
+    other = nn.Linear(2, 2)
+    ampguard.Amp(other, optim.SGD(other.parameters(), lr=0.1), precision="O2")  # looks at all optimizers from here on
     model = nn.Linear(4, 2)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     amp = ampguard.Amp(model, optimizer, precision="bf16")

@@ -320,7 +320,7 @@ def test_no_look_is_kept_of_other_parameters_than_the_optimizers() -> None:
     assert not check_for_update([optim.RMSprop(parameters)], parameters).looks
 
 
-def test_what_only_looks_at_steps_is_no_hook() -> None:
+def test_what_looks_at_the_steps_of_others_is_no_hook() -> None:
     """O2 looks at every optimizer of the process from its first cast on: plain SGD is stepped as before."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

@@ -124,9 +124,7 @@ class _OpenStep:
         if not self.has_differentiated:
             recorder.leave_root(self._first, output)
             return
-        poisoned = recorder.context.after_call(self._first)
-        if poisoned:
-            recorder.judge.outputs.suspect_buffers(self._first, poisoned)
+        recorder.look_at_buffers(self._first)
 
 
 def recorded_as_called(

@@ -85,7 +85,7 @@ class Judge:
     @property
     def has_open_questions(self) -> bool:
         """Whether something bad, or not read yet, waits for what comes next."""
-        return bool(self.suspects or self.outputs.unread)
+        return bool(self.suspects or self.outputs.unread or self.outputs.asked)
 
     def is_healthy(self, losses: Sequence[Tensor]) -> bool:
         """The common case, quickly: one finite number on the CPU and nothing else to settle."""
@@ -286,6 +286,15 @@ class Judge:
         self._judged.clear()
         self._healthy.clear()
 
+    def read_buffers(self) -> None:
+        """Judge the buffers of a GPU, before weights change; a bad loss of the same step comes first.
+
+        Both lie ahead of the backward pass in the device's queue: waiting for them leaves it busy.
+        """
+        if self.unread:
+            self.read_flags(wait=True)
+        self.outputs.read_buffers(wait=True)
+
     def refused(self, index: int, error: BaseException) -> None:
         """An event raised. Of a constant that does not fit a half, or of a module's bad numbers: that is a diagnosis."""
         is_module = isinstance(self._log.record.event(index), RootCall)
@@ -302,6 +311,8 @@ class Judge:
 
     def settle(self, module: nn.Module) -> None:
         """A new root call begins: what was bad before it and was never differentiated stays bad."""
+        if self.outputs.asked:
+            self.outputs.read_buffers(wait=False)
         if self.outputs.unread:
             self.outputs.read(wait=False)
         self._suspect_discarded_losses(module)
@@ -343,6 +354,7 @@ class Judge:
         if isinstance(error, Exception) and not self.suspects and id(error) != self._told_error:
             self._suspect_locals(error)
         self.read_flags(wait=True, is_end=True)
+        self.outputs.read_buffers(wait=True)
         self.outputs.read(wait=True)
         self._suspect_discarded_losses(None)
         self.settle_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.flags import FiniteFlag, is_immediate
+from ampguard.capture.glue.told import tell_calls
 from ampguard.capture.record import BadResult, Held, Ref, RootCall, StepRecord
+from ampguard.capture.root_calls.buffers import Asked
 from ampguard.capture.root_calls.pace import Pace
 from ampguard.capture.root_calls.trees import tensors_in
 from ampguard.capture.steps import StepCounter
@@ -30,6 +33,8 @@ class OutputJudge:
     ) -> None:
         self.unread: list[tuple[FiniteFlag, BadResult]] = []
         """Outputs on a device that has not answered yet."""
+        self.asked: list[tuple[Asked, BadResult]] = []
+        """The same of buffers."""
         self._log = log
         self._steps = steps
         self._suspect = suspect
@@ -69,6 +74,23 @@ class OutputJudge:
         names = tuple(name for name, _ in poisoned)
         mode: Literal["train", "eval"] = "train" if root.modes.grad else "eval"
         self._suspect(BadResult("buffer", mode, self._steps.count, self._log.slice(), held, names=names))
+
+    def await_buffers(self, root: RootCall, asked: Asked) -> None:
+        """A call has changed buffers of a device that has not answered yet."""
+        mode: Literal["train", "eval"] = "train" if root.modes.grad else "eval"
+        self.asked.append((asked, BadResult("buffer", mode, self._steps.count, self._log.snapshot(), ())))
+
+    def read_buffers(self, wait: bool) -> None:
+        """What a device has found of buffers; at most two calls are left unread."""
+        while self.asked:
+            asked, bad = self.asked[0]
+            if not (wait or len(self.asked) > 2 or asked.flag.is_known):
+                return
+            del self.asked[0]
+            if not asked.flag.is_set() and (poisoned := asked.poisoned()):
+                tell_calls(bad.record)
+                held = tuple(Held(tensor, version) for _, tensor, version in poisoned)
+                self._suspect(dataclasses.replace(bad, targets=held, names=tuple(name for name, _, _ in poisoned)))
 
     def read(self, wait: bool) -> None:
         """What a GPU has found of the outputs of an evaluation; at most two calls are left unread."""

@@ -6,6 +6,7 @@ buffers that calls really change are copied; which those are, their version coun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampguard import compat
+from ampguard.capture.flags import FiniteFlag, is_immediate
 from ampguard.capture.record import SavedBuffer
 from ampguard.capture.root_calls.at_rest import Looks, RestingBuffers
 from ampguard.capture.root_calls.bymodule import ByModule
@@ -43,12 +45,22 @@ class _Watched:
     """Some buffers have no values yet: those of a `LazyModule`, until its first call."""
 
 
+@dataclass(slots=True)
+class Asked:
+    """Of buffers on a device: a flag of all that a call has changed, and what to ask when they are not all finite."""
+
+    flag: FiniteFlag
+    poisoned: Callable[[], list[tuple[str, Tensor, int]]]
+    """The paths of those that the call has poisoned, the buffers and their versions behind the call."""
+
+
 class BufferWatch:
     """Remembers, per root module, where its buffers hang and which of them its calls change."""
 
     def __init__(self) -> None:
         self._watched: ByModule[_Watched] = ByModule()
         self._poisoned: set[tuple[int, str]] = set()
+        self._asked: Asked | None = None
         self._looks = Looks()
         self._lowest: dict[tuple[str, torch.Size], Tensor] = {}
 
@@ -75,14 +87,15 @@ class BufferWatch:
         first = training not in watched.modes
         watched.modes.add(training)
         watched.calls += 1
-        saved = []
+        saved, kept = [], []
         for owner, name, _ in watched.places:
             tensor = owner.get(name)
             if tensor is not None:
-                changes = (id(owner), name) in watched.changing
-                keep = changes or (first and tensor.numel() <= FIRST_CALL_COPY)
-                copy = tensor.detach().clone() if keep else None
-                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), copy))
+                saved.append(SavedBuffer(owner, name, tensor, version_of(tensor), None))
+                if (id(owner), name) in watched.changing or (first and tensor.numel() <= FIRST_CALL_COPY):
+                    kept.append(saved[-1])
+        for buffer, copy in zip(kept, compat.clones_of([buffer.tensor for buffer in kept]), strict=True):
+            buffer.copy = copy
         return saved
 
     def _scan(self, module: nn.Module, watched: _Watched) -> None:
@@ -119,6 +132,7 @@ class BufferWatch:
             watched.changing |= watched.at_rest.written_unseen()
             self._looks.end()
         changed: list[tuple[SavedBuffer, Tensor]] = []
+        elsewhere: list[tuple[SavedBuffer, Tensor]] = []
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
             if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
@@ -128,19 +142,46 @@ class BufferWatch:
                 continue
             watched.at_rest.take(buffer)
             watched.changing.add((id(buffer.owner), buffer.name))
-            if now.is_floating_point() and now.device.type == "cpu":
-                changed.append((buffer, now))
+            if now.is_floating_point() and compat.has_values(now):
+                (changed if is_immediate(now) else elsewhere).append((buffer, now))
+        if elsewhere:
+            self._ask_for(watched, elsewhere)
         if not changed or all_finite_on_cpu(now for _, now in changed):
             return []
+        return [(path, now) for path, _, now in self._poisoned_of(watched, changed)]
+
+    def _ask_for(self, watched: _Watched, changed: list[tuple[SavedBuffer, Tensor]]) -> None:
+        """Ask a device for buffers that a call has changed, and that were not told of before."""
+        changed = [(buffer, now) for buffer, now in changed if (id(buffer.owner), buffer.name) not in self._poisoned]
+        if changed and not compat.cuda_is_capturing():
+            tensors = [now for _, now in changed]
+            versions = {id(now): version for now, version in zip(tensors, compat.versions_of(tensors), strict=True)}
+            flag = FiniteFlag(tensors)
+            self._asked = Asked(
+                flag, lambda: [(path, now, versions[id(now)]) for path, _, now in self._poisoned_of(watched, changed)]
+            )
+
+    def take_asked(self) -> Asked | None:
+        """What a device was asked for since the last call of this."""
+        asked, self._asked = self._asked, None
+        return asked
+
+    def _poisoned_of(
+        self, watched: _Watched, changed: list[tuple[SavedBuffer, Tensor]]
+    ) -> list[tuple[str, SavedBuffer, Tensor]]:
+        """Those that a call has turned non-finite, for the first time: with their paths. Waits for the device."""
         paths = {(id(owner), name): path for owner, name, path in watched.places}
         poisoned = []
         for buffer, now in changed:
             key = (id(buffer.owner), buffer.name)
             before = _before(buffer, now)
-            if key in self._poisoned or before is None or not is_finite(before) or is_finite(now):
+            if key in self._poisoned or before is None or is_finite(now):
                 continue
-            self._poisoned.add(key)
-            poisoned.append((paths.get(key, buffer.name), now))
+            if is_finite(before):
+                poisoned.append((paths.get(key, buffer.name), buffer, now))
+            elif is_immediate(now):
+                continue
+            self._poisoned.add(key)  # (a device is not asked again for what begins as Inf)
         return poisoned
 
 

@@ -29,6 +29,7 @@ from ampguard.diagnose.givens.naming import NamedTensor, all_buffers, buffer_beh
 from ampguard.diagnose.locate.rows import empty_rows, is_masks_doing
 from ampguard.numerics import NEG_INF, dtype_name, fits, is_low_precision, largest
 from ampguard.replay.operators import flat_scalars
+from ampguard.replay.trace import asked_dtype
 from ampguard.replay.variants import Variant
 
 NAMED = 3
@@ -264,7 +265,8 @@ def _refused(evidence: Evidence) -> Finding | None:
     """PyTorch would not convert the constant."""
     error = evidence.bad.error or evidence.outcome.error
     constant = next((s for s in evidence.scalars if not fits(s, torch.float16)), None)
-    precision = next((o.dtype for o in evidence.op.inputs if o.dtype in (torch.float16, torch.bfloat16)), None)
+    given = [*(o.dtype for o in evidence.op.inputs), asked_dtype(evidence.op)]
+    precision = next((dtype for dtype in given if dtype in (torch.float16, torch.bfloat16)), None)
     if constant is None or precision is None:
         return None
     limit = -largest(precision)

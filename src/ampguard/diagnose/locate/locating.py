@@ -23,7 +23,7 @@ from ampguard.errors import ReplayError
 from ampguard.numerics import NEG_INF
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.rebuild import Replayer
-from ampguard.replay.trace import Trace, TracedOp, TracedTensor, bad_elements, traced
+from ampguard.replay.trace import Trace, TracedOp, TracedTensor, asked_dtype, bad_elements, traced
 
 NOT_MADE = "no operator of the replay made the bad value"
 
@@ -147,7 +147,7 @@ def chain_at(op: TracedOp) -> Chain:
     """A chain of one operator that never returned."""
     if not op.outputs:
         shape = op.inputs[0].shape if op.inputs else ()
-        dtype = op.inputs[0].dtype if op.inputs else torch.float32
+        dtype = op.inputs[0].dtype if op.inputs else asked_dtype(op) or torch.float32
         op.outputs.append(TracedTensor(shape, dtype, 0))
     return Chain([Link(op, 0, None, NEG_INF)])
 

@@ -21,7 +21,10 @@ _found_right: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDiction
 
 
 def note_cast(weights: Iterable[Tensor]) -> None:
-    """From the first call on, each optimizer of the process is looked at as it steps for the first time."""
+    """From the first call on, each optimizer of the process is looked at as it steps for the first time.
+
+    The engine looks at those that it steps by itself.
+    """
     _look_at_steps()
     for weight in weights:
         _cast[weight] = True
@@ -30,7 +33,7 @@ def note_cast(weights: Iterable[Tensor]) -> None:
 @functools.cache
 def _look_at_steps() -> None:
     register, _ = compat.optimizer_step_hooks()
-    register(compat.only_looks(lambda optimizer, *_: refuse_late(optimizer)))
+    register(compat.only_for_others(lambda optimizer, *_: refuse_late(optimizer)))
 
 
 def refuse_late(optimizer: Optimizer) -> None:
