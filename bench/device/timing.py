@@ -1,9 +1,9 @@
-"""What watching costs on a CUDA device, early in a run: time between CUDA events, and peak memory of the device.
+"""What watching costs on a CUDA device, early in a run and later: time between CUDA events, and peak memory of the device.
 
 Each figure is that of three neighbouring blocks of steps in one process, plain, guarded and plain; the guard is on anew
 in each block, so that the looks of a run's first steps are in it, which grow rarer the longer a run is.
 
-Run `python bench/device/timing.py [SECONDS a workload]` on a machine with a CUDA device.
+Run `python bench/device/timing.py [SECONDS a workload] [WORKLOAD ...]` on a machine with a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "overhead"))
 from rows import ROWS
 from vit import ViT
 
-BLOCKS = {"tiny": (72, 128), "large fp16": (12, 24), "large bf16": (12, 24)}
+BLOCKS = {
+    "tiny": (72, 128),
+    "large fp16": (12, 24),
+    "large bf16": (12, 24),
+    "tiny, later": (600, 400),
+    "large fp16, later": (132, 120),
+    "convolutions fp16": (40, 60),
+}
 """Steps that are not timed, and those that are."""
 
 
@@ -45,6 +52,37 @@ def large(precision: str) -> tuple[nn.Module, Callable[[], Tensor]]:
         return loss.detach()
 
     return model, step
+
+
+def convolutions() -> tuple[nn.Module, Callable[[], Tensor]]:
+    """40 layers of convolution and BatchNorm, whose running statistics every step changes, on 64 images of 64 x 64."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Conv2d(128 if i else 3, 128, 3, padding=1, bias=False), nn.BatchNorm2d(128), nn.ReLU())
+        for i in range(40)
+    ]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    images, labels = torch.randn(64, 3, 64, 64, device="cuda"), torch.randint(10, (64,), device="cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return model, step
+
+
+def made(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    kind = name.split(",")[0]
+    if kind == "tiny":
+        return importlib.import_module("tiny").make("cuda")  # type: ignore[no-any-return]
+    return convolutions() if kind.startswith("conv") else large(kind.split()[1])
 
 
 def block(row: str, model: nn.Module, step: Callable[[], Tensor], warm_up: int, steps: int) -> tuple[float, int]:
@@ -71,7 +109,9 @@ def main() -> None:
     print("| workload | plain ms | plain (noise) | ampguard.watch | memory | triples |")
     print("|---|---|---|---|---|---|")
     for name, (warm_up, steps) in BLOCKS.items():
-        model, step = importlib.import_module("tiny").make("cuda") if name == "tiny" else large(name.split()[1])
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+            continue
+        model, step = made(name)
         for _ in range(30):
             step()
         began, noise, watched, memory, plain = time.time(), [], [], [], []

@@ -4,7 +4,9 @@ Both run in one process, in neighbouring pairs of blocks in alternating order, e
 parameters and gradients; the figure is the median over the pairs of PyTorch's time divided by ours. Gradients are
 written anew before each iteration, which is not timed. Our optimizer is built with no word about its implementation.
 The last table is of whole training steps with `ampguard.Amp`, on the optimizer that PyTorch's loop has, too.
-Prints the tables and writes results.md beside this file.
+Prints the tables and writes results.md beside this file; of a CUDA device cuda.md, where each iteration is timed twice:
+as a script sees it that waits for the device in every step, and with the device still at work on something else, so that
+only its own time counts.
 
 Run `python bench/step/run.py`, or with `--quick` for a rough look.
 """
@@ -29,6 +31,8 @@ from whole import loop
 HERE = Path(__file__).parent
 STEPS_PER_BLOCK = {"tiny": 20, "14M": 2, "100M": 1}
 WHOLE_STEPS_PER_BLOCK = {"tiny": 20, "vit": 1}
+BUSY = 20_000_000
+"""Cycles of the device, some 10 ms: longer than the host takes to launch an iteration."""
 PAIRS = {"tiny": 2.0, "14M": 1.0, "100M": 0.4}
 """Pairs of a model, as a part of `--pairs`: a large one takes longer, and is steadier."""
 
@@ -51,7 +55,7 @@ def main() -> None:
         print(line, flush=True)
         text += line + "\n"
     if not args.quick:
-        (HERE / "results.md").write_text(text)
+        (HERE / ("cuda.md" if args.device == "cuda" else "results.md")).write_text(text)
 
 
 def lines(args: argparse.Namespace) -> Iterator[str]:
@@ -66,13 +70,8 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
         "kernel and nothing is clipped, both do the same work on a large model. Written by `bench/step/run.py`."
     )
     for name in filter(None, args.models.split(",")):
-        shapes = MODELS[name]
-        yield f"\n## {name}: {len(shapes)} tensors, {sum(torch.Size(s).numel() for s in shapes) / 1e6:.2f} M parameters\n"
-        yield "| PyTorch's optimizer | PyTorch's ms | ours ms | times faster | quartiles | goal |"
-        yield "|---|---|---|---|---|---|"
-        for comparison in COMPARISONS:
-            if args.only in str(comparison):
-                yield row(name, comparison, args)
+        for is_queued in (False, True) if args.device == "cuda" else (False,):
+            yield from table(name, is_queued, args)
     if args.whole:
         yield "\n## Whole training steps of bench/overhead: torch.amp, and `ampguard.Amp` with the same optimizer\n"
         yield "| workload | optimizer | torch.amp ms | Amp ms | times faster | quartiles | goal |"
@@ -83,13 +82,26 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
                     yield whole_row(name, fused, max_norm, args)
 
 
-def row(name: str, comparison: Comparison, args: argparse.Namespace) -> str:
+def table(name: str, is_queued: bool, args: argparse.Namespace) -> Iterator[str]:
+    shapes = MODELS[name]
+    title = f"{name}: {len(shapes)} tensors, {sum(torch.Size(s).numel() for s in shapes) / 1e6:.2f} M parameters"
+    if args.device == "cuda":
+        title += ", the device's own time" if is_queued else ", waited for"
+    yield f"\n## {title}\n"
+    yield "| PyTorch's optimizer | PyTorch's ms | ours ms | times faster | quartiles | goal |"
+    yield "|---|---|---|---|---|---|"
+    for comparison in COMPARISONS:
+        if args.only in str(comparison):
+            yield row(name, comparison, is_queued, args)
+
+
+def row(name: str, comparison: Comparison, is_queued: bool, args: argparse.Namespace) -> str:
     theirs, ours = (Iteration(MODELS[name], comparison, is_ours, args.device) for is_ours in (False, True))
     gradients = [torch.randn_like(p) for p in theirs.parameters]
     steps = STEPS_PER_BLOCK[name]
     pairs = paired(
-        lambda: block(theirs, gradients, steps, args.device),
-        lambda: block(ours, gradients, steps, args.device),
+        lambda: block(theirs, gradients, steps, args.device, is_queued),
+        lambda: block(ours, gradients, steps, args.device, is_queued),
         count(name, args),
     )
     goal = comparison.goal if name != "tiny" else 1.0
@@ -124,18 +136,21 @@ def paired(theirs: Callable[[], float], ours: Callable[[], float], count: int) -
     return pairs
 
 
-def block(iteration: Iteration, gradients: list[Tensor], steps: int, device: str) -> float:
+def block(iteration: Iteration, gradients: list[Tensor], steps: int, device: str, is_queued: bool) -> float:
     """Seconds of some iterations, without the writing of their gradients."""
     seconds = 0.0
     for _ in range(steps):
         iteration.backward(gradients)
-        seconds += timed(iteration.run, 1, device)
+        seconds += timed(iteration.run, 1, device, is_queued)
     return seconds
 
 
-def timed(step: Callable[[], object], steps: int, device: str) -> float:
-    """CPU time of the process, or CUDA events around the steps."""
+def timed(step: Callable[[], object], steps: int, device: str, is_queued: bool = False) -> float:
+    """CPU time of the process, or CUDA events around the steps: behind other work if they are to be queued."""
     if device == "cuda":
+        torch.cuda.synchronize()
+        if is_queued:
+            torch.cuda._sleep(BUSY)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(steps):

@@ -1,15 +1,16 @@
-"""Kernels of our own for CUDA devices, on the CPU: emulated, and by Triton's interpreter where Triton is installed."""
+"""Kernels of our own for CUDA devices: emulated on the CPU, and where there is a device, themselves.
+
+With TRITON_INTERPRET=1, where Triton is installed, Triton's interpreter runs them on the CPU too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import os
+import warnings
 import weakref
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, as Triton is imported
 
 import emulated_kernels
 import pytest
@@ -17,14 +18,14 @@ import torch
 from sequences import Ours, assert_alike, give, parameters
 from torch import Tensor, nn, optim
 
-from ampguard.engine.step import GradientCheck, check_for_update, one_pass
+from ampguard.engine.step import GradientCheck, LossScale, apply_update, check_for_update, one_pass
 from ampguard.engine.step.fused import looks_at
 from ampguard.engine.step.update import _step_on_device
 
 SHAPES = [(6, 4), (5,), (130,), (64,), (3, 43)]
 
 
-KINDS = ["emulated", *(["interpreted"] if importlib.util.find_spec("triton") else [])]
+KINDS = ["emulated", *(["interpreted"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
 
 
 @pytest.fixture(params=KINDS)
@@ -163,7 +164,8 @@ def test_what_does_not_suit_is_left_to_pytorch(kernels: Any, how: str) -> None:
     before = [p.detach().clone() for p in held]
     max_norm = 0.0 if how == "max_norm 0" else 1.0
     watched = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with watched if how == "profiler" else contextlib.nullcontext():
+    with warnings.catch_warnings(), watched if how == "profiler" else contextlib.nullcontext():
+        warnings.simplefilter("ignore")  # PyTorch 2.11's of its own profiler
         assert not one_pass.adam_in_one_pass(optimizer, looks, check, max_norm, 1e-6)
     assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
 
@@ -201,3 +203,42 @@ def test_tables_are_forgotten_with_their_optimizer(kernels: Any) -> None:
     del one, layout
     gc.collect()
     assert table() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam])
+def test_on_a_device(kind: Any, max_norm: float | None) -> None:
+    """With the bytes that PyTorch's own optimizer is given, for sizes about those of a chunk; and without waiting."""
+    shapes = [(3,), (1024,), (1025,), (8191,), (8192,), (8193,), (300, 257), ()]
+    held = {name: [nn.Parameter(p.detach().cuda()) for p in parameters(shapes)] for name in ("ours", "theirs")}
+    optimizers = {name: kind(ps, weight_decay=0.1, fused=name == "theirs") for name, ps in held.items()}
+    optimizers["ours"] = kind(held["ours"], weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    scale = LossScale("cuda", init_scale=1024.0)
+    for number in range(5):
+        torch.manual_seed(number)
+        for p, q in zip(held["ours"], held["theirs"], strict=True):
+            p.grad = torch.randn_like(p) * 1024
+            q.grad = p.grad.clone()
+        if number in (0, 3):
+            held["ours"][5].grad[7] = held["theirs"][5].grad[7] = torch.inf if number else torch.nan
+        if max_norm is not None:
+            scaler.unscale_(optimizers["theirs"])
+            nn.utils.clip_grad_norm_(held["theirs"], max_norm)
+        scaler.step(optimizers["theirs"])
+        scaler.update()
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        try:
+            check = check_for_update([optimizers["ours"]], held["ours"], scale.value, max_norm)
+            apply_update(optimizers["ours"], check, max_norm)
+            scale.update([check.found_inf])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for p, q in zip(held["ours"], held["theirs"], strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
+        assert float(scale.value) == scaler.get_scale()
+    assert not one_pass._given_up
+    states = [list(optimizers[name].state.values()) for name in ("ours", "theirs")]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = 16384
+CHUNK = 8192
 """Elements of a tensor that one program takes."""
-BLOCK = 2048
+BLOCK = 1024
 """Elements that it takes at once."""
 PARTS = 4096
 """Programs' answers that are added up at once."""
