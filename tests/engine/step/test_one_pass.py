@@ -57,10 +57,9 @@ class InOnePass(Ours):
 
     def check(self, max_norm: float | None) -> GradientCheck:
         looks = looks_at(self.optimizer)
-        answers = one_pass.check_in_one_pass(looks, self.loss_scale.value, max_norm is not None)
-        assert answers is not None, one_pass._given_up
-        norm, found_inf, inverse = answers
-        return GradientCheck(norm if max_norm is not None else None, found_inf, inverse, looks)
+        check = one_pass.check_in_one_pass(looks, self.loss_scale.value, max_norm is not None)
+        assert check is not None, one_pass._given_up
+        return check
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0, float("inf")])
@@ -108,9 +107,11 @@ def test_the_norm_of_huge_gradients_does_not_overflow(kernels: Any) -> None:
     p = nn.Parameter(torch.zeros(100))
     p.grad = torch.full((100,), 1e30)
     looks = looks_at(optim.Adam([p]))
-    norm, found_inf, inverse = one_pass.check_in_one_pass(looks, torch.tensor(1024.0), True)  # type: ignore[misc]
-    assert norm.item() == pytest.approx(1e31 / 1024)
-    assert (found_inf.item(), inverse.item()) == (0.0, 1 / 1024)
+    check = one_pass.check_in_one_pass(looks, torch.tensor(1024.0), True)
+    assert check is not None
+    assert check.norm is not None
+    assert check.norm.item() == pytest.approx(1e31 / 1024)
+    assert (check.found_inf.item(), check.inverse_scale.item()) == (0.0, 1 / 1024)
 
 
 def test_a_state_that_was_replaced_is_stepped_where_it_is_now(kernels: Any) -> None:
@@ -192,6 +193,22 @@ def test_a_kernel_that_fails_is_tried_once(kernels: Any, monkeypatch: pytest.Mon
     assert one_pass._given_up == ["OSError: gcc: not found"]
     assert_alike(here, there, 2e-6)
     assert one_pass.check_in_one_pass(looks_at(there.optimizer), None, True) is None
+
+
+def test_tables_that_cannot_be_sent_are_given_up(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(*_: Any) -> Any:
+        raise RuntimeError("no memory could be pinned")
+
+    monkeypatch.setattr(one_pass.Tables, "_sent", send)
+    here, there = Ours(parameters(SHAPES), optim.AdamW), InOnePass(parameters(SHAPES), optim.AdamW)
+    gradients: list[Tensor | None] = [torch.randn(shape) * 1024 for shape in SHAPES]
+    for _ in range(2):
+        here.step(gradients, 1.0)
+        give(there.parameters, gradients)
+        assert one_pass.check_in_one_pass(looks_at(there.optimizer), there.loss_scale.value, True) is None
+        Ours.step(there, gradients, 1.0)
+    assert one_pass._given_up == ["RuntimeError: no memory could be pinned"]
+    assert_alike(here, there)
 
 
 def test_tables_are_forgotten_with_their_optimizer(kernels: Any) -> None:

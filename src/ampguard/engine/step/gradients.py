@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ampguard.compat import norms_in, unscale_all_
+from ampguard.engine.step.check import GradientCheck
 from ampguard.engine.step.layout import Look, look_at
 from ampguard.engine.step.one_pass import check_in_one_pass
 from ampguard.engine.step.squares import sum_of_squares
@@ -29,20 +29,6 @@ UNSCALED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat1
 """Types that the kernel of GradScaler.unscale_ takes."""
 CACHED = 1 << 21
 """Elements up to which writing gradients back is cheaper than one product for each (8 MiB of float32)."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientCheck:
-    """What one read of the gradients says; every field is a 0-d float32 tensor on the gradients' device."""
-
-    norm: Tensor | None
-    """2-norm over all gradients, unscaled; Inf or NaN where a gradient is. None where it was not wanted."""
-    found_inf: Tensor
-    """1.0 where any gradient is Inf or NaN, else 0.0."""
-    inverse_scale: Tensor
-    """What the gradients are yet to be multiplied by; 1.0 without a loss scale."""
-    looks: Sequence[Look] = field(default=(), repr=False, compare=False)
-    """One at each group of the optimizer that steps at once; none where another call could come between."""
 
 
 def check_gradients(
@@ -60,10 +46,9 @@ def check_gradients(
 
 def check_groups(looks: Sequence[Look], scale: Tensor | None, wants_norm: bool) -> GradientCheck:
     """The same of one optimizer's groups, which were looked at already, and which the next call steps."""
-    answers = check_in_one_pass(looks, scale, wants_norm)
-    if answers is not None:
-        norm, found_inf, inverse = answers
-        return GradientCheck(norm if wants_norm else None, found_inf, inverse, looks)
+    made = check_in_one_pass(looks, scale, wants_norm)
+    if made is not None:
+        return made
     look = looks[0] if len(looks) == 1 else _joined(looks)
     check = _checked(look, scale, wants_norm)
     return GradientCheck(check.norm, check.found_inf, check.inverse_scale, looks)

@@ -15,13 +15,14 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from ampguard.compat import HAS_CUDA, add_to_all_, cuda_is_capturing, increment_versions, may_bypass_step, note_bypass
+from ampguard.engine.step.check import GradientCheck
 from ampguard.engine.step.kernels import family
 from ampguard.engine.step.layout import Look, moments_of
 
@@ -30,17 +31,6 @@ _ALIGNED = 16
 """Bytes of which every address must be a multiple."""
 _REMEMBERED = 8
 """Tables of addresses that are kept for a group: gradients made anew lie now here, now there."""
-
-
-class Answers(Protocol):
-    """Of a check: 0-d float32 tensors on one device."""
-
-    @property
-    def norm(self) -> Tensor | None: ...
-    @property
-    def found_inf(self) -> Tensor: ...
-    @property
-    def inverse_scale(self) -> Tensor: ...
 
 
 class Tables:
@@ -88,46 +78,51 @@ _given_up: list[str] = []
 """Why the kernels are not taken any more."""
 
 
-def check_in_one_pass(looks: Sequence[Look], scale: Tensor | None, wants_norm: bool) -> list[Tensor] | None:
-    """Unscaled norm, found_inf and inverse scale (each 0-d float32) of the gradients of several groups.
-
-    None, with nothing done, where they do not suit. The norm is not measured if it is not wanted.
-    """
-    looks = [look for look in looks if look.parameters]
-    if not looks or not all(map(_suits, looks)) or not _is_here(looks):
+def check_in_one_pass(looks: Sequence[Look], scale: Tensor | None, wants_norm: bool) -> GradientCheck | None:
+    """The gradients of several groups looked at; None, with nothing done, where they do not suit."""
+    present = [look for look in looks if look.parameters]
+    if not present or not all(map(_suits, present)) or not _is_here(present):
         return None
-    device = looks[0].gradients[0].device
+    device = present[0].gradients[0].device
     if scale is not None and (scale.device != device or scale.dtype != torch.float32):
         return None
+    try:
+        with torch.no_grad():
+            answers = _looked_at(present, scale, wants_norm, device)
+    except Exception as error:  # no compiler, a folder that cannot be written: Triton raises anything
+        _give_up(error)
+        return None
+    return GradientCheck(answers[0] if wants_norm else None, answers[1], answers[2], looks) if answers else None
+
+
+def _looked_at(
+    looks: Sequence[Look], scale: Tensor | None, wants_norm: bool, device: torch.device
+) -> list[Tensor] | None:
+    """The norm, unscaled, found_inf, and the inverse scale."""
     kernels = _kernels()
-    with torch.no_grad():
-        tables = [_tables_of(look, kernels.CHUNK) for look in looks]
-        gradients = [_gradients_of(look, table) for look, table in zip(looks, tables, strict=True)]
-        if any(places is None for places in gradients):
-            return None
-        count = sum(table.programs for table in tables)
-        parts = torch.empty(count, dtype=torch.float64, device=device)
-        answers = torch.empty(3, dtype=torch.float32, device=device)
-        first = 0
-        try:
-            for places, table in zip(gradients, tables, strict=True):
-                kernels.look_kernel[(table.programs,)](
-                    places, table.owners, table.starts, table.numels, parts, first,
-                    WANTS_NORM=wants_norm, CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK,
-                )  # fmt: skip
-                first += table.programs
-            kernels.conclude_kernel[(1,)](
-                parts, count, scale if scale is not None else answers, answers,
-                WANTS_NORM=wants_norm, HAS_SCALE=scale is not None, PARTS=kernels.PARTS,
-            )  # fmt: skip
-        except Exception as error:  # no compiler, a folder that cannot be written: Triton raises anything
-            _give_up(error)
-            return None
+    tables = [_tables_of(look, kernels.CHUNK) for look in looks]
+    gradients = [_gradients_of(look, table) for look, table in zip(looks, tables, strict=True)]
+    if any(places is None for places in gradients):
+        return None
+    count = sum(table.programs for table in tables)
+    parts = torch.empty(count, dtype=torch.float64, device=device)
+    answers = torch.empty(3, dtype=torch.float32, device=device)
+    first = 0
+    for places, table in zip(gradients, tables, strict=True):
+        kernels.look_kernel[(table.programs,)](
+            places, table.owners, table.starts, table.numels, parts, first,
+            WANTS_NORM=wants_norm, CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK,
+        )  # fmt: skip
+        first += table.programs
+    kernels.conclude_kernel[(1,)](
+        parts, count, scale if scale is not None else answers, answers,
+        WANTS_NORM=wants_norm, HAS_SCALE=scale is not None, PARTS=kernels.PARTS,
+    )  # fmt: skip
     return list(answers.unbind(0))
 
 
 def adam_in_one_pass(
-    optimizer: Optimizer, looks: Sequence[Look], check: Answers, max_norm: float | None, clip_eps: float
+    optimizer: Optimizer, looks: Sequence[Look], check: GradientCheck, max_norm: float | None, clip_eps: float
 ) -> bool:
     """Step Adam or AdamW as `apply_update` says, gradients left as they are; False, with nothing done, if it cannot.
 
@@ -144,22 +139,32 @@ def adam_in_one_pass(
     if any(number.device not in present[0][1].layout.devices for number in numbers):  # type: ignore[union-attr]
         return False
     with torch.no_grad():
-        launches = [_launch_of(optimizer, group, look) for group, look in present]
+        try:
+            launches = [_launch_of(optimizer, group, look) for group, look in present]
+        except Exception as error:
+            _give_up(error)
+            return False
         if any(launch is None for launch in launches):
             return False
-        goes = 1.0 - check.found_inf
-        for number, launch in enumerate(launches):
-            assert launch is not None
-            add_to_all_(launch.steps, goes)
-            try:
-                launch(check, max_norm, clip_eps)
-            except Exception as error:
-                add_to_all_(launch.steps, goes, -1.0)
-                _give_up(error)
-                if number:
-                    raise
-                return False
-            increment_versions(launch.written)
+        return _made(optimizer, launches, check, max_norm, clip_eps)  # type: ignore[arg-type]
+
+
+def _made(
+    optimizer: Optimizer, launches: Sequence[_Launch], check: GradientCheck, max_norm: float | None, clip_eps: float
+) -> bool:
+    """Launch the kernel for each group; False where the first launch of all fails, with the counts of steps put back."""
+    goes = 1.0 - check.found_inf
+    for number, launch in enumerate(launches):
+        add_to_all_(launch.steps, goes)
+        try:
+            launch(check, max_norm, clip_eps)
+        except Exception as error:
+            add_to_all_(launch.steps, goes, -1.0)
+            _give_up(error)
+            if number:
+                raise
+            return False
+        increment_versions(launch.written)
     note_bypass(optimizer)
     return True
 
@@ -176,7 +181,7 @@ class _Launch:
     steps: list[Tensor]
     written: list[Tensor]
 
-    def __call__(self, check: Answers, max_norm: float | None, clip_eps: float) -> None:
+    def __call__(self, check: GradientCheck, max_norm: float | None, clip_eps: float) -> None:
         kernels, group, table = _kernels(), self.group, self.table
         beta1, beta2 = group["betas"]
         kernels.adam_kernel[(table.programs,)](

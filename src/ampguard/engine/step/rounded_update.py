@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard.compat import tell_of_skip, unseen
-from ampguard.engine.step.gradients import GradientCheck
+from ampguard.engine.step.check import GradientCheck
 from ampguard.engine.step.rounding import compensated_round_, joined, stochastic_round_
 from ampguard.engine.step.update import apply_update
 from ampguard.errors import UsageError

@@ -32,7 +32,7 @@ def _asked(gradient, WANTS_NORM: tl.constexpr):
     return tl.where(tl.abs(gradient) < float("inf"), 0.0, 1.0).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def look_kernel(
     gradients, owners, starts, sizes, parts, first, WANTS_NORM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -53,7 +53,7 @@ def look_kernel(
     tl.store(parts + first + program, tl.sum(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def conclude_kernel(
     parts, count, scale, answers, WANTS_NORM: tl.constexpr, HAS_SCALE: tl.constexpr, PARTS: tl.constexpr
 ):
@@ -104,7 +104,7 @@ def _adam(
         tl.store(second + at, v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def adam_kernel(
     gradients, addresses, owners, starts, sizes, tensors,
     norm, found_inf, inverse, max_norm, clip_eps,

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ampguard.compat import local_part, multiply_all_, stored_values, tell_of_skip
+from ampguard.engine.step.check import GradientCheck
 from ampguard.engine.step.direct import step_directly
 from ampguard.engine.step.foreach import as_foreach
 from ampguard.engine.step.fused import Way, can_lengthen, lengthened, looks_at, may_divide, takes_kernel, way_of
-from ampguard.engine.step.gradients import GradientCheck, check_gradients, check_groups, unscale_gradients
+from ampguard.engine.step.gradients import check_gradients, check_groups, unscale_gradients
 from ampguard.engine.step.layout import Look, look_at_group
 from ampguard.engine.step.one_pass import adam_in_one_pass
 from ampguard.errors import UsageError
