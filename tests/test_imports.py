@@ -22,23 +22,24 @@ MAY_IMPORT = {
     "errors": set[str](),
     "incident": set[str](),
     "numerics": {"compat"},
+    "precisions": set[str](),
     "protocol": set[str](),
     "report": {"errors", "incident"},
     "capture": GROUND | {"protocol"},
     "replay": GROUND | {"capture"},
     "diagnose": GROUND | {"protocol", "capture", "replay"},
-    "engine": GROUND | {"protocol"},
+    "engine": GROUND | {"precisions", "protocol"},
     "run": GROUND | {"protocol", "capture", "replay", "diagnose", "engine", "report"},
     "integrations": GROUND | {"engine", "run"},
     "compare": {"errors", "incident", "report"},
     "check": GROUND | {"_version"},
-    "cli": {"_version", "errors", "incident", "check", "compare", "report", "run"},
+    "cli": {"_version", "errors", "incident", "precisions", "check", "compare", "report", "run"},
     "__main__": {"cli"},
     "": {"_version", "errors", "incident", "engine", "run"},
 }
 """By room; "" is the front door, which nobody inside goes through."""
 
-WITHOUT_TORCH = {"", "__main__", "_version", "cli", "compare", "errors", "incident", "protocol", "report"}
+WITHOUT_TORCH = {"", "__main__", "_version", "cli", "compare", "errors", "incident", "precisions", "protocol", "report"}
 
 PYTHONS_OWN = {
     "_args", "_exit", "_getframe", "_make", "_fields", "_reconstructor", "_replace", "_run_module_as_main", "_shutdown",

@@ -42,6 +42,7 @@ def test_help_names_every_command_and_option() -> None:
 
 def test_explain() -> None:
     assert ampguard("explain", "fp16-overflow").stdout.startswith("fp16-overflow: ")
+    assert ampguard("explain", "FP16_Overflow").stdout.startswith("fp16-overflow: ")
     assert ampguard("explain").stdout.count("\n") == len(CAUSES)
 
 

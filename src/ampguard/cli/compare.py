@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ampguard.errors import UsageError
+from ampguard.precisions import usual_name
 from ampguard.run.overrides.asked import AUTOCAST, PRECISIONS
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ def _evaluate(subject: Subject, names: list[str], folder: Path, form: str) -> in
 
 
 def _names(precisions: str) -> list[str]:
-    names = [name.strip() for name in precisions.split(",") if name.strip()]
-    unknown = [name for name in names if name not in PRECISIONS]
+    words = [name.strip() for name in precisions.split(",") if name.strip()]
+    names = [usual_name(name) for name in words]
+    unknown = [word for word, name in zip(words, names, strict=True) if name not in PRECISIONS]
     if unknown:
         raise UsageError(f"--precisions: {unknown[0]!r} is not one of {', '.join(PRECISIONS)}")
     if not names or len(set(names)) < len(names):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import click
 
+from ampguard.precisions import usual_name
 from ampguard.run.late import LateSession
 from ampguard.run.overrides.asked import LEVELS, PRECISIONS, overrides_of
 from ampguard.run.protocols import GuardSession
@@ -32,6 +33,22 @@ class _RunCommand(click.Command):
                 return [*args[:after], "--", *args[after:]]
             i = after
         return args
+
+
+class _Named(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 on
+    """A choice of precisions that takes other spellings, too."""
+
+    def __init__(self, names: Sequence[str], usual: Callable[[str], str]) -> None:
+        super().__init__(names)
+        self._usual = usual
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        usual = self._usual(str(value))
+        return str(super().convert(usual if usual in self.choices else value, param, ctx))
+
+
+def _level(name: str) -> str:
+    return name.upper() if name.lower().startswith("o") else name.lower()
 
 
 @click.command(
@@ -64,8 +81,14 @@ class _RunCommand(click.Command):
     help="observe: report and let the script go on. stop: end it at the first error, with exit status 3. skip: hold the "
     "optimizer's step off, and stop after too many in a row. heal: the same, and apply the smallest verified fix.",
 )
-@click.option("--precision", type=click.Choice(PRECISIONS), help="Run the script in this precision, whatever it says.")
-@click.option("--amp-opt-level", type=click.Choice(tuple(LEVELS)), help="The same, by apex's names: O1 is fp16.")
+@click.option(
+    "--precision", type=_Named(PRECISIONS, usual_name), help="Run the script in this precision, whatever it says."
+)
+@click.option(
+    "--amp-opt-level",
+    type=_Named(tuple(LEVELS), _level),
+    help="The same, by apex's names: O1 is fp16.",
+)
 @click.option("--disable-amp", is_flag=True, help="The same as --precision fp32.")
 @click.option(
     "--force-fp32",

@@ -13,16 +13,9 @@ from ampguard.engine.precision.o2 import O2
 from ampguard.engine.precision.o3 import O3
 from ampguard.engine.precision.tf32 import Tf32
 from ampguard.errors import PrecisionError
+from ampguard.precisions import ALIASES, usual_name
 
 MODES: dict[str, type[Precision]] = {m.name: m for m in (Precision, Fp16, O2, O3, Bf16, Bf16True, Tf32, Float8)}
-
-ALIASES = {
-    "o0": "fp32", "32": "fp32", "32-true": "fp32", "float32": "fp32", "no": "fp32", "none": "fp32",
-    "o1": "fp16", "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
-    "o2": "O2", "o3": "O3", "16-true": "O3", "fp16-true": "O3",
-    "bfloat16": "bf16", "bf16-mixed": "bf16", "bfloat16-true": "bf16-true", "fp8": "float8",
-}  # fmt: skip
-"""What else these modes are called, in lower case."""
 
 
 def mode_named(name: str, option: str = "precision") -> type[Precision]:
@@ -31,11 +24,10 @@ def mode_named(name: str, option: str = "precision") -> type[Precision]:
     >>> mode_named("O1").name, mode_named("16-mixed").name, mode_named("bf16-true").name
     ('fp16', 'fp16', 'bf16-true')
     """
-    lower = str(name).lower()
-    known = MODES.get(str(name)) or MODES.get(ALIASES.get(lower, lower))
+    known = MODES.get(str(name)) or MODES.get(usual_name(str(name)))
     if known is not None and name is not None:
         return known
-    near = difflib.get_close_matches(lower, [*MODES, *ALIASES], 3, 0.5) if name is not None else []
+    near = difflib.get_close_matches(str(name).lower(), [*MODES, *ALIASES], 3, 0.5) if name is not None else []
     meant = f"; nearest: {', '.join(map(repr, near))}" if near else ""
     raise PrecisionError(
         f"unknown {option} {name!r}{meant}\n"
