@@ -223,6 +223,7 @@ def test_tables_are_forgotten_with_their_optimizer(kernels: Any) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam])
 def test_on_a_device(kind: Any, max_norm: float | None) -> None:

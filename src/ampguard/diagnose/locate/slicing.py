@@ -110,10 +110,22 @@ def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> C
 
 
 def _of_the_step(chain: Chain) -> Chain:
-    """The same chain, without the replay's own copy of an argument where it ends at one."""
-    if chain.given is not None and len(chain.links) > 1 and _is_of_the_replay(chain.head.op):
+    """The same chain, without the replay's own copy of an argument where it ends at one, or what brought it to a device."""
+    while (
+        chain.given is not None
+        and len(chain.links) > 1
+        and (_is_of_the_replay(chain.head.op) or _only_brings(chain.head.op))
+    ):
         chain.links.pop()
     return chain
+
+
+def _only_brings(op: TracedOp) -> bool:
+    """Whether an operator computes nothing: it copies a tensor to another device (`batch.to("cuda")`)."""
+    if op.short_name != "_to_copy" or len(op.inputs) != 1 or len(op.outputs) != 1:
+        return False
+    (given,), (made,) = op.inputs, op.outputs
+    return given.dtype == made.dtype and given.device != made.device
 
 
 def at_the_data(chain: Chain, trace: Trace, models: Sequence[int]) -> Chain:
