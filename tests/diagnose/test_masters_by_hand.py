@@ -159,3 +159,39 @@ def test_skipped_steps_of_a_scale_by_hand(too_high_at: int, guard: Guard) -> Non
     """Once it is known how the loop works, as at its beginning."""
     run = guard(lambda: Dynamic(too_high_at).train())
     assert run.report.status == "clean", run.stderr
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_scale_that_nobody_checks_is_told_where_the_half_gradient_overflows(
+    flat: bool, assigns: bool, guard: Guard
+) -> None:
+    """The bad gradient is the half model's; the masters' is a copy of it, and no backward pass gives it again."""
+    seen: list[bool] = []
+
+    def body() -> None:
+        one, scale = OldWay("", flat=flat, assigns=assigns), 2.0**14
+        for _ in range(8):
+            logits = one.model(torch.randn(6, 4).half()) * 8.0
+            loss = F.cross_entropy(logits.float(), torch.randint(0, 3, (6,)))
+            one.model.zero_grad()
+            (loss * scale).backward()
+            one.copy()
+            for master in one.masters:
+                assert master.grad is not None
+                master.grad.data.mul_(1.0 / scale)
+                seen.append(bool(master.grad.isfinite().all()))
+            one.opt.step()
+            with torch.no_grad():
+                parts = one.masters[0].split([p.numel() for p in one.weights]) if flat else one.masters
+                for p, part in zip(one.weights, parts, strict=True):
+                    p.copy_(part.view_as(p))
+            scale *= 4.0
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    step = seen.index(False) // (1 if flat else 4)
+    first = run.first
+    assert (first.severity, first.cause, first.step, first.phase) == ("error", "loss-scale-overflow", step, "backward")
+    assert first.evidence["rung"] == "replay"
+    assert (first.fixes[0].action, first.fixes[0].verified) == ("lower-loss-scale", True)

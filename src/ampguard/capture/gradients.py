@@ -111,6 +111,17 @@ class GradientWatch:
             self._judge.remade_are_bad(parameters_of(optimizer), targets)
         return bool(targets)
 
+    def _copied_from(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The parameters whose bad gradients the script has copied to those that the optimizer holds: a half model's.
+
+        None where a backward pass reaches any of the optimizer's own.
+        """
+        held = set(map(id, parameters_of(optimizer)))
+        others = [p for p in self._judge.parameters_of_modules() if p.grad is not None]
+        if any(id(p) in held for p in others) or all_finite_on_cpu(p.grad for p in others if p.grad is not None):
+            return []
+        return others
+
     def _judge_changed(self, optimizer: torch.optim.Optimizer) -> None:
         """Has the script put something into them that was bad before (an average that it keeps), after the scaler has looked?"""
         if found_inf(self.scaler, optimizer) is False and not all_finite_on_cpu(gradients_of(optimizer)):
@@ -131,9 +142,10 @@ class GradientWatch:
             since = self._cleared_since(optimizer)
             is_scaled = self._is_scaled
             scale = float(self.scaler.get_scale()) if is_scaled else None
-            self._judge.are_bad(
-                parameters_of(optimizer), scale, is_held_off=False, since=since, is_past_scaler=is_scaled
-            )
+            parameters = parameters_of(optimizer)
+            if copied := self._copied_from(optimizer):
+                parameters, since = copied, max(self._cleared.values(), default=0)
+            self._judge.are_bad(parameters, scale, is_held_off=False, since=since, is_past_scaler=is_scaled)
         if self.suspects_underflow:
             self.look_for_underflow(optimizer, None)
 
