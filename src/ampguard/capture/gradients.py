@@ -16,7 +16,7 @@ from ampguard.capture.judging.judge import Judge
 from ampguard.capture.on_device import DeviceGradients
 from ampguard.capture.record import BackwardCall, Ref
 from ampguard.capture.remade import RemadeGradients, gradients_of
-from ampguard.compat import HAS_CUDA, found_inf, version_of, versions_of
+from ampguard.compat import HAS_CUDA, found_inf, is_made, version_of, versions_of
 from ampguard.errors import message_of
 from ampguard.numerics import all_finite_on_cpu
 
@@ -117,7 +117,7 @@ class GradientWatch:
         None where a backward pass reaches any of the optimizer's own.
         """
         held = set(map(id, parameters_of(optimizer)))
-        others = [p for p in self._judge.parameters_of_modules() if p.grad is not None]
+        others = [p for p in self._judge.parameters_of_modules() if not is_made(p) and p.grad is not None]
         if any(id(p) in held for p in others) or all_finite_on_cpu(p.grad for p in others if p.grad is not None):
             return []
         return others
