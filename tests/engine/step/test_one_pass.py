@@ -195,6 +195,35 @@ def test_a_kernel_that_fails_is_tried_once(kernels: Any, monkeypatch: pytest.Mon
     assert one_pass.check_in_one_pass(looks_at(there.optimizer), None, True) is None
 
 
+@pytest.mark.parametrize("how", ["short", "half", "with gaps"])
+def test_a_state_that_was_replaced_by_another_kind_is_not_written_to(kernels: Any, how: str) -> None:
+    one = InOnePass(parameters(SHAPES), optim.AdamW)
+    for _ in range(2):
+        one.step([torch.ones(shape) for shape in SHAPES], None)
+    state = one.optimizer.state[one.parameters[2]]
+    other = {"short": torch.zeros(3), "half": torch.zeros(130).half(), "with gaps": torch.zeros(260)[::2]}[how]
+    state["exp_avg"] = other
+    give(one.parameters, [torch.ones(shape) for shape in SHAPES])
+    check = one.check(None)
+    assert not one_pass.adam_in_one_pass(one.optimizer, looks_at(one.optimizer), check, None, 1e-6)
+    assert not other.any()
+
+
+def test_a_default_device_of_the_script_is_not_that_of_the_tables(kernels: Any) -> None:
+    one = InOnePass(parameters(SHAPES), optim.AdamW)
+    gradients = [torch.ones(shape) for shape in SHAPES]
+    one.step(gradients, 1.0)
+    one.refused = False
+    torch.set_default_device("meta")
+    try:
+        give(one.parameters, gradients)
+        check = one.check(1.0)
+        assert one_pass.adam_in_one_pass(one.optimizer, looks_at(one.optimizer), check, 1.0, 1e-6)
+    finally:
+        torch.set_default_device(None)
+    assert not one_pass._given_up
+
+
 def test_tables_that_cannot_be_sent_are_given_up(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def send(*_: Any) -> Any:
         raise RuntimeError("no memory could be pinned")

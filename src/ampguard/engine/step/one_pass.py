@@ -42,12 +42,9 @@ class Tables:
         self.sizes = sizes
         chunks = [-(-size // chunk) for size in sizes]
         self.programs = sum(chunks)
-        owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(chunks))
-        before = torch.tensor([0, *chunks]).cumsum(0)[:-1]
-        starts = (torch.arange(self.programs) - before[owners]) * chunk
-        self.owners, self.starts, self.numels = (
-            self._sent(table) for table in (owners, starts, torch.tensor(sizes, dtype=torch.int64))
-        )
+        owners = [number for number, count in enumerate(chunks) for _ in range(count)]
+        starts = [start for size in sizes for start in range(0, size, chunk)]
+        self.owners, self.starts, self.numels = map(self._sent, (owners, starts, sizes))
         self._known: dict[tuple[int, ...], Tensor | None] = {}
 
     def at(self, tensors: Sequence[Tensor], unaligned: Sequence[Tensor] = ()) -> Tensor | None:
@@ -58,10 +55,11 @@ class Tables:
             if len(self._known) >= _REMEMBERED:
                 del self._known[next(iter(self._known))]
             is_aligned = all(place % _ALIGNED == 0 for place in places)
-            self._known[key] = self._sent(torch.tensor(key, dtype=torch.int64)) if is_aligned else None
+            self._known[key] = self._sent(key) if is_aligned else None
         return self._known[key]
 
-    def _sent(self, table: Tensor) -> Tensor:
+    def _sent(self, numbers: Sequence[int]) -> Tensor:
+        table = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the script made the default
         return table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
 
 
@@ -200,6 +198,8 @@ def _launch_of(optimizer: Optimizer, group: dict[str, Any], look: Look) -> _Laun
     if state is None:
         return None
     first, second, _, steps = state
+    if not _lie_as_layout_says(look, [first, second]):
+        return None
     table = _tables_of(look, _kernels().CHUNK)
     written = [*look.parameters, *first, *second]
     gradients, others = _gradients_of(look, table), table.at(written, steps)
@@ -226,10 +226,24 @@ def _suits(look: Look) -> bool:
             and layout.dtypes == {torch.float32}
             and layout.kinds == {_KIND}
             and layout.elements > 0
-            and set(map(_what_and_where, look.gradients)) == {(torch.float32, *layout.devices, torch.strided)}
-            and all(map(Tensor.is_contiguous, look.gradients))
+            and _lie_as_layout_says(look, [look.parameters, look.gradients])
         )
     return bool(look.notes["suits"])
+
+
+def _lie_as_layout_says(look: Look, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether tensors beside the parameters are of their sizes, float32, on their device, without gaps.
+
+    Asked in every step: a kernel that is given an address reads and writes there, whatever it finds.
+    """
+    sizes = list(map(Tensor.numel, look.parameters))
+    kinds = {(torch.float32, *look.layout.devices, torch.strided)}  # type: ignore[union-attr]
+    return all(
+        set(map(_what_and_where, tensors)) == kinds
+        and list(map(Tensor.numel, tensors)) == sizes
+        and all(map(Tensor.is_contiguous, tensors))
+        for tensors in lists
+    )
 
 
 _what_and_where = operator.attrgetter("dtype", "device", "layout")
