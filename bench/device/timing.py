@@ -39,8 +39,27 @@ def large(precision: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     torch.manual_seed(0)
     model = ViT(dim=768, depth=12, heads=12, patch=16, size=224).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, training(model, optimizer, torch.randn(48, 3, 224, 224, device="cuda"), precision)
+
+
+def convolutions(precision: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """40 layers of convolution and BatchNorm, whose running statistics every step changes, on 64 images of 64 x 64."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Conv2d(128 if i else 3, 128, 3, padding=1, bias=False), nn.BatchNorm2d(128), nn.ReLU())
+        for i in range(40)
+    ]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    return model, training(model, optimizer, torch.randn(64, 3, 64, 64, device="cuda"), precision)
+
+
+def training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, precision: str
+) -> Callable[[], Tensor]:
+    """A function that trains the model by one step."""
+    labels = torch.randint(10, (len(images),), device="cuda")
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16", init_scale=1024.0)
-    images, labels = torch.randn(48, 3, 224, 224, device="cuda"), torch.randint(10, (48,), device="cuda")
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -51,38 +70,14 @@ def large(precision: str) -> tuple[nn.Module, Callable[[], Tensor]]:
         scaler.update()
         return loss.detach()
 
-    return model, step
-
-
-def convolutions() -> tuple[nn.Module, Callable[[], Tensor]]:
-    """40 layers of convolution and BatchNorm, whose running statistics every step changes, on 64 images of 64 x 64."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Conv2d(128 if i else 3, 128, 3, padding=1, bias=False), nn.BatchNorm2d(128), nn.ReLU())
-        for i in range(40)
-    ]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    images, labels = torch.randn(64, 3, 64, 64, device="cuda"), torch.randint(10, (64,), device="cuda")
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = nn.functional.cross_entropy(model(images), labels)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return model, step
+    return step
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    kind = name.split(",")[0]
+    kind, *precision = name.split(",")[0].split()
     if kind == "tiny":
         return importlib.import_module("tiny").make("cuda")  # type: ignore[no-any-return]
-    return convolutions() if kind.startswith("conv") else large(kind.split()[1])
+    return {"large": large, "convolutions": convolutions}[kind](*precision)
 
 
 def block(row: str, model: nn.Module, step: Callable[[], Tensor], warm_up: int, steps: int) -> tuple[float, int]:

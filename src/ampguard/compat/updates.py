@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -218,11 +219,15 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def may_bypass_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nothing can notice that the engine's update was made without `optimizer.step()`; `note_bypass` tells schedulers."""
-    if has_step_hooks(optimizer) or _profiler_enabled():
+    """Whether nothing can notice that the engine's update was made without `optimizer.step()`, nor has a say in it (a scale
+    that the script set by itself); `note_bypass` tells schedulers."""
+    own = vars(optimizer)
+    if has_step_hooks(optimizer) or _profiler_enabled() or own.get("grad_scale") is not None:
+        return False
+    if own.get(FOUND_INF) is not None:
         return False
     step = type(optimizer).step
-    wrapper = vars(optimizer).get("step")
+    wrapper = own.get("step")
     is_scheduled = getattr(wrapper, "_wrapped_by_lr_sched", False) and getattr(wrapper, "__wrapped__", None) is step
     return (wrapper is None or is_scheduled) and _is_all_of_pytorch(step)
 
@@ -236,7 +241,7 @@ def note_bypass(optimizer: torch.optim.Optimizer) -> None:
 @functools.cache
 def _is_all_of_pytorch(function: Callable[..., Any] | None) -> bool:
     """Whether the code of a function, and of each that it wraps, is PyTorch's."""
-    folder = str(Path(torch.__file__).parent)
+    folder = str(Path(torch.__file__).parent) + os.sep
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn, optim
 from torch.profiler import ProfilerActivity
 
 import ampguard
+from ampguard.compat import may_bypass_step
 from ampguard.engine.step import apply_update, check_for_update, direct
 
 SHAPES = [(6, 4), (5,)]
@@ -138,3 +140,19 @@ def test_the_engines_own_hooks_do_not_count(calls: list[str]) -> None:
         amp.backward(loss)
         amp.step()
     assert calls == ["kernel", "kernel"]
+
+
+def test_a_wrapper_of_a_package_beside_pytorch_is_not_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchao` begins as `torch` does."""
+    held = parameters(SHAPES)
+    optimizer = optim.SGD(held, lr=0.1)
+    assert may_bypass_step(optimizer)
+    plain = optim.SGD.step
+
+    def loud(self: Any, *args: Any, **options: Any) -> Any:
+        return plain(self, *args, **options)
+
+    beside = Path(torch.__file__).parent.with_name("torchao") / "optim.py"
+    monkeypatch.setattr(loud, "__code__", loud.__code__.replace(co_filename=str(beside)))
+    monkeypatch.setattr(optim.SGD, "step", loud)
+    assert not may_bypass_step(optimizer)

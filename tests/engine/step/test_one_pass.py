@@ -142,7 +142,8 @@ def test_autograd_notices_that_parameters_were_written_to(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["amsgrad", "maximize", "half", "slice", "profiler", "hook", "shifted", "first step", "max_norm 0"]
+    "how",
+    ["amsgrad", "maximize", "half", "slice", "profiler", "hook", "shifted", "first step", "max_norm 0", "their scale"],
 )
 def test_what_does_not_suit_is_left_to_pytorch(kernels: Any, how: str) -> None:
     options = {how: True} if how in ("amsgrad", "maximize") else {}
@@ -158,6 +159,8 @@ def test_what_does_not_suit_is_left_to_pytorch(kernels: Any, how: str) -> None:
         p.grad = torch.ones_like(p)
     if how != "first step":
         optimizer.step()
+    if how == "their scale":
+        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
     if how == "hook":
         optimizer.register_step_pre_hook(lambda *_: None)
     looks = looks_at(optimizer)

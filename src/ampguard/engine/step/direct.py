@@ -30,9 +30,6 @@ def step_directly(
         return False
     gather = momentum_of if known is SGD else moments_of
     lists = [gather(optimizer.state, g, look) for g, look in zip(optimizer.param_groups, looks, strict=True)]
-    own = vars(optimizer)
-    if own.get("grad_scale") is not None or own.get("found_inf") is not None:  # the script's own
-        return False
     if any(kept is None for kept in lists) or not may_bypass_step(optimizer):
         return False
     with torch.no_grad():
