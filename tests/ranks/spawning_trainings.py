@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,10 @@ def train(rank: int, ranks: int, port: int, bad: str) -> None:
     )
     for step, (x, y) in enumerate(loader):
         out = net(x)
-        if bad == "raise" and rank == 1 and step == 2:
-            raise ValueError("the script's own")
+        if bad == "raise" and step == 2:
+            if rank == 1:
+                raise ValueError("the script's own")
+            time.sleep(60.0)  # until it is terminated: an error of its own, of the lost connection, might be told first
         loss = ((out - y) ** 2).mean()
         if bad == "log" and rank == 1 and step == 3:
             loss = loss + torch.log(out - 9.0).mean()
