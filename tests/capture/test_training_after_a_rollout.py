@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from watching import Watched, bits, seed_everything
 
 import ampguard
 from ampguard.capture.events import kept_events
+from ampguard.capture.glue import schedule as schedules
 from ampguard.capture.glue.schedule import LONG_STEP, TapeSchedule
 from ampguard.capture.glue.taped_calls import TapedCall
 
@@ -71,13 +73,17 @@ def test_the_training_after_a_rollout_is_recorded(bad: int, guard: Guard, monkey
 def test_functions_are_learnt_where_they_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record is full when the first losses are made: what has not been recorded says nothing of a function."""
     monkeypatch.setattr(kept_events, "MAX_EVENTS", 300)
+    monkeypatch.setattr(schedules, "LONG_STEP", math.inf)  # a step is a short one, however busy the machine
     with ampguard.watch(out=tmp_path / "run") as session:
         act_and_train()
         assert F.mse_loss in session._recorder.tape.calls._plain
 
 
-def test_weights_written_by_hand_beside_calls_that_are_kept_whole(tmp_path: Path) -> None:
+def test_weights_written_by_hand_beside_calls_that_are_kept_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A target network is written in the first steps, and the glue of the same iteration is kept call by call."""
+    monkeypatch.setattr(schedules, "LONG_STEP", math.inf)
     kinds: set[type] = set()
     with ampguard.watch(out=tmp_path / "run") as session:
         torch.manual_seed(0)

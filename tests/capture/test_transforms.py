@@ -149,6 +149,50 @@ def test_gradients_of_each_sample(is_of_loss: bool, cause: str, code: str, guard
     assert code in run.first.location.code
 
 
+class Rooted(nn.Module):
+    """The root of what the first layer makes, of zeros where a point is far away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x)
+        return torch.where(x.amax(-1, keepdim=True) > 0.9, 0.0 * y, y.square() + 1).sqrt()
+
+
+@pytest.mark.parametrize("kind", ["of a batch", "by the data", "of each, by the data"])
+def test_the_module_that_a_transform_runs_is_named(kind: str, guard: Guard) -> None:
+    seed_everything()
+    model = nn.Sequential()
+    model.add_module("body", nn.Sequential(nn.Tanh(), Rooted()))
+    model.add_module("head", nn.Linear(3, 1))
+
+    def value(params: Params, point: Tensor) -> Tensor:
+        return functional_call(model, params, (point,)).sum()
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            x = torch.randn(5, 2) * 0.1 + (1e3 if step == BAD else 0.0)
+            optimizer.zero_grad()
+            params = dict(model.named_parameters())
+            if kind == "of a batch":
+                loss = vmap(value, (None, 0))(params, x).mean()
+            elif kind == "by the data":
+                loss = grad(value, argnums=1)(params, x).square().mean()
+            else:
+                loss = vmap(grad(value, argnums=1), (None, 0))(params, x).square().mean()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    first = run.first
+    assert (first.cause, first.step, first.module) == ("singular-gradient", BAD, "body.1")
+    assert "outside every module" not in first.explanation
+
+
 def test_an_ensemble_of_models(guard: Guard) -> None:
     def body() -> None:
         members = [network(2) for _ in range(3)]

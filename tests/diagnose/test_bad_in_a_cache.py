@@ -80,3 +80,49 @@ def test_a_healthy_translation(guard: Guard) -> None:
     run = guard(lambda: translate(1.0))
     assert run.faults == 0, run.stderr
     assert not run.report.incidents
+
+
+class Remembering(nn.Module):
+    """Adds its keys to a dictionary of the caller's, and attends to all that are in there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        query = self.first(x)
+        key = self.key(query)
+        cache["keys"] = key if not cache else torch.cat([cache["keys"], key], 1)
+        return query + (query @ cache["keys"].mT).softmax(-1) @ cache["keys"]
+
+
+def step_by_step(size: float, bad: int | None = None) -> None:
+    seed_everything()
+    model, cache = Remembering().half().eval(), dict[str, Tensor]()
+    x = torch.randn(2, 4, 8).half()
+    with torch.no_grad():
+        model.first.weight.mul_(size)
+        for token in range(4):
+            out = model(x, cache)
+            x = torch.zeros(2, 1, 8).half()
+            if token == bad:
+                x[0, 0, 3] = float("nan")
+        assert out.isfinite().all() == (size == 1.0 and bad is None)
+
+
+def test_later_tokens_are_no_news(guard: Guard) -> None:
+    run = guard(lambda: step_by_step(1e5))
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.module) == ("fp16-overflow", "first")
+    assert incident.occurrences == 4
+
+
+@pytest.mark.parametrize("size", [1.0, 1e5])
+def test_a_token_that_is_bad_by_itself_is_told(size: float, guard: Guard) -> None:
+    causes = {incident.cause for incident in guard(lambda: step_by_step(size, bad=1)).report.incidents}
+    assert causes == ({"nonfinite-input"} if size == 1.0 else {"fp16-overflow", "nonfinite-input"})
+
+
+def test_a_healthy_cache(guard: Guard) -> None:
+    assert not guard(lambda: step_by_step(1.0)).report.incidents

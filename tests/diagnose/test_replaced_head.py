@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -38,6 +39,26 @@ def test_a_head_of_another_size_in_the_middle_of_a_run(frozen: bool, guard: Guar
     finally:
         gc.enable()
     assert (incident.cause, incident.step, incident.module) == ("stale-parameters", 12, "head")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_layer_in_the_middle_is_replaced_between_two_looks_at_all(optimizer: Any, guard: Guard) -> None:
+    """The optimizer has written to its tensors in 21 iterations of the 24 in which it has to the others."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)))
+        opt = optimizer(net.parameters(), lr=0.01)
+        for it in range(48):
+            if it == 21:
+                net[5] = copy.deepcopy(net[5])
+            loss = net(torch.randn(16, 6)).pow(2).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    (incident,) = guard(body).report.incidents
+    assert (incident.cause, incident.step, incident.module) == ("stale-parameters", 21, "5")
 
 
 def test_naming_modules_leaves_no_garbage_that_holds_them() -> None:

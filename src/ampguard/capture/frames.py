@@ -9,13 +9,14 @@ import contextlib
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from ampguard.capture.record import Line
+from ampguard.capture.record import Line, ModulesAround
 
 _HIDDEN_ROOTS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -40,6 +41,7 @@ _WRAPPERS = tuple(
 
 MAX_LINES = 1 << 14
 MAX_FILES = 1 << 12
+MAX_FRAMES = 100
 _has_lines: dict[int, tuple[bool, CodeType]] = {}
 """Whether a code's lines are shown, by identity, as in the next one."""
 _hidden_files: set[str] = set()
@@ -151,6 +153,18 @@ def frames_here(frame: FrameType | None, most: int) -> Iterator[FrameType]:
         trace = trace.tb_next
     yield from reversed(left[-most:])
     yield from frames_up(frame, most)
+
+
+def modules_around(frame: FrameType) -> ModulesAround | None:
+    """The modules whose calls `frame` runs in."""
+    found = []
+    for each in frames_up(frame, MAX_FRAMES):
+        code = each.f_code
+        if code.co_name in ("forward", "_call_impl") and code.co_argcount:
+            module = locals_of(each).get(code.co_varnames[0])
+            if isinstance(module, torch.nn.Module):
+                found.append(module)
+    return ModulesAround(weakref.ref(found[-1]), weakref.ref(found[0])) if found else None
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

@@ -218,6 +218,14 @@ class RootCall:
     """Calls of the same number lie between the same two clearings of autocast's weight cache; -1 without that cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModulesAround:
+    """The outermost and the innermost of the modules that are running."""
+
+    root: weakref.ref[nn.Module]
+    module: weakref.ref[nn.Module]
+
+
 @dataclass(slots=True)
 class GlueOp:
     """An ATen operator that ran outside every module."""
@@ -236,6 +244,8 @@ class GlueOp:
     """Of a derivative that a transform of `torch.func` takes: the number of the node that ran; -1 for a custom function's."""
     nodes: int = 0
     """The number of autograd's next node as it ran: its own have smaller ones."""
+    within: ModulesAround | None = None
+    """Under a transform of `torch.func`, which runs modules that are taped as they come: those that it ran in."""
 
 
 @dataclass(slots=True)
@@ -370,6 +380,16 @@ class BadResult:
     @property
     def is_of_gradients(self) -> bool:
         return self.kind in ("gradient", "underflow")
+
+
+def module_within(event: Event | None) -> nn.Module | None:
+    """The module in which a transform of `torch.func` ran an operator that is recorded by itself."""
+    return event.within.module() if type(event) is GlueOp and event.within is not None else None
+
+
+def root_around(event: Event) -> nn.Module | None:
+    """The outermost module around that operator."""
+    return event.within.root() if type(event) is GlueOp and event.within is not None else None
 
 
 def since(events: Sequence[Event], index: int) -> list[Event]:

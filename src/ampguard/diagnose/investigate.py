@@ -233,7 +233,7 @@ def incident_of(evidence: Evidence, finding: Finding, fixes: tuple[Fix, ...], ra
         phase=phase,  # type: ignore[arg-type]
         severity=finding.severity,
         cause=finding.cause,
-        module=place.module if place.root is not None else None,
+        module=place.module if place.root is not None else place.within,
         op=op.name if finding.op is not None or evidence.called is None else None,
         dtype=dtype_name(dtype),
         location=line.location() if line is not None else None,

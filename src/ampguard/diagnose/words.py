@@ -52,10 +52,11 @@ def spelled_out(short_name: str) -> str:
 def place(evidence: Evidence) -> str:
     """Where the operator ran: "in blocks.3.attn", "in the root module's forward", "in DiceLoss's forward" (a criterion that
     stands beside the model), "outside every module"."""
+    name = evidence.op.module if evidence.is_in_module else evidence.op.within
+    if name:
+        return f"in {name}"
     if not evidence.is_in_module:
-        return "outside every module"
-    if evidence.op.module:
-        return f"in {evidence.op.module}"
+        return "outside every module" if name is None else "in the root module's forward"
     roots = [event for event in evidence.events() if isinstance(event, RootCall)]
     own = next((type(root.module).__name__ for root in roots if root.index == evidence.op.event), None)
     of_model = [root.index for root in roots if any(True for _ in root.module.parameters())]

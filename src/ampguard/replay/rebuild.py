@@ -17,7 +17,7 @@ from ampguard.capture.compiled.functions import CompiledFunction
 from ampguard.capture.events.operands import held_by, held_in, refs_in
 from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.raised import is_same_error, refused_values
-from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Ref, RootCall
+from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Ref, RootCall, root_around
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.root_calls.surroundings import is_autocast_on, modes_of
 from ampguard.capture.root_calls.trees import map_tensors
@@ -104,7 +104,9 @@ class Replayer:
             if isinstance(event.module, CompiledFunction):
                 event.is_function = not compat.children_of(event.module)
         prefixes = {id(event.module): event.prefix for event in reversed(roots) if event.prefix}
-        self.names |= names_of_called((event.module for event in roots if not event.is_function), prefixes)
+        called = [event.module for event in roots if not event.is_function]
+        called += [root for event in self.events if (root := root_around(event)) is not None]
+        self.names |= names_of_called(called, prefixes)
         self.check()
 
     @property

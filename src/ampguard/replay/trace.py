@@ -90,6 +90,8 @@ class TracedOp:
     root: int | None
     line: Line | None
     owner: int | None = None
+    within: str | None = None
+    """Of what is recorded as outside every module: the module in which a transform of `torch.func` ran it."""
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ampguard import compat, numerics
 from ampguard.capture.compiled.functions import CompiledFunction
 from ampguard.capture.frames import user_line
-from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Line, RootCall, module_within
 from ampguard.capture.root_calls.surroundings import devices_in_use, is_autocast_on
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.replay.changed_nodes import ChangedNodes
@@ -367,6 +367,7 @@ class ReplayMode(compat.DispatchMode):
         module, owner = self._here if in_root else (None, None)
         root = number if in_root else None
         op = TracedOp(index, number, func, facts.name, module, root, self._line(frame), owner)
+        op.within = self._names.get(id(module_within(event)))
         return self.transformed.told(event, op, writer.trace)
 
     def _derivative(
@@ -401,7 +402,7 @@ class ReplayMode(compat.DispatchMode):
         module, owner = self._here if is_here else (forward.module, forward.owner)
         line = own_line or forward.line
         root = forward.root if module is not None else None  # (what we make of a call's own input is in no module)
-        op = TracedOp(index, event.index, func, facts.name, module, root, line, owner, in_backward=True)
+        op = TracedOp(index, event.index, func, facts.name, module, root, line, owner, forward.within, in_backward=True)
         if own_line is None or not compat.is_custom_derivative():
             op.forward = forward.index
         return op

@@ -52,5 +52,5 @@ class TransformedNodes:
             found = self._differentiated(event)
             if found is not None:
                 forward = trace.ops[found[1]]
-                op.forward, op.line = forward.index, forward.line
+                op.forward, op.line, op.within = forward.index, forward.line, forward.within
         return op

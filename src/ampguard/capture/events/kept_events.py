@@ -74,6 +74,8 @@ class KeptEvents:
         self.evaluation = LongEvaluation()
         self.written = WrittenWeights()
         self.tangents = Tangents()
+        self.runs_modules = False
+        """Whether a module is running whose operators are kept one by one: in a transform of `torch.func`."""
 
     def claim_index(self) -> int:
         index = self.next_index

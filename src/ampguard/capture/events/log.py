@@ -18,7 +18,7 @@ from ampguard import compat
 from ampguard.capture.events.arguments import MAX_COPY
 from ampguard.capture.events.forgetting_log import ForgettingLog
 from ampguard.capture.flags import is_immediate
-from ampguard.capture.frames import user_line
+from ampguard.capture.frames import modules_around, user_line
 from ampguard.capture.glue.preprocessing import uses_computed
 from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
 from ampguard.capture.glue.told import MAX_CALL_OPERATORS, is_plain, writes_first
@@ -62,8 +62,9 @@ class EventLog(ForgettingLog):
         modes = modes_of_function()
         grad = modes.grad
         call = TapedCall(
-            index, func, args, kwargs, line, grad, None, outputs, floating, None, None, 0, (args, kwargs), modes, made
-        )
+            index, func, args, kwargs, line, grad, None, outputs, floating, None, None, 0, None, (args, kwargs), modes,
+            made,
+        )  # fmt: skip
         self._pending.add_call(call, versions, more, output)
 
     def keep_write(
@@ -90,7 +91,7 @@ class EventLog(ForgettingLog):
         modes = modes_of_function()
         call = WritingCall(
             index, func, args, kwargs, line, modes.grad, None, [weakref.ref(written)], [written.dtype.is_floating_point],
-            None, None, 0, (args, kwargs), modes, (versions[0] + 1,), before,
+            None, None, 0, None, (args, kwargs), modes, (versions[0] + 1,), before,
         )  # fmt: skip
         maker = self._pending.maker_of(written, versions[0])
         call.is_first = before is not None and (type(maker) is WritingCall or type(written) is Parameter)
@@ -205,6 +206,7 @@ class EventLog(ForgettingLog):
             None,
             compat.derivative_number(),
             compat.next_node_number(),
+            modules_around(frame) if self.runs_modules else None,
         )
         self.next_index = index + 1
         self.append_named(op)

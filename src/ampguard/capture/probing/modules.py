@@ -51,8 +51,13 @@ class ModuleProbe(Probe):
 
             def followed_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 root = guarded(recorder.enter_root, module, args, kwargs)
-                if root is None and in_functorch():
-                    return original(module, *args, **kwargs)  # what a transform of torch.func runs is taped as it comes
+                if root is None and in_functorch():  # what a transform of torch.func runs is taped as it comes
+                    log = recorder.log
+                    is_inner, log.runs_modules = log.runs_modules, True
+                    try:
+                        return original(module, *args, **kwargs)
+                    finally:
+                        log.runs_modules = is_inner
                 recorder.paused = True
                 try:
                     live = recorder.live if root is not None else None

@@ -102,6 +102,7 @@ class OptimizerWatch:
         "taken",
         "thread",
         "usually_touched",
+        "versions",
         "was_bad",
         "was_skipped",
         "weights",
@@ -133,6 +134,8 @@ class OptimizerWatch:
         """Parameters, by identity, that have had a gradient when they were looked at."""
         self.without_since: dict[int, int] = {}
         """The parameters that had no gradient when last looked at, by identity, and the iteration since which."""
+        self.versions: tuple[int, dict[int, int]] = (0, {})
+        """The iteration in which all parameters were last looked at, and their versions behind it, by identity."""
         self.copy: tuple[Tensor, Tensor] | None = None
         """A parameter and a copy of its gradient right after backward, in iterations that are looked at closely."""
         self.divided = 1.0

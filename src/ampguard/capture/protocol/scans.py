@@ -137,7 +137,10 @@ class Scans:
         is_idle = self._moves.machine.ledger(watch).idle_steps > 0
         without = [p for p in trained if (p.grad is None or is_idle) and not is_empty(p)]
         before, now = watch.without_since, self._moves.attempt
-        watch.without_since = {id(p): before.get(id(p), now) for p in without}
+        watch.without_since = {
+            id(p): before[id(p)] if id(p) in before else _left_at(watch, p, trained, now) for p in without
+        }
+        watch.versions = now, {id(p): version_of(p) for p in trained}
         if watch.first_step is None:
             watch.first_step = now
         if not is_idle and len(watch.had_gradient) != len(trained):
@@ -368,6 +371,20 @@ class Scans:
         if is_frozen(parameters):
             breach.facts["why"] = "frozen"
         return breach
+
+
+def _left_at(watch: OptimizerWatch, parameter: Tensor, trained: list[Tensor], now: int) -> int:
+    """The first iteration in which a parameter without a gradient had none: an optimizer writes to none of those.
+
+    By how often it was written to since all were last looked at, beside another that has its gradient still.
+    """
+    then, versions = watch.versions
+    other = next((p for p in trained if p.grad is not None and id(p) in versions), None)
+    if other is None or id(parameter) not in versions:
+        return now
+    every = version_of(other) - versions[id(other)]
+    had, rest = divmod((version_of(parameter) - versions[id(parameter)]) * (now - then), max(every, 1))
+    return then + had + 1 if every > 0 and not rest and 0 <= had < now - then else now
 
 
 def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:

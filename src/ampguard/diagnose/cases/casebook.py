@@ -15,6 +15,7 @@ from ampguard.diagnose.cases.bad_since import BadSince
 from ampguard.diagnose.cases.case import Case, Place, is_thrown_away
 from ampguard.diagnose.cases.further import FurtherFailures
 from ampguard.diagnose.cases.kept_state import KeptState
+from ampguard.diagnose.cases.left_inside import LeftInside
 from ampguard.diagnose.cases.past_scaler import PastScaler
 from ampguard.diagnose.cases.poison import Poison
 from ampguard.diagnose.cases.recurrence import calls_behind, goes_on_from
@@ -37,6 +38,7 @@ class Casebook:
         self.further = FurtherFailures()
         self.poison = Poison(recorder)
         self.kept_state = KeptState(recorder)
+        self.left_inside = LeftInside()
         self.past = BadSince(recorder)
         self.past_scaler = PastScaler(self._tell)
         self._bad_events: dict[int, Case] = {}

@@ -216,6 +216,10 @@ class Examiner:
         book, cause = self._casebook, finding.cause
         if book.kept_state.explains(cause, bad, evidence) or book.hands_on(cause, bad, evidence.op.event):
             return True
+        left_by = book.left_inside.explains(cause, bad, evidence)
+        if left_by is not None:
+            book.count(left_by, bad, frozenset())
+            return True
         is_of_buffer = finding.cause == "nonfinite-parameter" and finding.evidence.get("role") == "buffer"
         return is_of_buffer and self._casebook.poison.explains_buffer(str(finding.evidence.get("name")), bad)
 
@@ -379,6 +383,7 @@ class Examiner:
     def _open_as(self, opinion: Incident | Case, evidence: Evidence, bad: BadResult) -> None:
         self._casebook.open(opinion, bad, place_of(evidence))
         self._casebook.kept_state.note_written(evidence, self._casebook.cases[-1])
+        self._casebook.left_inside.note(evidence, bad, self._casebook.cases[-1])
         if isinstance(opinion, Incident) and opinion.severity == "info":  # normal operation takes none of the looks
             self._looks -= 1
 
