@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampguard.capture.cleaned import CleanedGradients
+from ampguard.capture.cut_to_zero import CutToZero
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.hooks import TensorHooks
 from ampguard.capture.judging.judge import Judge
@@ -52,6 +53,9 @@ class GradientWatch:
         self._known_finite: list[tuple[list[Tensor], list[int]]] = []
         """Gradients that somebody has found finite since the last backward pass, and their versions then."""
 
+        self.cut: CutToZero | None = None
+        """Gradients of the last backward pass that were finite, and that clipping has made 0."""
+
     @property
     def _is_scaled(self) -> bool:
         """Whether the loss that was differentiated last carries a scaler's scale."""
@@ -65,6 +69,7 @@ class GradientWatch:
     def differentiated(self) -> None:
         """A backward pass has added gradients."""
         self._known_finite = []
+        self.cut = None
         self._judge.spoil()
         if self.hooks.known:
             self.hooks.differentiated()
@@ -132,8 +137,8 @@ class GradientWatch:
         """An optimizer steps without a scaler: look, as long as that waits for nothing."""
         self._is_unjudged = False
         self._versions = []  # it may change them by this update (or others by hand after it: master weights)
-        if self._log.is_empty:
-            return
+        if self._log.is_empty or (self.cut is not None and self.cut.holds(parameters_of(optimizer))):
+            return  # (those that clipping has spoilt are told where the step is)
         if self._are_finite(gradients_of(optimizer)) and self._are_finite_elsewhere(optimizer):
             self._judge.are_good()
             if not self._is_scaled:

@@ -1,9 +1,15 @@
-"""The probe of clipping by norm: where the norm is finite, so are all gradients, and nobody need look at them again."""
+"""The probe of clipping by norm: where the norm is finite, so are all gradients, and nobody need look at them again.
+
+Where it is not and they are, clipping makes them 0 (without a limit, NaN).
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,6 +17,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampguard import compat
+from ampguard.capture.cut_to_zero import about_to_be_cut
+from ampguard.capture.frames import user_line
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.probe import Probe
 from ampguard.capture.recorder import FlightRecorder
@@ -21,9 +29,12 @@ class ClippingProbe(Probe):
 
     def __init__(self, recorder: FlightRecorder, patches: Patches) -> None:
         super().__init__(recorder, patches)
-        self._is_clipping = False
         self._measured: Any = None
         """What the norm of the running call was taken of."""
+        self._norm = math.nan
+        """That norm, where it lies on the CPU."""
+        self._asked: tuple[Any, Any, FrameType] | None = None
+        """The limit of the running call, the order of its norm, and who called."""
 
     def install(self) -> None:
         place = compat.total_norm_function()
@@ -36,9 +47,11 @@ class ClippingProbe(Probe):
     def _watch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_clipping:
+            norm = original(tensors, *args, **kwargs)
+            if self._asked is not None and type(tensors) is list:
                 self._measured = tensors
-            return original(tensors, *args, **kwargs)
+                self._recorder.barrier.call(self._was_measured, tensors, norm)
+            return norm
 
         return get_total_norm
 
@@ -49,22 +62,33 @@ class ClippingProbe(Probe):
         def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
             if not recorder.active or recorder.paused or torch.compiler.is_compiling():
                 return original(parameters, max_norm, norm_type, *args, **kwargs)
-            self._is_clipping = True
+            self._asked, self._norm = (max_norm, norm_type, sys._getframe(1)), math.nan
             began = recorder.log.next_index
             try:
                 norm = original(parameters, max_norm, norm_type, *args, **kwargs)
             finally:
-                self._is_clipping = False
+                self._asked = None
                 measured, self._measured = self._measured, None
                 recorder.gradients.remade.clipped = range(began, recorder.log.next_index)
-            if type(measured) is list:
-                recorder.barrier.call(self._clipped, measured, norm, max_norm, norm_type)
+            # Whatever is at most 1 leaves finite gradients finite; PyTorch cuts the factor off there, but not a NaN.
+            if measured is not None and self._norm < math.inf:
+                recorder.barrier.call(recorder.gradients.found_finite, measured)
             return norm
 
         return clip_grad_norm_
 
-    def _clipped(self, gradients: list[Tensor], norm: Any, max_norm: Any, norm_type: Any) -> None:
-        is_here = type(norm) is Tensor and norm.is_cpu and compat.has_values(norm)
-        # Whatever is at most 1 leaves finite gradients finite; PyTorch cuts the factor off there, but not a NaN.
-        if is_here and float(norm_type) > 0.0 and float(max_norm) >= 0.0 and norm.item() < float("inf"):
-            self._recorder.gradients.found_finite(gradients)
+    def _was_measured(self, gradients: list[Tensor], norm: Any) -> None:
+        if self._asked is None or not (type(norm) is Tensor and norm.is_cpu and compat.has_values(norm)):
+            return
+        limit, order, frame = self._asked
+        if not (float(order) > 0.0 and float(limit) >= 0.0):
+            return
+        recorder = self._recorder
+        before, recorder.paused = recorder.paused, True  # the tape is not to take our look for the script's doing
+        try:
+            self._norm = norm.item()
+            if self._norm == math.inf:
+                line = user_line(frame)
+                recorder.gradients.cut = about_to_be_cut(gradients, norm.dtype, float(limit), float(order), line)
+        finally:
+            recorder.paused = before

@@ -138,7 +138,8 @@ class ProtocolDesk:
             self._cases[key] = known
             return
         self._on_told(incident)
-        poisons = incident.cause == POISONS or bool(incident.evidence.get("found_inf"))
+        facts = incident.evidence
+        poisons = incident.cause == POISONS or bool(facts.get("found_inf") or facts.get("makes_nan"))
         self._cases[key] = case = self._casebook.add(incident, poisons, optimizer)
         if incident.evidence.get("renewed"):
             overflow = self._casebook.latest("loss-scale-overflow")

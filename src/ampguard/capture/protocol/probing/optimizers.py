@@ -105,6 +105,7 @@ class OptimizerProbe:
         watch.taken += 1
         habits = witness.habits
         asks = watch.candidates or watch.lost_one or habits.saved_without is not None or habits.region is not None
+        asks = asks or witness.recorder.gradients.cut is not None
         if asks or steps in LOOKS:
             witness.guarded(witness.stepped, watch)
         elif not steps & witness.unfrozen.mask or (witness.unfrozen.sample and witness.unfrozen.is_thawed()):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ampguard.capture.cut_to_zero import CutToZero
 from ampguard.capture.patches import Patches
 from ampguard.capture.protocol.averages import Averages
 from ampguard.capture.protocol.dropped import DroppedGradients
@@ -28,6 +29,8 @@ from ampguard.capture.protocol.reads import ReadWindow
 from ampguard.capture.protocol.scans import Scans, is_time_to_look
 from ampguard.capture.protocol.unfrozen import Unfrozen
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.numerics import is_low_precision
+from ampguard.protocol.events import Breach
 
 Call = Callable[..., Any]
 REGION_STEPS = 8
@@ -70,6 +73,8 @@ class Witness:
     def stepped(self, watch: OptimizerWatch) -> None:
         """An optimizer's step was attempted."""
         habits, steps = self.habits, watch.steps
+        if self.recorder.gradients.cut is not None:
+            self._moved_nothing(watch, self.recorder.gradients.cut)
         if habits.watches_regions or habits.region is not None:
             habits.stepped(watch)
             habits.watches_regions = steps < REGION_STEPS or habits.suspects_scaler or habits.region is not None
@@ -84,6 +89,12 @@ class Witness:
         if self.moves.looks_closely or is_time_to_look(steps) or is_due:
             on, self.moves.looks_on = self.moves.looks_on or is_due, False
             self.moves.looks_closely = on or any(is_time_to_look(w.steps) for w in self.moves.mine())
+
+    def _moved_nothing(self, watch: OptimizerWatch, cut: CutToZero) -> None:
+        """An optimizer has stepped; clipping had made these gradients 0."""
+        if cut.holds(watch.parameters()):
+            cause = "fp16-overflow" if is_low_precision(cut.dtype) else "overflow"
+            self.moves.tell([Breach(cause, watch, None, cut.line, facts={"cut": cut})], self.moves.attempt)
 
     def noting(
         self, before: Call | None = None, after: Call | None = None, of_gradients: bool = False
