@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from watching import Watched
 
+from ampguard.capture.events.kept_events import KeptEvents
 from ampguard.capture.glue import schedule
 from ampguard.capture.glue.schedule import FREE_GLUE_OPS, TapeSchedule
 from ampguard.capture.root_calls import pace
@@ -146,6 +147,34 @@ def test_a_step_in_several_is_taped_whole_where_all_would_be_too_much() -> None:
     taped = steps_of(TapeSchedule(), 300, 60)[4:]
     assert set(taped) == {0, 300}
     assert sum(taped) / len(taped) <= FREE_GLUE_OPS + 10
+
+
+class Counted(KeptEvents):
+    """A log of which only the size of the running iteration is asked for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    @property
+    def size_of_iteration(self) -> int:
+        return self._size
+
+
+def test_what_a_step_of_many_calls_may_tape_is_counted_over_all_of_them() -> None:
+    """Twelve calls of modules a step, and 25 operators behind each."""
+    plan, taped = TapeSchedule(), []
+    for step in range(3, 63):
+        size = 0
+        for _ in range(12):
+            left = min(25, plan.left_for_training(Counted(size)))
+            size += left
+            if 0 < left < 25:
+                plan.exhausted(has_root=True)
+        taped.append(size)
+        plan.ended(step, 0.005, 0.005, has_root=True, taped=size)
+    assert set(taped[8:]) == {0, 300}
+    assert sum(taped[8:]) / len(taped[8:]) <= FREE_GLUE_OPS + 25
 
 
 def test_a_step_that_fits_is_taped_each_time() -> None:

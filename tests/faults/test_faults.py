@@ -33,6 +33,7 @@ from ampguard.capture.gradients import GradientWatch
 from ampguard.capture.judging import judge, outputs
 from ampguard.capture.judging.spoilt import SpoiltGradients
 from ampguard.capture.probing import loading
+from ampguard.capture.probing.clipping import ClippingProbe
 from ampguard.capture.root_calls import buffers, pace, surroundings
 from ampguard.capture.root_calls.resting import RestingCalls
 from ampguard.capture.scaling import LossScaling
@@ -202,6 +203,8 @@ RARER = [
     (RestingCalls, "look_at"),
     (RestingCalls, "look_at_error"),
     (tape.GlueTape, "begins_dual_level"),
+    (ClippingProbe, "_was_measured"),
+    (GradientWatch, "found_finite"),
 ]
 
 
@@ -233,6 +236,7 @@ def test_capture_on_rarer_ways(
             (g,) = torch.autograd.grad(out.sum(), model.weight, create_graph=True, retain_graph=True)
             optimizer.zero_grad()
             (Doubled.apply(out).pow(2).mean() + g.sum() * 0).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step((lambda: 0.0) if name == "closure_ended" else None)
             out.detach().tolist()
         if name == "begins_dual_level":

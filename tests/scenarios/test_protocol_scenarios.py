@@ -123,5 +123,6 @@ def test_cause_has_a_rule_and_a_page(code: str) -> None:
 
 def test_every_rule_answers_to_a_known_cause() -> None:
     protocol.load()
-    assert set(BREACH_RULES) == set(TRUTHS) | {"nonfinite-parameter", "optimizer-underflow", "lost-update"}
+    of_numbers = {"nonfinite-parameter", "optimizer-underflow", "lost-update", "fp16-overflow", "overflow"}
+    assert set(BREACH_RULES) == set(TRUTHS) | of_numbers
     assert set(BREACH_RULES) <= set(CAUSES)

@@ -45,7 +45,7 @@ class BackwardCalls:
         if is_plain:
             log.keep_backward(call)
         else:
-            log.append(call)
+            log.append_named(call)
         return call
 
     def returned(self, call: BackwardCall, gradients: Any) -> None:

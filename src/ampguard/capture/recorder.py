@@ -237,7 +237,7 @@ class FlightRecorder:
         self.tapes_training = root.modes.grad
         if self.tapes_training and not self.schedule.training_limit:
             self._pass_over()
-        self.tape.enter(self.schedule.training_limit if self.tapes_training else self.schedule.limit)
+        self.tape.enter(self.schedule.left_for_training(self.log) if self.tapes_training else self.schedule.limit)
 
     def look_at_buffers(self, root: RootCall) -> None:
         """Note what the call drew and changed, and suspect the buffers that it poisoned."""
@@ -510,7 +510,7 @@ class FlightRecorder:
         """Go on taping after `torch.autograd.grad` in the middle of a loss."""
         if self.turns.thread == threading.get_ident() and not self.paused:
             self.tapes_training = True
-            self.tape.enter(self.schedule.glue_limit)
+            self.tape.enter(self.schedule.left_for_training(self.log))
 
     # --- other threads ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from ampguard.capture.events.ahead import PreparedAhead
 from ampguard.capture.events.arguments import ArgumentCopies
@@ -141,12 +140,17 @@ class KeptEvents:
         events = since(self._record.events, index)
         return [*events, *self._pending.events()] if self._pending.entries else events
 
-    def has_open_call(self, module: Module | None) -> bool:
-        """Whether a module (None: any) was called since the last backward pass; nothing is settled for that."""
-        for event in self.kept_since(self.closed_until):
-            if type(event) is RootCall and event.index >= self.closed_until and module in (None, event.module):
-                return True
-        return False
+    def latest(self, index: int) -> list[Event]:
+        """The same, also of what is pending those from `index` on: a few at the end of many, mostly."""
+        found: list[Event] = []
+        for entry in reversed(self._pending.entries):
+            if entry[0].index < index:
+                break
+            found.append(entry[0])
+        else:
+            found += reversed(since(self._record.events, index))
+        found.reverse()
+        return found
 
     def computes_with_gradients(self, lately: int) -> bool:
         """Whether any of the last events has made something that can be differentiated; nothing is settled for that."""
@@ -159,7 +163,7 @@ class KeptEvents:
     def settle(self) -> None:
         """Name the operands of what is pending."""
         for event, versions, more in self._pending.take():
-            if type(event) is BackwardCall:
+            if versions and type(event) is BackwardCall:
                 event.args = (tuple(self._named_then(event.args[0], versions)), None, None)
             elif isinstance(event, TapedCall):
                 if len(self._record.events) >= self.most:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ampguard.capture.events.kept_events import MAX_EVENTS
+from ampguard.capture.events.kept_events import MAX_EVENTS, KeptEvents
 
 FREE_GLUE_OPS = 96
 """Operators between a module and backward that are always taped; more only while they cost next to nothing."""
@@ -113,6 +113,15 @@ class TapeSchedule:
         self._spent += operators * TAPED_WRITE_SECONDS
         self.keeps_for_weights = self._spent < -FREE_SECONDS / 2
 
+    def left_for_training(self, log: KeptEvents) -> int:
+        """Operators that are taped from here on in a step: what is left of its own, where it calls many modules."""
+        if self.is_functional or self.training_limit in (0, MAX_EVENTS):
+            return self.glue_limit
+        left = self.training_limit - log.size_of_iteration
+        if left <= 0:
+            self.exhausted(has_root=True)
+        return max(0, left)
+
     def begins(self, events: int) -> None:
         """The first module of a step is called; `events`: how many there were before."""
         self._has_prefix = events > 0
@@ -124,8 +133,13 @@ class TapeSchedule:
 
     def wonders(self, steps: int) -> bool:
         """Whether to look if the step that ends has used what was computed before its first module."""
-        is_asked = self._empty_prefixes > 0 or steps < FIRST_LOOKS or steps % LOOK_AGAIN == 1
-        return self._has_prefix and is_asked
+        is_undecided = 0 < self._empty_prefixes < self._enough  # (beyond it is taped where that costs nothing)
+        return self._has_prefix and (is_undecided or steps < FIRST_LOOKS or steps % LOOK_AGAIN == 1)
+
+    @property
+    def _enough(self) -> int:
+        """Steps in a row without need of what was computed before the first module, after which it is not taped."""
+        return RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
 
     def prefix_was(self, used: bool) -> None:
         """What was computed before the first module (a metric of the last step, say) was used, or not."""
@@ -162,8 +176,7 @@ class TapeSchedule:
         self.is_functional = not has_root
         if self.is_functional and taped <= 1:  # its backward pass: it has cleared its gradients behind its loss
             self._clears_between_steps = False
-        enough = RARE_PREFIXES if self._uses > 1 else EMPTY_PREFIXES
-        is_empty = not self._wants_prefix or self._empty_prefixes >= enough
+        is_empty = not self._wants_prefix or self._empty_prefixes >= self._enough
         looks_again = self._wants_prefix and (steps % LOOK_AGAIN == 0 or self._is_prefix_cheap(steps, usual))
         self.has_no_prefix = has_root and is_empty and not (looks_again or self.tapes_all)
         self._tapes_before_clearing = self._unused_before_clearing < EMPTY_PREFIXES or looks_again

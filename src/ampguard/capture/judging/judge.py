@@ -382,12 +382,8 @@ class Judge:
     def _suspect_discarded_losses(self, module: nn.Module | None) -> None:
         """A scalar that wants a gradient, never differentiated and bad: a loop that skips or stops on a bad loss."""
         is_last = module is None
-        if not self._log.has_open_call(None if is_last else module):
-            return
-        events = self._log.record.events
-        open_events = since(
-            events, self._log.closed_until if is_last else max(self._log.closed_until, self._looked_until)
-        )
+        first = self._log.closed_until if is_last else max(self._log.closed_until, self._looked_until)
+        open_events = self._log.latest(first)
         roots = [e for e in open_events if isinstance(e, RootCall)]
         if not roots or any(bad.kind == "loss" for bad in self.suspects):
             return

@@ -203,8 +203,12 @@ def secure(events: Sequence[Event]) -> None:
     for event in events:
         for held in held_by(event):
             tensor = held.tensor
-            is_plain = not tensor.requires_grad and compat.is_dense(tensor) and not isinstance(tensor, nn.Parameter)
-            if held.copy is None and is_plain and tensor.numel() <= SMALL_TENSOR and held.is_intact:
+            if held.copy is not None or tensor.requires_grad or tensor.numel() > SMALL_TENSOR:
+                continue
+            is_weight = type(tensor) is not Tensor and isinstance(
+                tensor, nn.Parameter
+            )  # (to ask a plain one takes long)
+            if not is_weight and compat.is_dense(tensor) and held.is_intact:
                 held.copy = held.value.detach().clone()
 
 
