@@ -7,6 +7,8 @@ Why it hurts   weights and activations grow as training goes on, so it comes lat
 Instead        compute this module in float32 (leave autocast: a bare `.float()` is undone by the next matrix product),
                train in bfloat16, or scale before multiplying: `(q * scale) @ k.transpose(-2, -1)`.
                A kernel of another library (Triton, CUDA, NumPy) that computes in float32 has to store in float32, too.
+               The norm that float16 gradients are clipped by overflows as well, and clipping makes them all 0: float32
+               gradients.
 Not this       a result that float32 cannot hold either: see overflow. A mask constant: see mask-overflow.
 """
 

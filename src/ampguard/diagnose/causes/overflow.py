@@ -4,7 +4,7 @@ What happens   exp(89) is beyond float32's 3.4e38 (exp(710) beyond float64's 1.8
                large numbers.
 Why it hurts   no precision of the training cures it: the values themselves have run away.
 Instead        the stable form (logsumexp, softplus, log_softmax), a clamp of the exponent, or a smaller learning rate where
-               the values grew from step to step.
+               the values grew from step to step. Where it is the norm that gradients are clipped by: divide the loss.
 Not this       a result that float32 holds: see fp16-overflow.
 """
 
