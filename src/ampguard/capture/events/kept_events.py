@@ -142,15 +142,12 @@ class KeptEvents:
 
     def latest(self, index: int) -> list[Event]:
         """The same, also of what is pending those from `index` on: a few at the end of many, mostly."""
-        found: list[Event] = []
-        for entry in reversed(self._pending.entries):
-            if entry[0].index < index:
-                break
-            found.append(entry[0])
-        else:
-            found += reversed(since(self._record.events, index))
-        found.reverse()
-        return found
+        entries = self._pending.entries
+        first = size = len(entries)
+        while first and entries[first - 1][0].index >= index:
+            first -= 1
+        found: list[Event] = [entry[0] for entry in entries[first:]] if first < size else []
+        return found if first else [*since(self._record.events, index), *found]
 
     def computes_with_gradients(self, lately: int) -> bool:
         """Whether any of the last events has made something that can be differentiated; nothing is settled for that."""

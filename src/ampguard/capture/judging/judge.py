@@ -384,10 +384,10 @@ class Judge:
         is_last = module is None
         first = self._log.closed_until if is_last else max(self._log.closed_until, self._looked_until)
         open_events = self._log.latest(first)
-        roots = [e for e in open_events if isinstance(e, RootCall)]
-        if not roots or any(bad.kind == "loss" for bad in self.suspects):
+        roots = [event for event in open_events if type(event) is RootCall]
+        if not roots or (module is not None and all(root.module is not module for root in roots)):
             return
-        if module is not None and all(e.module is not module for e in roots):
+        if self.suspects and any(bad.kind == "loss" for bad in self.suspects):
             return
         self._looked_until = open_events[-1].index + 1
         found = undifferentiated.discarded_loss(open_events, is_last, self._is_old_news)
