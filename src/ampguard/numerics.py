@@ -149,6 +149,16 @@ def _values_on_cpu(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor if tensor.layout is torch.strided else compat.stored_values(tensor) for tensor in found]
 
 
+def doubles(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor in float64, flat; of complex ones both parts.
+
+    >>> doubles(torch.tensor([1 + 2j])).tolist()
+    [1.0, 2.0]
+    """
+    values = tensor.detach()
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double().flatten()
+
+
 def max_sum_dtype(tensor: Tensor) -> torch.dtype:
     """The type to sum in so that large finite values seldom overflow."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -50,6 +50,23 @@ def test_the_clip_is_named_and_the_norm_in_float32(
     assert 65504 < incident.evidence["norm_in_float64"] < float("inf")
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_other_numbers_than_real_single_ones(dtype: torch.dtype, guard: Guard) -> None:
+    def body() -> None:
+        weight = torch.ones(4, dtype=dtype, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            ((weight * weight.conj()).real.sum() * (1e30 if dtype.is_complex else 1e200) ** (step == 2)).backward()
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step, incident.phase) == ("overflow", 2, "optimizer")
+
+
 def test_a_loop_that_skips_such_a_step_has_lost_nothing(guard: Guard) -> None:
     run = guard(lambda: train(torch.float16, 2.0**18, skips=True))
     assert run.faults == 0, run.stderr

@@ -8,7 +8,7 @@ the norm only) the factor is Inf / Inf, and the gradients become NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class CutToZero:
     norms: tuple[float, float]
     largest: float
     limit: float
-    order: float
     line: Line | None
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
@@ -37,17 +36,30 @@ class CutToZero:
 
 
 def about_to_be_cut(
-    gradients: Sequence[Tensor], dtype: torch.dtype, limit: float, order: float, line: Line | None
+    gradients: Sequence[Tensor],
+    dtype: torch.dtype,
+    limit: float,
+    order: float,
+    line: Line | None,
+    last: CutToZero | None = None,
 ) -> CutToZero | None:
     """Asked where their norm, in this precision, was found infinite, and before they are multiplied. None where one of
-    them is infinite itself."""
-    dense = [g.detach() for g in gradients]
-    if not all_finite_on_cpu(dense):
+    them is infinite itself.
+
+    `last`: what was found before; at the same line the numbers of that are enough.
+    """
+    if not all(g.is_cpu and g.layout is torch.strided for g in gradients) or not all_finite_on_cpu(gradients):
         return None
-    each = [torch.linalg.vector_norm(g, order, dtype=torch.float64) for g in dense]
-    largest = max(float(torch.linalg.vector_norm(g, float("inf"))) for g in dense)
-    exact = torch.linalg.vector_norm(torch.stack(each), order)
-    singles = [torch.linalg.vector_norm(g, order, dtype=torch.float32) for g in dense]
-    single = torch.linalg.vector_norm(torch.stack(singles), order)
-    keys = frozenset(map(storage_key, dense))
-    return CutToZero(keys, dtype, (float(single), float(exact)), largest, limit, order, line)
+    keys = frozenset(map(storage_key, gradients))
+    if last is not None and (last.line, last.dtype, last.limit) == (line, dtype, limit):
+        return replace(last, gradients=keys)
+    with torch.no_grad():
+        in_float32, exact = (_norm(gradients, order, single) for single in (torch.float32, torch.float64))
+        largest = max(float(g.abs().max()) for g in gradients if g.numel())
+    return CutToZero(keys, dtype, (in_float32, exact), largest, limit, line)
+
+
+def _norm(gradients: Sequence[Tensor], order: float, dtype: torch.dtype) -> float:
+    """One tensor at a time is widened (or narrowed) to `dtype`."""
+    each = [torch.linalg.vector_norm((g.abs() if g.is_complex() else g).to(dtype), order) for g in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(each), order))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampguard import compat
-from ampguard.capture.cut_to_zero import about_to_be_cut
+from ampguard.capture.cut_to_zero import CutToZero, about_to_be_cut
 from ampguard.capture.frames import user_line
 from ampguard.capture.patches import Patches
 from ampguard.capture.probing.probe import Probe
@@ -35,6 +35,8 @@ class ClippingProbe(Probe):
         """That norm, where it lies on the CPU."""
         self._asked: tuple[Any, Any, FrameType] | None = None
         """The limit of the running call, the order of its norm, and who called."""
+        self._cut: CutToZero | None = None
+        """The last gradients that were found to be made 0 by clipping."""
 
     def install(self) -> None:
         place = compat.total_norm_function()
@@ -89,6 +91,8 @@ class ClippingProbe(Probe):
             self._norm = norm.item()
             if self._norm == math.inf:
                 line = user_line(frame)
-                recorder.gradients.cut = about_to_be_cut(gradients, norm.dtype, float(limit), float(order), line)
+                cut = about_to_be_cut(gradients, norm.dtype, float(limit), float(order), line, self._cut)
+                recorder.gradients.cut = cut
+                self._cut = cut or self._cut
         finally:
             recorder.paused = before

@@ -18,6 +18,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.protocol.gradients import SMALL
 from ampguard.capture.record import Line
+from ampguard.numerics import doubles
 
 SAME = 1e-2
 OF_EACH = 3
@@ -120,7 +121,7 @@ def ratio_of(kept: Tensor, now: Tensor | None) -> float | None:
     if now is None or now.numel() < kept.numel():
         return None
     with torch.no_grad(), compat.unseen():
-        a, b = kept.double().flatten(), now.detach().flatten()[: kept.numel()].double()
+        a, b = doubles(kept), doubles(now.detach().flatten()[: kept.numel()])
         square = float(b @ b)
         if not square or not bool(a.isfinite().all()):
             return None

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.record import Line
 from ampguard.compat import version_of
-from ampguard.numerics import is_finite
+from ampguard.numerics import doubles, is_finite
 
 SAMPLE = 3
 """Parameters that stand for all of an optimizer's."""
@@ -289,7 +289,7 @@ class OptimizerWatch:
         if new is None or new.shape != old.shape:
             return None
         with torch.no_grad(), compat.unseen():
-            a, b = old.double().flatten(), new.detach().double().flatten()
+            a, b = doubles(old), doubles(new)
             across, length = a @ b, b @ b
             ratio = across / length
             square, by, off, before = torch.stack([length, ratio, (a - ratio * b).norm(), a.norm()]).tolist()
@@ -309,8 +309,8 @@ class OptimizerWatch:
         if new is None or new.shape != old.shape or old.numel() < FEWEST:
             return None
         with torch.no_grad(), compat.unseen():
-            length = float(new.detach().double().norm())
-            return float(old.double().norm()) / length * self.divided if length else None
+            length = float(doubles(new).norm())
+            return float(doubles(old).norm()) / length * self.divided if length else None
 
     def keep_weights(self) -> None:
         """Note the sampled parameters, to tell later whether the script has moved them itself."""
