@@ -124,5 +124,28 @@ def test_a_token_that_is_bad_by_itself_is_told(size: float, guard: Guard) -> Non
     assert causes == ({"nonfinite-input"} if size == 1.0 else {"fp16-overflow", "nonfinite-input"})
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_batch_that_is_bad_all_over_is_told_beside_a_call_that_failed_all_over(loads: bool, guard: Guard) -> None:
+    """The same elements of a tensor of the same size are bad: in what the first call made, and in what the second is given."""
+
+    class Widening(nn.Module):
+        def forward(self, batch: dict[str, Tensor] | Tensor) -> Tensor:
+            x = batch["x"] if isinstance(batch, dict) else batch
+            x = (x + 1.0) * 1e3
+            return (x - x * 1.0).mean(0)
+
+    def body() -> None:
+        model = Widening().eval()
+        batches = [torch.full((2, 8), 1e3).half(), torch.full((2, 8), float("nan")).half()]
+        data = torch.utils.data.DataLoader([{"x": row} for b in batches for row in b], batch_size=2)
+        with torch.no_grad():
+            for batch in data if loads else batches:
+                model(batch)
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert {incident.cause for incident in run.report.incidents} == {"fp16-overflow", "nonfinite-input"}
+
+
 def test_a_healthy_cache(guard: Guard) -> None:
     assert not guard(lambda: step_by_step(1.0)).report.incidents

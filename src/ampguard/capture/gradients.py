@@ -52,7 +52,6 @@ class GradientWatch:
         """For each optimizer, by identity: the event from which on its gradients add up. None: for all of them."""
         self._known_finite: list[tuple[list[Tensor], list[int]]] = []
         """Gradients that somebody has found finite since the last backward pass, and their versions then."""
-
         self.cut: CutToZero | None = None
         """Gradients of the last backward pass that were finite, and that clipping has made 0."""
 

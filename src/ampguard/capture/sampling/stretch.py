@@ -205,9 +205,7 @@ def secure(events: Sequence[Event]) -> None:
             tensor = held.tensor
             if held.copy is not None or tensor.requires_grad or tensor.numel() > SMALL_TENSOR:
                 continue
-            is_weight = type(tensor) is not Tensor and isinstance(
-                tensor, nn.Parameter
-            )  # (to ask a plain one takes long)
+            is_weight = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # (a plain one takes long)
             if not is_weight and compat.is_dense(tensor) and held.is_intact:
                 held.copy = held.value.detach().clone()
 

@@ -217,7 +217,7 @@ class Examiner:
         if book.kept_state.explains(cause, bad, evidence) or book.hands_on(cause, bad, evidence.op.event):
             return True
         left_by = book.left_inside.explains(cause, bad, evidence)
-        if left_by is not None:
+        if left_by is not None and not book.kept_state.is_of_a_batch(evidence.given_tensor):
             book.count(left_by, bad, frozenset())
             return True
         is_of_buffer = finding.cause == "nonfinite-parameter" and finding.evidence.get("role") == "buffer"

@@ -69,7 +69,7 @@ class KeptState:
     def _has_gone_bad(self, bad: BadResult, evidence: Evidence) -> bool:
         """Whether bad data were finite in the failing step right before, and are no batch."""
         case, given = self._case, evidence.given_tensor
-        if case is None or given is None or bad.step > case.last_step + 1 or self._is_of_a_batch(given):
+        if case is None or given is None or bad.step > case.last_step + 1 or self.is_of_a_batch(given):
             return False
         if not any(held.tensor is given and reading in self._finite for reading, held in _read_in(evidence.events())):
             return False
@@ -77,7 +77,8 @@ class KeptState:
         case.last_step = bad.step
         return True
 
-    def _is_of_a_batch(self, given: Tensor) -> bool:
+    def is_of_a_batch(self, given: Tensor | None) -> bool:
+        """Whether it came from the script's loader."""
         batches = self._recorder.preprocessing.batch_before, self._recorder.preprocessing.last_batch
         live = [value for ref in _refs_in(batches) if (value := ref()) is not None]
         return any(tensor is given for value in live for tensor in tensors_in(value))

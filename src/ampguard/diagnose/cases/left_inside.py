@@ -2,7 +2,7 @@
 
 The next call reads them and fails too (a generation, token by token), and has nothing else to tell. No event made such a
 tensor, and the record of the call that did holds what it was given before. But an operator of its replay made one that is
-bad in exactly the same elements.
+bad in exactly the same elements. A batch of a loader, and a tensor that is an argument itself, were left by nobody.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import hashlib
 import math
 from collections.abc import Iterator
 
-from ampguard.capture.record import BadResult
+from ampguard.capture.record import BadResult, Held, RootCall
 from ampguard.diagnose.cases.case import Case
 from ampguard.diagnose.evidence import Evidence
+from ampguard.diagnose.givens.named_arguments import named_leaves
 from ampguard.replay.trace import TracedTensor
 
 MOST = 4096
@@ -44,10 +45,20 @@ class LeftInside:
         given = evidence.given
         if cause != "nonfinite-input" or given is None or (bad.mode, bad.step) != ("eval", self._step):
             return None
-        case = self._made.get(_print_of(given.tensor)) if given.tensor.bad is not None else None
+        if given.tensor.bad is None or not _lies_in_a_container(evidence):
+            return None
+        case = self._made.get(_print_of(given.tensor))
         if case is not None:
             self.note(evidence, bad, case)
         return case
+
+
+def _lies_in_a_container(evidence: Evidence) -> bool:
+    """Whether a call was given it in a dictionary, a list or an object: what may be filled from inside."""
+    given = evidence.given_tensor
+    leaves = (leaf for event in evidence.events() if isinstance(event, RootCall) for leaf in named_leaves(event))
+    names = {name for name, held in leaves if isinstance(held, Held) and held.tensor is given}
+    return bool(names) and not any(name.isidentifier() or name.startswith(("args[", "kwargs[")) for name in names)
 
 
 def _made_in(evidence: Evidence) -> Iterator[Print]:

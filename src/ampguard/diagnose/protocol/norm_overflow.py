@@ -20,6 +20,9 @@ from ampguard.diagnose.words import number
 from ampguard.incident import Fix
 from ampguard.numerics import dtype_name
 
+MOST_KEPT = 0.5
+"""Share of a gradient's elements that clipping has to leave for a precision to be a cure."""
+
 
 @breach("fp16-overflow")
 @breach("overflow")
@@ -39,7 +42,7 @@ def norm_overflow(scene: Scene) -> Telling:
     evidence = {"norm_in_float64": exact, "max_abs": cut.largest, "limit": limit}
     evidence |= {"makes_nan": True} if is_measured else {"max_norm": cut.limit}
     if isfinite(in_float32):
-        evidence["norm_in_float32"] = in_float32
+        evidence |= {"norm_in_float32": in_float32, "kept_in_float32": cut.kept}
     return Telling(
         text,
         cut.line,
@@ -54,21 +57,21 @@ def norm_overflow(scene: Scene) -> Telling:
 def _fixes(cut: CutToZero) -> Iterator[Fix]:
     in_float32, exact = cut.norms
     if isfinite(in_float32):
-        after = "and they stay what they are" if isinf(cut.limit) else "and clipping makes them smaller, not 0"
-        outcome = f"in float32 their norm is {number(in_float32)}, {after}"
+        outcome = f"in float32 their norm is {number(in_float32)}, and clipped there {cut.kept:.0%} of their elements are not 0"
+        is_cure = cut.kept > MOST_KEPT
         yield Fix(
             "fp32-parameters",
             None,
             "keep the parameters in float32 (no .half()) and run the model under torch.autocast: gradients, and their norm, "
             "are float32 then",
-            True,
+            is_cure,
             outcome,
         )
         yield Fix(
             "master-weights",
             None,
             "or copy the gradients to float32 copies of the parameters, clip those, and let the optimizer step with them",
-            True,
+            is_cure,
             outcome,
         )
         yield Fix("lower-loss-scale", None, "or multiply the loss by less, where it is multiplied")
