@@ -17,6 +17,7 @@ from ampguard import compat, numerics
 from ampguard.capture.events.operands import leaves
 from ampguard.capture.record import Ref
 from ampguard.capture.sampling.copies import distance, parameters_of
+from ampguard.capture.sampling.rates import rate_of
 from ampguard.capture.sampling.stretch import Stretch, Update
 from ampguard.capture.sampling.weights import norm_of
 from ampguard.errors import ReplayError
@@ -134,8 +135,8 @@ class Updates:
             if "lr" in group and self.change is not AS_IT_RAN and self._is_asked(update):
                 rate = group["lr"] * self.change.rate_factor
                 highest = self.change.max_rate
-                if highest is not None and float(rate) > highest:
-                    rate = rate * 0 + highest
+                if highest is not None and rate_of(rate) > highest:
+                    rate = rate.clamp(max=highest) if isinstance(rate, Tensor) else highest
                 group["lr"] = rate
 
 

@@ -88,6 +88,7 @@ class LearningDynamics:
         self._casebook.second_opinion = self.second_opinion
         self._recorder.judge.usual_loss = self._usual_loss
         self._casebook.faint_since = lambda: suspicion.faint_since(list(self.trajectory.looks))
+        self._casebook.largest_loss = lambda: max((abs(x) for _, x in self.trajectory.loss_series()), default=0.0)
         self._casebook.ends_of_stories = OF_LARGE_NUMBERS
         self._casebook.opinion_before_fixes = lambda incident: self._barrier.call(
             self._stories.opinion_before_fixes, incident

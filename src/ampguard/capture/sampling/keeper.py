@@ -28,6 +28,7 @@ from ampguard.capture.events.cutting import cut_before
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.copies import parameters_of, size_of, take_snapshot
 from ampguard.capture.sampling.memory import available_bytes
+from ampguard.capture.sampling.rates import rate_of
 from ampguard.capture.sampling.stretch import (
     KeptStep,
     Segment,
@@ -150,7 +151,7 @@ class StretchKeeper:
         self.is_late = isinstance(loss, Tensor)
         if value is not None and (len(self._known) > 1 or known.updates == 1):
             self.turns.append((known.ref, value))
-        rate = rate if type(rate) is float else 0.0 if isinstance(rate, Tensor) else float(rate)
+        rate = rate if type(rate) is float else 0.0 if isinstance(rate, Tensor) else rate_of(rate)
         if alarm.is_quiet(value, rate):
             if known.updates <= FIRST_UPDATES and self.stretch is None and self._wanted is None:
                 self._ask_how_large(optimizer, alarm, rate, by_scaler)

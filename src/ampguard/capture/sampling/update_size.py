@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.sampling.copies import parameters_of
+from ampguard.capture.sampling.rates import rate_of_group
 from ampguard.capture.sampling.weights import norm_of
 from ampguard.numerics import PLAIN
 
@@ -32,7 +33,7 @@ def relative_size(optimizer: Optimizer, by_scaler: bool, has_new_rate: bool) -> 
     parameters = parameters_of([optimizer])
     if not parameters or any(type(p) not in PLAIN or p.device.type != "cpu" for p in parameters):
         return None  # (of weights that are spread over ranks a norm would have to be asked of all of them)
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = [rate_of_group(group) for group in optimizer.param_groups if "lr" in group]
     multiplies = all("momentum" in group and "alpha" not in group for group in optimizer.param_groups)
     if not rates or not (multiplies or has_new_rate):
         return None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ampguard import compat
 from ampguard.capture.sampling.allowance import Allowance
 from ampguard.capture.sampling.later import NumbersLater
+from ampguard.capture.sampling.rates import rate_of_optimizer
 from ampguard.numerics import is_low_precision
 
 FIRST_STEPS = frozenset({0, 1, 2, 4, 8, 16})
@@ -178,7 +179,7 @@ class WeightSampling:
             self._ratios.append(ratio)
         if self._norm is not None:
             self._norms.append(self._norm)
-        rate = rate_of(optimizer)
+        rate = rate_of_optimizer(optimizer)
         known = self._optimizer = weakref.ref(optimizer)
 
         def hand_on(values: list[float | None]) -> None:
@@ -217,7 +218,7 @@ class WeightSampling:
             layers.append(layer)
         if known is None or not layers:
             return None
-        return WeightSample(step, weakref.ref(known), rate_of(known), None, None, None, layers)
+        return WeightSample(step, weakref.ref(known), rate_of_optimizer(known), None, None, None, layers)
 
     def _chosen(self, pairs: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
         """Some of the large ones, always the same; and one after the other, all."""
@@ -292,11 +293,6 @@ def watchable(optimizer: Optimizer) -> list[nn.Parameter]:
         for p in group["params"]
         if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.layout == torch.strided and p.numel()
     ]
-
-
-def rate_of(optimizer: Optimizer) -> float:
-    """The largest learning rate of the groups; 0 where there is none."""
-    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
 
 
 def norm_of(tensors: list[Any]) -> Tensor | None:

@@ -48,10 +48,12 @@ class Casebook:
         self._told_later: list[Incident] | None = None
         """What is found out while models are not as the script has made them: whoever hears of it may change them."""
         self.second_opinion: Callable[[Incident], Incident | Case] = lambda incident: incident
-        self.faint_since: Callable[[], int | None] = lambda: None
-        """The first of the looks in a row in which gradients stood at float16's lower edge."""
         """Asked about each new failure by those who know the run's history: is it the end of a longer story, or (a case)
         of one that has been told?"""
+        self.faint_since: Callable[[], int | None] = lambda: None
+        """The first of the looks in a row in which gradients stood at float16's lower edge."""
+        self.largest_loss: Callable[[], float] = lambda: 0.0
+        """The largest |loss| of the run so far."""
         self.ends_of_stories: frozenset[str] = frozenset()
         """Causes of which the same is asked before fixes are looked for."""
         self.opinion_before_fixes: Callable[[Incident], Incident | Case | None] = lambda incident: None

@@ -298,7 +298,8 @@ class Examiner:
             return
         self._proofs += 1
         try:
-            incident = prove_underflow(bad, Replayer(bad, self._recorder), self._rank)
+            largest_loss = self._casebook.largest_loss()
+            incident = prove_underflow(bad, Replayer(bad, self._recorder), self._rank, largest_loss)
         except Exception:  # it cannot be run again: a suspicion is told to nobody
             return
         if incident is not None:

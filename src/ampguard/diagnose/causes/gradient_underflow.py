@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from torch import Tensor
 
 from ampguard.capture.record import BadResult
 from ampguard.diagnose import words
@@ -34,6 +35,12 @@ LOST_SHARE = 0.3
 
 LOST_DISTANCE = 0.5
 """Between a layer's gradient and float32's, in lengths of the latter: as above, where sums over many flushed terms are left."""
+
+LEAST_SHARE = 0.01
+"""Of all elements of the step, for vectors alone: a bias whose few elements are lost is no layer that does not learn."""
+
+NEGLIGIBLE = 2.0**-24
+"""Of a parameter's largest gradient: what is smaller is lost in float32's own rounding of its sums."""
 
 SAVED = 1 / 3
 """A larger loss scale saves them where it leaves no more than this of the distance."""
@@ -57,24 +64,28 @@ def most_proofs(step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one parameter's gradient lost. `lost` and `present` count elements that are not 0 in float32."""
+    """What one parameter's gradient lost. `lost` and `present` count elements that are not 0, nor next to it, in float32."""
 
     name: str
     lost: int
     present: int
+    is_matrix: bool
 
     @property
     def share(self) -> float:
         return self.lost / max(self.present, 1)
 
 
-def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident | None:
+def prove_underflow(bad: BadResult, replayer: Replayer, rank: int, largest_loss: float = 0.0) -> Incident | None:
     """Compare the step's gradients with those of the same step in float32. None where little is lost.
 
+    Nothing is where the loss has become negligible beside `largest_loss`, that of the run: there is nothing to learn left.
     Replays: the step as it ran, in float32, and with a few larger loss scales.
     """
     as_it_ran = replayer.run(Variant(zero_shares=True))
     in_float32 = replayer.run(Variant(convert=torch.float32, zero_shares=True))
+    if in_float32.loss is not None and abs(in_float32.loss) < NEGLIGIBLE * largest_loss:
+        return None
     names = parameter_names(replayer.events, replayer.names)
     losses = lost_gradients(as_it_ran, in_float32, names)
     lost, present = sum(loss.lost for loss in losses), sum(loss.present for loss in losses)
@@ -83,14 +94,16 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int) -> Incident |
     used = f"at a loss scale of {scale:g}" if bad.loss_scale is not None else "without a loss scale"
     distances: dict[str, float] = {}
     saved: float | None
-    if hit and lost >= LOST_SHARE * sum(loss.present for loss in hit):
+    is_much = any(loss.is_matrix for loss in hit) or sum(loss.lost for loss in hit) >= LEAST_SHARE * present
+    if hit and is_much:
         if is_rounding(as_it_ran, in_float32, replayer.run(Variant(convert=torch.float64), traced=False)):
             return None
         saved = saving_scale(replayer, in_float32, names, scale)
         worst = ", ".join(f"{loss.name} {loss.share:.0%}" for loss in hit[:SHOWN])
         text = (
-            f"{lost} of {present} gradient elements ({lost / max(present, 1):.0%}) that are not 0 in float32 are 0 in this "
-            f"step, {used}: they are below float16's smallest number (6e-08) on their way back. By layer: {worst}."
+            f"{lost} of {present} gradient elements ({lost / max(present, 1):.0%}) that are not 0 in "
+            f"float32, nor negligible beside the largest of their parameter, are 0 in this step, {used}: they are below "
+            f"float16's smallest number (6e-08) on their way back. By layer: {worst}."
         )
     else:
         found = distant_gradients(replayer, as_it_ran, in_float32)
@@ -164,15 +177,31 @@ def _fixes(saved: float | None, scale: float, has_scaler: bool, are_distant: boo
 def lost_gradients(as_it_ran: Outcome, in_float32: Outcome, names: dict[int, str]) -> list[Loss]:
     """What each parameter's gradient lost against float32."""
     wide = {id(parameter): gradient for parameter, gradient in in_float32.gradients}
+    floor = NEGLIGIBLE**2 * max((largest_of(gradient) for gradient in wide.values()), default=0.0)
     losses = []
     for parameter, gradient in as_it_ran.gradients:
         other = wide.get(id(parameter))
         if other is None or other.shape != gradient.shape:
             continue
-        present = other != 0
+        present = what_counts(other, floor)
         name = names.get(id(parameter)) or tensor_called(parameter)
-        losses.append(Loss(name, int((present & (gradient == 0)).sum()), int(present.sum())))
+        lost = int((present & (gradient == 0)).sum())
+        losses.append(Loss(name, lost, int(present.sum()), parameter.dim() > 1))
     return losses
+
+
+def what_counts(gradient: Tensor, floor: float) -> Tensor:
+    """Where a gradient of float32 is more than nothing beside its largest element, and that more than `floor`.
+
+    A classifier that is sure of nearly all samples has gradients of 1e-30 there, beside 1 for those that it has wrong:
+    float16 has 0 for them, and nothing is lost by that.
+    """
+    top = largest_of(gradient)
+    return gradient.abs() > (NEGLIGIBLE * top if top > floor else top)
+
+
+def largest_of(gradient: Tensor) -> float:
+    return float(gradient.abs().max()) if gradient.numel() else 0.0
 
 
 def distances_from(in_float32: Outcome, outcome: Outcome, factor: float = 1.0) -> dict[int, float]:
@@ -223,13 +252,14 @@ def is_rounding(as_it_ran: Outcome, in_float32: Outcome, in_float64: Outcome) ->
     if not agree(in_float32.loss, in_float64.loss):
         return False
     flushed = {id(parameter): gradient for parameter, gradient in as_it_ran.gradients}
+    floor = NEGLIGIBLE**2 * max((largest_of(gradient) for _, gradient in in_float32.gradients), default=0.0)
     exact = {id(parameter): gradient for parameter, gradient in in_float64.gradients}
     lost = borne_out = 0
     for parameter, wide in in_float32.gradients:
         own, true = flushed.get(id(parameter)), exact.get(id(parameter))
         if own is None or true is None or not own.shape == wide.shape == true.shape:
             continue
-        is_lost = (wide != 0) & (own == 0)
+        is_lost = what_counts(wide, floor) & (own == 0)
         lost += int(is_lost.sum())
         borne_out += int((is_lost & ((wide - true).abs() <= true.abs() / 2)).sum())
     return borne_out < LOST_SHARE * lost

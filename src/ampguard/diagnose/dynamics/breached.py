@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from ampguard.capture.sampling.rates import rate_of_optimizer
 from ampguard.capture.sampling.weights import watchable
 from ampguard.diagnose.cases.case import Case
 from ampguard.diagnose.dynamics.finding import Situation
@@ -84,6 +85,6 @@ def has_thrown(case: Case, situation: Situation, grown: float) -> bool:
     )
     norm = (before[-1].weight_norm if before else None) or ordinary_norm(weights)
     since = before[-1].step if before else case.incident.step
-    rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
+    rate = rate_of_optimizer(optimizer)
     reach = BY_ITS_RATE * rate * math.sqrt(sum(p.numel() for p in weights)) * (situation.step - since + 1)
     return now >= grown * norm and now - norm > reach

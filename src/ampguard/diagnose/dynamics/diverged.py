@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ampguard.capture.protocol.script_lines import module_around
+from ampguard.capture.sampling.rates import rate_of_group
 from ampguard.diagnose.dynamics.climb import Rise, thin
 from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.proportion import usual_ratio
@@ -126,16 +127,16 @@ def _clip_by_loop(limit: float) -> str | None:
 def fixes(situation: Situation, remedies: Remedies | None, began: int) -> tuple[Fix, ...]:
     """A lower learning rate and clipping, each as it was tried; what works first."""
     optimizers = situation.optimizers if situation.whose is None else [situation.whose]
-    rate = next((g["lr"] for o in optimizers for g in o.param_groups if "lr" in g), None)
+    rate = next((rate_of_group(g) for o in optimizers for g in o.param_groups if "lr" in g), None)
     name = name_of(situation)
     of, parameters = f" of `{name}`" if name else "", "model.parameters()"
     if situation.whose is not None:
         parameters = f"[p for group in {name or 'its optimizer'}.param_groups for p in group['params']]"
-    now = f" (it is {float(rate):g})" if rate is not None else ""
+    now = f" (it is {rate:g})" if rate is not None else ""
     instead = "or warm it up"
-    borne = borne_rate(situation.trajectory, began, float(rate)) if rate is not None else None
+    borne = borne_rate(situation.trajectory, began, rate) if rate is not None else None
     if borne is not None and rate is not None:
-        now = f" (it is {float(rate):g} and still rising: in step {borne[0]} it was {borne[1]:g})"
+        now = f" (it is {rate:g} and still rising: in step {borne[0]} it was {borne[1]:g})"
         instead = f"or end its warm-up at {borne[1]:g}, which these weights bore"
     if remedies is None:
         remedies = untried("the steps before the failure were not kept")

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ampguard.capture.record import Line
 from ampguard.capture.sampling.hand_updates import HandUpdate
+from ampguard.capture.sampling.rates import rate_of_group
 from ampguard.capture.sampling.weights import LayerSample, watchable
 from ampguard.diagnose.dynamics.alone import Update, update_alone
 from ampguard.diagnose.dynamics.by_hand import again_in_float32
@@ -176,7 +177,7 @@ def usual_rate(situation: Situation) -> float:
 def rate_of_step(parameter: Tensor, optimizer: Optimizer, situation: Situation) -> dict[str, float]:
     """The learning rate to try an update with, where the present one is 0."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    return {"lr": usual_rate(situation)} if "lr" in group and float(group["lr"]) == 0 else {}
+    return {"lr": usual_rate(situation)} if "lr" in group and rate_of_group(group) == 0 else {}
 
 
 def elements_with_gradient(parameter: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ampguard.capture.sampling.copies import wide_norm
+from ampguard.capture.sampling.rates import rate_of_group
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.words import number
 from ampguard.errors import ReplayError
@@ -213,7 +214,7 @@ def was_raised(replay: StretchReplay) -> bool:
 def rates_of(replay: StretchReplay) -> list[float]:
     """The learning rates of all updates of the stretch."""
     updates = [u for step in replay.stretch.steps for u in step.updates if replay.only in (None, u.optimizer)]
-    return [float(o["lr"]) for update in updates for o in update.options if "lr" in o]
+    return [rate_of_group(o) for update in updates for o in update.options if "lr" in o]
 
 
 def clip_changes(trajectory: Trajectory, begin: int) -> list[Change]:

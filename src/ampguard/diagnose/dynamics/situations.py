@@ -15,6 +15,7 @@ from ampguard.capture.record import Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.sampling.hand_updates import HandUpdates
 from ampguard.capture.sampling.keeper import StretchKeeper
+from ampguard.capture.sampling.rates import rate_of_optimizer
 from ampguard.diagnose.dynamics.finding import Situation
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.diagnose.dynamics.turns import diverging
@@ -93,10 +94,5 @@ class Situations:
 
     def rate(self) -> float:
         """The highest learning rate in use."""
-        rates = [
-            float(group.get("lr", 0.0))
-            for ref in self._optimizers
-            if (optimizer := ref()) is not None
-            for group in optimizer.param_groups
-        ]
+        rates = [rate_of_optimizer(optimizer) for ref in self._optimizers if (optimizer := ref()) is not None]
         return max(rates, default=0.0)
