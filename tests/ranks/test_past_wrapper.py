@@ -32,3 +32,20 @@ def test_trainings_past_the_wrapper(two_ranks: Ranks, tmp_path: Path) -> None:
         assert [fix.action for fix in incident.fixes] == ["call-order", "load-weights"]
     for name in HEALTHY:
         assert read_report(tmp_path / name).incidents == (), name
+
+
+def test_trainings_of_what_lies_outside_of_the_wrapper(two_ranks: Ranks, tmp_path: Path) -> None:
+    outside = {"head_outside": ("head", "self.body = D"), "criterion_outside": ("criterion", "model = D")}
+    healthy = ("own_head_outside", "spread_head_outside", "head_averaged_by_hand")
+    ended = two_ranks(SCRIPT, *outside, *healthy)
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "a fault of its own" not in ended[0].err + ended[1].err
+    for name, (module, code) in outside.items():
+        (incident,) = read_report(tmp_path / name).incidents
+        assert (incident.cause, incident.severity, incident.step) == ("rank-divergence", "warning", 0), name
+        assert incident.module == module, name
+        assert incident.location is not None
+        assert incident.location.code.startswith(code), name
+        assert [fix.action for fix in incident.fixes] == ["call-order", "load-weights"]
+    for name in healthy:
+        assert read_report(tmp_path / name).incidents == (), name

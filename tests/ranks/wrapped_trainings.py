@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn import functional as distributed_functions
 from torch.nn.parallel import DistributedDataParallel
 
 import ampguard
@@ -90,6 +91,69 @@ def a_part() -> None:
     model, optimizer = make()
     for x in updates(optimizer):
         model.module.value(x).square().mean().backward()
+
+
+class Headed(nn.Module):
+    """A wrapped body and a head. `is_spread`: the head sees the features of all ranks."""
+
+    def __init__(self, is_spread: bool = False) -> None:
+        super().__init__()
+        self.body = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        self.head = nn.Linear(8, 4, bias=False)
+        self.is_spread = is_spread
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        if self.is_spread:
+            features = torch.cat(distributed_functions.all_gather(features))
+        return self.head(features)
+
+
+def headed(is_spread: bool = False, head_seed: int = 0) -> tuple[Headed, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Headed(is_spread)
+    torch.manual_seed(head_seed)
+    nn.init.normal_(model.head.weight)
+    torch.manual_seed(100 + dist.get_rank())
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def head_outside() -> None:
+    model, optimizer = headed()
+    for x in updates(optimizer):
+        (model(x) - 1).square().mean().backward()
+
+
+def criterion_outside() -> None:
+    """It has weights of its own, and is called beside the model."""
+    model, optimizer = make()
+    torch.manual_seed(0)
+    criterion = nn.Linear(1, 3, bias=False)
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer.add_param_group({"params": criterion.parameters()})
+    for x in updates(optimizer):
+        (criterion(model(x)) - 1).square().mean().backward()
+
+
+def own_head_outside() -> None:
+    """Each rank has begun with a head of its own."""
+    model, optimizer = headed(head_seed=dist.get_rank())
+    for x in updates(optimizer):
+        (model(x) - 1).square().mean().backward()
+
+
+def spread_head_outside() -> None:
+    """Each rank's head gives other classes to the features of all."""
+    model, optimizer = headed(is_spread=True)
+    for x in updates(optimizer):
+        (model(x) - dist.get_rank()).square().mean().backward()
+
+
+def head_averaged_by_hand() -> None:
+    model, optimizer = headed()
+    for x in updates(optimizer):
+        (model(x) - 1).square().mean().backward()
+        dist.all_reduce(model.head.weight.grad)
 
 
 def accumulated() -> None:

@@ -67,6 +67,8 @@ class FlightRecorder:
 
     def __init__(self, listener: Listener, barrier: FaultBarrier) -> None:
         self.listener = listener
+        self.on_first_update: Callable[[], object] | None = None
+        """Called once, as the first update is about to be made."""
         self.barrier = barrier
         self.active = False
         self.paused = False
@@ -400,6 +402,9 @@ class FlightRecorder:
             self.judge.settle_before_write(p for group in optimizer.param_groups for p in group["params"])
         if self.steps.count < FIRST_STEPS and not self.counting:
             self.gradients.remade.learn(gradients_of(optimizer))
+            if self.on_first_update is not None:
+                on_first_update, self.on_first_update = self.on_first_update, None
+                on_first_update()
         if by_scaler:
             self.gradients.are_looked_at_by_scaler(optimizer, self.scaling.is_unscaled)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +20,7 @@ from ampguard.capture.ranks.by_hand import (
     left_out,
 )
 from ampguard.capture.ranks.checksums import as_parts, digest_of, from_parts
+from ampguard.capture.ranks.outside_wrapper import OutsideWrapper, outside_wrapper
 from ampguard.capture.ranks.past_wrapper import PastWrapper
 from ampguard.capture.ranks.replicas import Replica, Replicas
 from ampguard.capture.ranks.settings import differing_setting, settings_of
@@ -30,8 +31,12 @@ from ampguard.capture.sampling.vitals import StepVitals
 from ampguard.diagnose.cases.casebook import Casebook
 from ampguard.diagnose.protocol.rank_divergence import Difference, LeftOut, rank_divergence
 from ampguard.incident import Incident
+from ampguard.replay.names import module_names, parameters_under, roots_in
+from ampguard.replay.variables import script_names
 from ampguard.run.dynamics import LearningDynamics
 from ampguard.run.ranks_exchange import KEPT, Check, Exchange, Sums, first_here
+
+Model = Replica | Unwrapped | OutsideWrapper
 
 COURSE = 72
 """Steps of which loss scale and skipping are kept: more than lie between two comparisons."""
@@ -77,6 +82,7 @@ class RankWatch:
         self._barrier = FaultBarrier(on_fault)
         self._replicas = Replicas()
         self._unwrapped = UnwrappedModels()
+        self._outside: OutsideWrapper | None = None
         self._replicas.install(self._barrier.call)
         self._later = NumbersLater()
         self._course: deque[tuple[int, float | None, bool | None]] = deque(maxlen=COURSE)
@@ -86,6 +92,7 @@ class RankWatch:
         self._reduced_at: Line | None = None
         """Where the script has reduced gradients since the last comparison."""
         recorder.collectives.on_reduced = self._reduced
+        recorder.on_first_update = self._first_update
 
     def saw(self, vitals: StepVitals) -> None:
         """The vital signs of a step."""
@@ -100,7 +107,7 @@ class RankWatch:
     def undo(self) -> None:
         """Take the patches out."""
         self._replicas.undo()
-        self._recorder.collectives.on_reduced = None
+        self._recorder.collectives.on_reduced = self._recorder.on_first_update = None
 
     def close(self) -> None:
         """The run ends: what is left is compared now."""
@@ -116,6 +123,14 @@ class RankWatch:
             for model in self._unwrapped.known:
                 model.begins()
 
+    def _first_update(self) -> None:
+        """The weights are as they began, and have gradients."""
+        if not self._replicas.are_any:
+            return
+        calls = self._calls()
+        self._replicas.find(calls)
+        self._outside = outside_wrapper(calls, self._replicas, names_of)
+
     def _calls(self) -> list[RootCall]:
         return [event for event in self._recorder.log.record.events if isinstance(event, RootCall)]
 
@@ -127,7 +142,10 @@ class RankWatch:
         reduced_at, self._reduced_at = self._reduced_at, None
         for model in self._unwrapped.known:
             model.looks_at(calls, self._recorder.collectives, reduced_at)
-        known: list[Replica | Unwrapped] = [*self._replicas.known, *self._unwrapped.known]
+        known: list[Model] = [*self._replicas.known, *self._unwrapped.known]
+        if self._outside is not None:
+            self._outside.looks_at(calls, self._recorder.collectives)
+            known.append(self._outside)
         if not known:
             return
         self._flush()
@@ -140,7 +158,7 @@ class RankWatch:
                 self._later.ask(as_parts(sums), pair.receiver(number, step, names, replica, settings))
         self._later.poll()
 
-    def _pair_up(self, replica: Replica | Unwrapped) -> _Pair | None:
+    def _pair_up(self, replica: Model) -> _Pair | None:
         first = first_here(self._folder, replica.ranks)
         if first is None or len(replica.ranks) < 2:
             return None
@@ -181,7 +199,7 @@ class _Pair:
         self._has_told = False
 
     def receiver(
-        self, number: int, step: int, names: list[str], replica: Replica | Unwrapped, settings: dict[str, float]
+        self, number: int, step: int, names: list[str], replica: Model, settings: dict[str, float]
     ) -> Callable[[list[float | None]], None]:
         past, reduced = replica.past, replica.reduced
 
@@ -290,12 +308,25 @@ def first_difference(mine: Course, theirs: Course) -> tuple[int, str, object, ob
     return None
 
 
+def names_of(calls: Sequence[RootCall]) -> dict[int, str]:
+    """The names of the parameters of what is called, by identity; of several models each with the name of its own."""
+    roots = {id(root): root for call in calls for root in roots_in(call.module)}
+    variables = script_names(list(roots.values())) if len(roots) > 1 else {}
+    names: dict[int, str] = {}
+    for call in calls:
+        for root in roots_in(call.module):
+            known = module_names(root, call.prefix or variables.get(id(root), ""))
+            names |= parameters_under(root, known)
+    return names
+
+
 def _left_out(mine: Sums, theirs: Sums | None, reduced: Reduced | None) -> LeftOut | None:
     """What the script has forgotten to average; None where it may be each rank's own on purpose."""
     if reduced is None or theirs is None or mine.names != theirs.names:
         return None
     own, same = left_out(mine.names, mine.sums, theirs.sums, reduced.matrices)
-    return LeftOut(own, len(same), reduced.line) if own else None
+    wrapped = reduced.wrapped
+    return LeftOut(own, len(same) + (wrapped or 0), reduced.line, wrapped is not None) if own else None
 
 
 def differing(mine: Sums, theirs: Sums) -> list[str]:

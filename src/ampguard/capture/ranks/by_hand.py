@@ -40,10 +40,12 @@ MOST = 4
 @dataclass(frozen=True, slots=True)
 class Reduced:
     """How gradients are averaged. `matrices`: the parameters that are no vectors; of no two ranks the gradients of such a one
-    are the same by chance. `line`: where the script reduces."""
+    are the same by chance. None where a DDP model beside them averages its own. `line`: where the script reduces, or wraps."""
 
-    matrices: frozenset[str]
+    matrices: frozenset[str] | None
     line: Line
+    wrapped: int | None = None
+    """How many weights that DDP model holds."""
 
 
 class Unwrapped:
@@ -116,10 +118,12 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether it, or a part of it, is a wrapper that sees to gradients or weights itself (DDP, FSDP)."""
-    return any(
-        type(m).__module__.startswith("torch.distributed.") or "nn.parallel" in type(m).__module__
-        for m in module.modules()
-    )
+    return any(is_wrapper(m) for m in module.modules())
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is itself such a wrapper."""
+    return type(module).__module__.startswith("torch.distributed.") or "nn.parallel" in type(module).__module__
 
 
 def is_weight(name: str) -> bool:
@@ -134,11 +138,11 @@ def equal_gradients(names: Sequence[str], mine: Sequence[int], theirs: Sequence[
 
 
 def left_out(
-    names: Sequence[str], mine: Sequence[int], theirs: Sequence[int], matrices: frozenset[str]
+    names: Sequence[str], mine: Sequence[int], theirs: Sequence[int], matrices: frozenset[str] | None
 ) -> tuple[list[str], list[str]]:
     """Weights that began alike and whose gradients are each rank's own; and those whose gradients are the same on both ranks.
 
-    Nothing where no matrix's are, or where all weights are alike still.
+    Nothing where no matrix's are (unless `matrices` is None), or where all weights are alike still.
     """
     pairs = {name: (a, b) for name, a, b in zip(names, mine, theirs, strict=True)}
     gradients = {name: pairs[GRADIENT + name] for name in names if is_weight(name)}
@@ -147,4 +151,5 @@ def left_out(
     began = [pairs.get(BEGAN + name) for name in own]
     began_alike = all(pair is not None and pair[0] == pair[1] for pair in began)
     are_unlike = any(pairs[name][0] != pairs[name][1] for name in own)
-    return (own, same) if began_alike and are_unlike and not matrices.isdisjoint(same) else ([], [])
+    others_are_averaged = matrices is None or not matrices.isdisjoint(same)
+    return (own, same) if began_alike and are_unlike and others_are_averaged else ([], [])

@@ -49,6 +49,9 @@ RESULTS = {
 }
 """The collectives of `torch.distributed`, and the position of what each writes to."""
 
+NORMS = "torch.nn.modules._functions"
+"""Where SyncBatchNorm calls them."""
+
 SENDS = ("barrier", "send", "isend", "send_object_list")
 """Those that bring nothing."""
 
@@ -99,6 +102,8 @@ class Received:
     mine: int | None
     is_sum: bool
     objects: list[Any] | None = None
+    is_of_norm: bool = False
+    """Whether SyncBatchNorm has called it, for its statistics."""
 
     @property
     def from_others(self) -> list[Tensor]:
@@ -156,8 +161,13 @@ class Collectives:
         return known[1] if known is not None and known[0] is tensor else None
 
     def are_in(self, events: Iterable[int]) -> bool:
-        """Whether any was called in one of these events."""
-        return not self._received.keys().isdisjoint(events)
+        """Whether any was called in one of these events, but for what SyncBatchNorm sends."""
+        return any(not received.is_of_norm for event in events for received in self.of(event))
+
+    @property
+    def are_between_calls(self) -> bool:
+        """Whether any has brought something outside modules on this iteration's way to a loss."""
+        return bool(self._given) and self._log.iteration_start == self._iteration
 
     def brought(self) -> list[tuple[Tensor, str]]:
         """What other ranks have sent outside modules, and the name of the collective; the latest first."""
@@ -201,7 +211,8 @@ class Collectives:
             self._bytes += tensor.nbytes
             is_small = call.is_done and objects is None and tensor.numel() <= MAX_COPY
             kept.append((tensor.detach().clone(), None) if is_small else (tensor, compat.version_of(tensor)))
-        received = Received(call.name, kept, begun.own, call.mine, call.is_sum, objects)
+        is_of_norm = frame.f_globals.get("__name__") == NORMS
+        received = Received(call.name, kept, begun.own, call.mine, call.is_sum, objects, is_of_norm)
         if is_outside:
             self._given_outside(call, written, begun, received, frame)
         else:

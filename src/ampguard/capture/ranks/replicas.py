@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampguard import compat
+from ampguard.capture.frames import user_line
 from ampguard.capture.patches import Patches
 from ampguard.capture.ranks.past_wrapper import PastWrapper, past_wrapper
-from ampguard.capture.record import RootCall
+from ampguard.capture.record import Line, RootCall
 from ampguard.numerics import bit_sum
 
 
@@ -32,6 +34,8 @@ class Replica:
         """False once DDP has stopped to promise equal weights (`join`, post-local SGD): it is never asked again."""
         self.past: PastWrapper | None = None
         """How the iteration that was looked at last has trained it without calling DDP; None where it has not."""
+        self.made_at: Line | None = None
+        """Where the script wraps it, if it has since the guard began."""
         self._is_left_alone = False
         self._ddp = weakref.ref(ddp)
 
@@ -42,6 +46,22 @@ class Replica:
             past = past_wrapper(ddp, calls)
             self._is_left_alone = past is not None and ddp in in_no_sync
             self.past = None if self._is_left_alone else past
+
+    def model(self) -> DistributedDataParallel | None:
+        """The model itself, while it lives."""
+        return self._ddp()
+
+    @property
+    def has_averaged(self) -> bool:
+        """Whether the last iteration that was looked at has let it average gradients."""
+        ddp = self._ddp()
+        return ddp is not None and not self._is_left_alone and compat.averaged_last_gradients(ddp)
+
+    @property
+    def size(self) -> int:
+        """How many weights it keeps alike."""
+        ddp = self._ddp()
+        return len(compat.replicated_by(ddp) or ()) if ddp is not None else 0
 
     def sums(self) -> tuple[list[str], list[Tensor]] | None:
         """Names and bit sums of its weights; None where nothing is to be compared after this step."""
@@ -67,6 +87,7 @@ class Replicas:
         self._uncalled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet(made_before())
         self._in_no_sync: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         """Those whose `no_sync()` was entered since the last look."""
+        self._lines: weakref.WeakKeyDictionary[DistributedDataParallel, Line | None] = weakref.WeakKeyDictionary()
         self._patches = Patches()
 
     def install(self, guarded: Callable[..., Any]) -> None:
@@ -76,7 +97,7 @@ class Replicas:
             @functools.wraps(original)
             def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 original(self, *args, **kwargs)
-                guarded(made, self)
+                guarded(made, self, user_line(sys._getframe(1)))
 
             return __init__
 
@@ -88,14 +109,23 @@ class Replicas:
 
             return no_sync
 
-        made, left_alone = self._uncalled.add, self._in_no_sync.add
+        made, left_alone = self._made, self._in_no_sync.add
         self._patches.replace(DistributedDataParallel, "__init__", watch_init)
         self._patches.replace(DistributedDataParallel, "no_sync", watch_no_sync)
+
+    def _made(self, ddp: DistributedDataParallel, line: Line | None) -> None:
+        self._uncalled.add(ddp)
+        self._lines[ddp] = line
 
     @property
     def are_any(self) -> bool:
         """Whether there is a DDP model, called or not."""
         return bool(self.known or self._uncalled)
+
+    def parameters(self) -> set[int]:
+        """The identities of all parameters that lie in DDP models, called or not."""
+        models = [ddp for replica in self.known if (ddp := replica.model()) is not None]
+        return {id(parameter) for ddp in [*models, *self._uncalled] for parameter in ddp.parameters()}
 
     def undo(self) -> None:
         """Take the patches out."""
@@ -103,14 +133,18 @@ class Replicas:
 
     def look(self, calls: Sequence[RootCall]) -> None:
         """Find the DDP models among what an iteration has called, and how it went about them."""
-        for call in calls:
-            self._find_under(call.module)
+        self.find(calls)
         for ddp in list(self._uncalled):
             if past_wrapper(ddp, calls) is not None:
                 self._add(ddp)
         for replica in self.known:
             replica.look(calls, self._in_no_sync)
         self._in_no_sync.clear()
+
+    def find(self, calls: Sequence[RootCall]) -> None:
+        """Find the DDP models among what is called."""
+        for call in calls:
+            self._find_under(call.module)
 
     def _find_under(self, root: nn.Module) -> None:
         """Each module is looked at once."""
@@ -125,6 +159,7 @@ class Replicas:
         if ddp not in self._added:
             self._added.add(ddp)
             self.known.append(Replica(ddp, len(self.known)))
+            self.known[-1].made_at = self._lines.get(ddp)
 
 
 def made_before() -> list[DistributedDataParallel]:

@@ -10,9 +10,11 @@ Why it hurts   every rank adds the mean gradient to other weights. Nothing fails
 Instead        decide on all ranks alike: reduce the condition first, torch.distributed.all_reduce(found_inf, op=MAX), and
                let every rank skip or none. Load checkpoints, and change weights, on all ranks.
                Broadcast the weights once where gradients are averaged by hand.
-               And average the gradients of all weights then: those that are left out each rank trains by itself.
+               And average the gradients of all weights then: those that are left out each rank trains by itself. So it
+               is with a head or a criterion that has weights and lies outside of what DistributedDataParallel wraps.
 Not this       models that are another on each rank on purpose: without DistributedDataParallel, weights are compared only
-               while the gradients of two ranks are the same, bit for bit, or those of a part are and the others began alike.
+               while the gradients of two ranks are the same, bit for bit, or those of a part are (or DDP sees to a part) and
+               the others began alike.
                A model that sends something in its forward pass (layers that are spread over ranks, experts) is only judged
                as a whole. Nor shards (FSDP), buffers, steps inside
                no_sync(), or training under join().
@@ -63,6 +65,11 @@ AVERAGE_ALL = (
     "torch.distributed.all_reduce(p.grad); p.grad /= torch.distributed.get_world_size(), before the optimizer's step; or wrap "
     "the model: DistributedDataParallel(model)"
 )
+WRAP_ALL = (
+    "wrap the whole of what is trained, DistributedDataParallel(model), and call that: what is outside goes into one module "
+    "with it; or average the gradients of what is outside by hand, torch.distributed.all_reduce(p.grad); p.grad /= "
+    "torch.distributed.get_world_size(), before they are clipped and the optimizer steps"
+)
 CALL_THE_WRAPPER = (
     "call the DistributedDataParallel model itself, model(x), for what is differentiated; put what is called by another name "
     "(model.module.loss(x)) into the forward of one module, and wrap that"
@@ -71,11 +78,15 @@ CALL_THE_WRAPPER = (
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Weights whose gradients the script does not average, while it does average those of `averaged` others at `line`."""
+    """Weights whose gradients the script does not average, while it does average those of `averaged` others at `line`.
+
+    `by_wrapper`: a DDP model does, which was made (or is called) there.
+    """
 
     names: list[str]
     averaged: int
     line: Line
+    by_wrapper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,10 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
     fixes = [Fix("call-order", None, unseen)] if course is None else _fixes_of(course[1])
     forgotten = difference.forgotten
     if forgotten is not None:
-        fixes = [Fix("call-order", None, AVERAGE_ALL), Fix("load-weights", None, SYNCHRONISE)]
+        fixes = [
+            Fix("call-order", None, WRAP_ALL if forgotten.by_wrapper else AVERAGE_ALL),
+            Fix("load-weights", None, SYNCHRONISE),
+        ]
     elif difference.by_hand and difference.last_equal is None and course is None:
         fixes = [Fix("load-weights", None, BEGIN_ALIKE), *(fixes if setting is not None else ())]
     elif difference.parameters:
@@ -172,9 +186,18 @@ def _owner(names: list[str]) -> str:
 
 def _in_words(d: Difference, forgotten: LeftOut) -> str:
     at = words.line_name(forgotten.line)
+    if forgotten.by_wrapper:
+        averaged = (
+            f"DistributedDataParallel averages the gradients of the {forgotten.averaged} weights that it wraps ({at}), and "
+            f"{_shown(forgotten.names)} {'is' if len(forgotten.names) == 1 else 'are'} outside of it: they"
+        )
+    else:
+        averaged = (
+            f"The script averages the gradients of {forgotten.averaged} of {d.of} weights over the ranks ({at}), and those of "
+            f"{_shown(forgotten.names)} it leaves out: they"
+        )
     return (
-        f"The script averages the gradients of {forgotten.averaged} of {d.of} weights over the ranks ({at}), and those of "
-        f"{_shown(forgotten.names)} it leaves out: they began alike, each rank updates them by its own gradients, and after "
+        f"{averaged} began alike, each rank updates them by its own gradients, and after "
         f"step {d.step} rank {d.rank} has others than rank {d.other}. The ranks train different models; if each is to have these "
         f"for itself (a personal head), nothing is wrong."
     )
