@@ -408,10 +408,15 @@ class Moves:
 
     def cleared(self, optimizer: Optimizer, frame: Frame) -> None:
         """zero_grad of an optimizer, before it has stepped."""
-        self.routine.spoil()
         watch = self._claimed(optimizer)
         self.clipped.gone(watch)
-        self.machine.feed(Clear(watch, script_line(frame)))
+        is_routine = frame is not None and self.machine.stage(watch) is Stage.PLAIN  # a critic's, of the generator's loss
+        if self.routine.is_on or not is_routine:
+            self.routine.spoil()
+        event = Clear(watch, script_line(frame))
+        self.machine.feed(event)
+        if is_routine and frame is not None:
+            self.routine.note(("clear", watch, frame.f_code, frame.f_lasti), event)
 
     def cleared_by_module(self, module: nn.Module, frame: FrameType) -> None:
         """zero_grad of a module: whichever optimizers' gradients are gone now."""
