@@ -107,6 +107,18 @@ def test_cause_of_dropped_gradients_is_told(body: Callable[[Loop, int], None], h
     assert incident.location.code == "length = hidden.pow(2).sum(-1).sqrt()"
 
 
+class Unscaled(Loop):
+    """Without any scaler. (Its optimizer is gone when the run ends, as a local variable of `main` is.)"""
+
+    def step(self) -> None:
+        self.opt.step()
+
+
+def test_last_iteration_of_a_run_without_scaler(guard: Guard) -> None:
+    run = guard(lambda: cleared_by_the_next_iteration(Unscaled(False), BAD + 1))
+    assert run.causes == ["singular-gradient"]
+
+
 def test_last_iteration_of_the_run(guard: Guard) -> None:
     run = guard(lambda: cleared_by_the_next_iteration(Loop(False), BAD + 1))
     assert run.causes == ["singular-gradient"]

@@ -62,7 +62,7 @@ def test_every_move_from_every_stage_is_decided() -> None:
 def test_a_right_loop_breaks_nothing() -> None:
     machine = Machine()
     assert feed(machine, *iteration() * 5, *iteration(skipped=True), *iteration(512.0) * 3) == []
-    assert machine.is_at_rest
+    assert machine.is_at_rest()
     assert machine.scaled == machine.open == 0
 
 

@@ -6,8 +6,8 @@ scaler remembers between two updates. A wrong division is a breach only once an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, SupportsFloat
 
 from ampguard.protocol.events import (
     Backward,
@@ -79,10 +79,18 @@ class Machine:
         found = self._ledgers.get(optimizer)
         return found.stage if found is not None else Stage.EMPTY
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether nobody holds gradients that have not been used, or that pile up."""
-        return not self.open and not any(ledger.piled_up for ledger in self._ledgers.values())
+    def is_at_rest(self, but_for: Collection[Key] = ()) -> bool:
+        """Whether nobody holds gradients of a scaled loss that have not been used (`but_for` these), or that pile up."""
+        ledgers = self._ledgers
+        if any(ledger.piled_up for ledger in ledgers.values()):
+            return False
+        return not self.open or self.open == sum(ledgers[key].stage.is_open for key in but_for if key in ledgers)
+
+    def scaled_by(self, optimizer: Key, scale: SupportsFloat) -> None:
+        """What an optimizer holds of a scaled loss, and nobody has divided, carries this scale."""
+        for part in self.ledger(optimizer).parts:
+            if part.scale is not None and not part.divided_by:
+                part.scale = scale
 
     def forget(self, key: Key) -> None:
         """An optimizer or a scaler is gone."""

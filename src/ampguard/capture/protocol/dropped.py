@@ -68,11 +68,15 @@ class DroppedGradients:
             return
         if not self._has_stepped:
             self._first_looks -= 1
-        if recorder.counting or recorder.steps.counts_backwards or self._first_looks < 0:
+            if recorder.steps.counts_backwards:  # (where one has stepped, it may be gone by now)
+                return
+        if recorder.counting or self._first_looks < 0:
             return
         if not self._ends_with_backward():
             return
-        held = [p for watch in self._moves.mine() for p in watch.parameters() if p.grad is not None]
+        held = [
+            p for watch in self._moves.mine() for p in watch.parameters() if p.grad is not None
+        ] or self._of_called()
         bad = {id(p): p for p in held if p.grad is not None and not _is_finite(p.grad)}
         if not bad:
             self._left.clear()
@@ -86,6 +90,11 @@ class DroppedGradients:
             worst = next((p for p in watch.parameters() if id(p) in bad), None)
             if worst is not None and worst.grad is not None:
                 self._note_left(watch, worst.grad)
+
+    def _of_called(self) -> list[Tensor]:
+        """Where the function that trained has returned, its optimizer is gone: the parameters with gradients of what it called."""
+        roots = {id(e.module): e.module for e in self._recorder.log.kept_since(0) if isinstance(e, RootCall)}
+        return [p for root in roots.values() for p in root.parameters() if p.grad is not None]
 
     def _note_left(self, watch: OptimizerWatch, gradient: Tensor) -> None:
         """Are these the bad gradients of an earlier iteration, to which others were added since?"""

@@ -302,11 +302,11 @@ class Moves:
             event = Step(
                 watch, of, where, watch.was_skipped, scale, by_closure=by_closure, was_divided=self.unscaled_inside
             )
-            frame, self._step_frame = self._step_frame, None
-            if frame is not None:
-                self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)
         else:
             event = Step(watch, None, where)
+        frame, self._step_frame = self._step_frame, None
+        if frame is not None:
+            self.routine.note(("step", of, watch, frame.f_code, frame.f_lasti), event)
         if self.looks_closely and self.unscaled_inside:
             self.close.divided(watch, where)
         breaches = self.machine.feed(event)
@@ -324,6 +324,8 @@ class Moves:
             self.routine.spoil()
         if breaches and of.is_own:
             self.tell(breaches, self.attempt)
+        if not of.is_enabled and not self.scales and self.recorder.between_steps:
+            self.routine.iteration_ended(not self.looks_closely)  # its update does nothing
         return of, watch
 
     def before_update(self, of: ScalerWatch) -> None:
@@ -410,7 +412,9 @@ class Moves:
         """zero_grad of an optimizer, before it has stepped."""
         watch = self._claimed(optimizer)
         self.clipped.gone(watch)
-        is_routine = frame is not None and self.machine.stage(watch) is Stage.PLAIN  # a critic's, of the generator's loss
+        is_routine = (
+            frame is not None and self.machine.stage(watch) in _OF_ONE_KIND
+        )  # a critic's, of the generator's loss
         if self.routine.is_on or not is_routine:
             self.routine.spoil()
         event = Clear(watch, script_line(frame))
@@ -495,4 +499,5 @@ def _is_now_and_then(breach: Breach) -> bool:
     return "in_all" in breach.facts and breach.facts["steps"] < PILED_STEPS
 
 
+_OF_ONE_KIND = (Stage.PLAIN, Stage.SCALED)
 _TRUE = (Stage.EMPTY, Stage.PLAIN, Stage.UNSCALED, Stage.USED)

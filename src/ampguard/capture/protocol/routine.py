@@ -8,11 +8,11 @@ is fed to the machine, which so knows all that it would have known.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ampguard.capture.protocol.watches import ScalerWatch
-from ampguard.protocol.events import Backward, Event, Step, Unscale
+from ampguard.protocol.events import Backward, Clear, Event, Step, Unscale
 from ampguard.protocol.machine import Machine
 
 Key = tuple[Any, ...]
@@ -29,6 +29,8 @@ class Routine:
         self._expected: list[tuple[Key, Event | None]] = []
         self.place = 0
         """How many of them."""
+        self._held: set[Any] = set()
+        """Optimizers that hold gradients of a scaled loss as an iteration begins, and whose gradients it clears first."""
         self._noted: list[tuple[Key, Event | None]] = []
         self._is_plain = True
 
@@ -48,8 +50,11 @@ class Routine:
     def iteration_ended(self, may_rest: bool) -> None:
         """An update: from here on the same is expected again, if nothing was out of order."""
         noted, self._noted = self._noted, []
-        if may_rest and self._is_plain and self._machine.is_at_rest and len(noted) < MAX_CALLS:
-            self._expected, self.place, self.is_on = noted, 0, True
+        machine = self._machine
+        if may_rest and self._is_plain and len(noted) < MAX_CALLS:
+            held = {watch for watch in cleared_first(noted) if machine.stage(watch).is_open} if machine.open else set()
+            if machine.is_at_rest(but_for=held):
+                self._expected, self._held, self.place, self.is_on = noted, held, 0, True
         self._is_plain = True
 
     # --- the routine ------------------------------------------------------------------------------------------------
@@ -85,9 +90,30 @@ class Routine:
         self.is_on = False
         self._noted = self._expected[: self.place]
         self.place = 0
+        for watch in self._held - cleared_first(self._noted) if self._held else ():
+            self._hold(watch)
         for _, event in self._noted:
             if event is not None:
                 self._machine.feed(_as_now(event))
+
+    def _hold(self, watch: Any) -> None:
+        """What it holds is of the last iteration, which the machine does not know."""
+        passes = [event for _, event in self._expected if type(event) is Backward and watch in event.reached]
+        now = _as_now(passes[-1]) if passes else None
+        if isinstance(now, Backward) and now.scale is not None:
+            self._machine.scaled_by(watch, now.scale)
+
+
+def cleared_first(calls: Iterable[tuple[Key, Event | None]]) -> set[Any]:
+    """The optimizers whose gradients these calls clear before a backward pass adds to them."""
+    cleared: set[Any] = set()
+    reached: set[Any] = set()
+    for _, event in calls:
+        if type(event) is Clear and event.optimizer not in reached:
+            cleared.add(event.optimizer)
+        elif type(event) is Backward:
+            reached.update(event.reached)
+    return cleared
 
 
 def _as_now(event: Event) -> Event:

@@ -50,6 +50,8 @@ class ScalerStepProbe:
                 return original(self_, optimizer)
             if routine.is_on:
                 of, watch, frame = by_id.get(id(self_)), by_id.get(id(optimizer)), sys._getframe(1)
+                if of is not None and not of.is_enabled:
+                    return original(self_, optimizer)
                 if routine.matches(("unscale", of, watch, frame.f_code, frame.f_lasti)):
                     if watch is not None and watch.was_bad:
                         guarded(moves.close.tell_hidden, watch, of)
@@ -154,17 +156,20 @@ class ScalerStepProbe:
         witness, habits = self._witness, self._witness.habits
         if witness.dropped.waiting or not watch.stepped:  # (else the optimizer's own hook has said so)
             witness.dropped.stepped()
-        of.steps += 1
+        is_enabled = of.is_enabled
+        of.steps += is_enabled
         steps = watch.steps = watch.steps + 1
         watch.taken += watch.stepped
         watch.was_skipped = not watch.stepped
-        judges = (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0) and habits.suspects_scaler
+        judges = (
+            habits.suspects_scaler and is_enabled and (of.steps <= NEEDLESS_STEPS or of.steps & (of.steps - 1) == 0)
+        )
         asks = watch.candidates or watch.lost_one or habits.saved_without is not None or habits.region is not None
         if asks or judges or steps in LOOKS or steps == witness.moves.second_looks.due:
             witness.guarded(witness.stepped, watch)
-            if habits.suspects_scaler:
+            if habits.suspects_scaler and is_enabled:
                 witness.guarded(habits.after_scaler_step, of, watch)
-            if steps in LOOKS:
+            if steps in LOOKS and is_enabled:
                 witness.guarded(habits.idle.look, of, watch)
                 habits.watches_regions |= bool(habits.idle.suspected)
         elif not steps & witness.unfrozen.mask or (witness.unfrozen.sample and witness.unfrozen.is_thawed()):
