@@ -92,7 +92,7 @@ class DroppedGradients:
                 self._note_left(watch, worst.grad)
 
     def _of_called(self) -> list[Tensor]:
-        """Where the function that trained has returned, its optimizer is gone: the parameters with gradients of what it called."""
+        """Of what was called, where the function that trained has returned and its optimizer is gone."""
         roots = {id(e.module): e.module for e in self._recorder.log.kept_since(0) if isinstance(e, RootCall)}
         return [p for root in roots.values() for p in root.parameters() if p.grad is not None]
 
