@@ -64,6 +64,8 @@ class Moves:
         self.machine = Machine()
         self.watches = Watches(self.machine.forget)
         self.training = TrainingThread(self.watches, self.lose_track)
+        self.read_scaled: Breach | None = None
+        """The last norm of gradients that was read while they were scaled."""
         self.is_lost = False
         """Calls of this iteration went unseen: what its gradients are is not known until it has ended."""
         self.carried = CarriedScales(self.machine, self.watches)
@@ -448,6 +450,8 @@ class Moves:
     def tell(self, breaches: Sequence[Breach], step: int) -> None:
         for breach in breaches:
             self.routine.spoil()
+            if breach.cause == "clip-before-unscale" and not breach.facts.get("clips"):
+                self.read_scaled = breach
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
             if self._is_rare(breach):

@@ -23,6 +23,9 @@ TOO_LARGE = 8.0
 BY_ITS_RATE = 3.0
 """Times the learning rate: what an optimizer that divides by the size of its gradients moves a weight by at most."""
 
+CLIPPED = 2.0
+"""Times a limit: a norm from which on clipping would have made a difference."""
+
 OF_WEIGHTS = frozenset(
     {"fp16-overflow", "overflow", "indeterminate", "gradient-overflow", "loss-scale-overflow", "nonfinite-parameter"}
     | {"scale-collapse"}
@@ -35,7 +38,8 @@ def breach_behind(cause: str, cases: Iterable[Case], situation: Situation) -> Ca
     if cause not in OF_WEIGHTS and cause != "divergence":
         return None
     grown = 1.0 if cause == "divergence" else GREW_AT_ONCE
-    return next((c for c in cases if is_too_large(c, situation.step) and has_thrown(c, situation, grown)), None)
+    told = [case for case in cases if is_too_large(case, situation.step)]
+    return next((c for c in told if has_thrown(c, situation, grown) or was_not_clipped(c, situation)), None)
 
 
 def piled_up_behind(began: int, cases: Iterable[Case], situation: Situation) -> Case | None:
@@ -69,6 +73,14 @@ def is_too_large(case: Case, step: int) -> bool:
     if not case.is_breach or known.severity != "error" or case.optimizer is None or known.step > step:
         return False
     return is_number(factor) and factor >= TOO_LARGE
+
+
+def was_not_clipped(case: Case, situation: Situation) -> bool:
+    """Whether gradients were let through that the limit would have clipped, had it not been computed of scaled ones."""
+    limit, scale = case.incident.evidence.get("limit"), case.incident.evidence.get("scale")
+    if not (is_number(limit) and is_number(scale)):
+        return False
+    return any(is_number(v.grad_norm) and v.grad_norm > CLIPPED * limit / scale for v in situation.trajectory.recent)
 
 
 def has_thrown(case: Case, situation: Situation, grown: float) -> bool:

@@ -2,7 +2,8 @@
 
 What happens   clip_grad_norm_ between scaler.scale(loss).backward() and scaler.step(optimizer), and no unscale_ before it.
 Why it hurts   the norm is 65536 times too large, so every step is clipped, and after unscaling the gradients are 65536 times
-               smaller than the limit asks for: training nearly stands still. A norm that is only logged is wrong by as much.
+               smaller than the limit asks for: training nearly stands still. A norm that is only logged is wrong by as much,
+               and a limit that is computed of such norms (a percentile of those so far) lets everything pass.
 Instead        scaler.unscale_(optimizer) first; scaler.step() sees that it was done.
                Gradients from torch.autograd.grad(scaler.scale(loss), ..., create_graph=True) that become part of the loss, as
                in a gradient penalty, are used at that size too. So is what is made of gradients and kept for a later loss:
@@ -32,8 +33,14 @@ def clip_before_unscale(scene: Scene) -> Telling:
         f"The gradients of `{name}` were {done} while still scaled: {where} {scene.factor}. "
         f"They carry the loss scale from {at(scene.first)}."
     )
+    limits = scene.facts.get("limit") is not None
     if scene.facts.get("by_hand"):
         text = _by_hand(scene)
+    elif limits:
+        text += (
+            f" True gradients are clipped by such norms: the limit at {at(scene.facts['limits_at'])} is "
+            f"{number(scene.facts['limit'])}, and their norm is {number(scene.facts['norm'])}, so nothing is ever clipped."
+        )
     elif clips and scene.facts.get("update_too_small_by"):
         less = number(float(scene.facts["update_too_small_by"]))
         text += f" Once divided by that scale, the gradients are {less} times smaller than the limit asks for."
@@ -71,7 +78,7 @@ def clip_before_unscale(scene: Scene) -> Telling:
         text,
         scene.again,
         (order(scene, how),),
-        severity="error" if clips else "warning",
+        severity="error" if clips or limits else "warning",
         evidence={key: scene.facts.get(key) for key in _EVIDENCE},
     )
 
@@ -124,7 +131,17 @@ def _own_statement(scene: Scene) -> str:
     return code if is_statement and is_call else ""
 
 
-_EVIDENCE = ("scale", "clips", "by_hand", "limit_in_hook", "multiplied_by", "should_be", "update_too_small_by")
+_EVIDENCE = (
+    "scale",
+    "clips",
+    "limit",
+    "norm",
+    "by_hand",
+    "limit_in_hook",
+    "multiplied_by",
+    "should_be",
+    "update_too_small_by",
+)
 
 
 def _by_hand(scene: Scene) -> str:

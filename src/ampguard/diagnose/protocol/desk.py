@@ -60,12 +60,21 @@ class ProtocolDesk:
         key = _key(breach)
         known = self._cases.get(key)
         if known is not None:
+            if breach.facts.get("limit") is not None:
+                self._does_harm(known, breach)
+                return
             known.occurrences += 1
             known.last_step = step
         elif len(self._cases) < MAX_CASES:
             incident = self._incident(breach, step)
             if incident is not None:
                 self._open(key, incident, getattr(breach.optimizer, "ref", None))
+
+    def _does_harm(self, known: Case, breach: Breach) -> None:
+        """What was told of turns out to be worse than it seemed."""
+        incident = self._incident(breach, known.incident.step)
+        if incident is not None:
+            self._casebook.retell(known, incident)
 
     def on_suspicion(self, key: tuple[Any, ...], breach: Breach | None, step: int) -> None:
         """What may yet turn out to be nothing is written down with the names that can be found now."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable
 from threading import get_ident
@@ -31,6 +33,8 @@ class NormProbe:
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
         self._looks: dict[Any, int] = {}
+        self._has_limit_of_norms = False
+        """Whether it was told that the script clips by norms of scaled gradients."""
 
     def install(self) -> None:
         witness = self._witness
@@ -109,7 +113,10 @@ class NormProbe:
                 if close.settles:
                     guarded(close.settle_all)
                 if not machine.scaled:
-                    return original(tensors, *args, **kwargs)
+                    norm = original(tensors, *args, **kwargs)
+                    if witness.moves.read_scaled is not None and not self._has_limit_of_norms:
+                        guarded(self._clipped_by_scaled_norm, guarded(limit), norm, frame)
+                    return norm
                 if not isinstance(tensors, torch.Tensor):
                     tensors = list(tensors)
                 at_most = guarded(limit)
@@ -133,6 +140,22 @@ class NormProbe:
         may_carry_scale = self._witness.window.may_carry_scale(at_most) and not self._witness.moves.scale_was_read
         if not (may_carry_scale and float(norm) < at_most * OF_NORMS):
             self._clipped(tensors, at_most, frame)
+
+    def _clipped_by_scaled_norm(self, at_most: float | None, norm: Any, frame: Frame) -> None:
+        """True gradients are clipped with a limit that was computed of norms of scaled ones: nothing is ever clipped.
+
+        It is where it was computed, is far above the norm, and is about the norm once the scale is taken out of it.
+        """
+        moves = self._witness.moves
+        read = moves.read_scaled
+        if read is None or at_most is None or not math.isfinite(at_most) or is_written(at_most) or moves.scale_was_read:
+            return
+        scale, size = read.factor or 1.0, float(norm)
+        if not (scale > OF_NORMS**2 and 0.0 < size < at_most / OF_NORMS and at_most / scale < size * OF_NORMS):
+            return
+        facts = {"clips": False, "scale": scale, "limit": at_most, "norm": size, "limits_at": script_line(frame)}
+        self._has_limit_of_norms = True
+        moves.tell([dataclasses.replace(read, facts=facts)], moves.recorder.steps.count)
 
     def _clipped(self, tensors: Any, at_most: float, frame: Frame, norm_is_given: bool = False) -> None:
         moves, window = self._witness.moves, self._witness.window
