@@ -51,7 +51,7 @@ class Routine:
         """An update: from here on the same is expected again, if nothing was out of order."""
         noted, self._noted = self._noted, []
         machine = self._machine
-        if may_rest and self._is_plain and len(noted) < MAX_CALLS:
+        if may_rest and self._is_plain and len(noted) < MAX_CALLS and not steps_on_nothing(noted):
             held = {watch for watch in cleared_first(noted) if machine.stage(watch).is_open} if machine.open else set()
             if machine.is_at_rest(but_for=held):
                 self._expected, self._held, self.place, self.is_on = noted, held, 0, True
@@ -114,6 +114,19 @@ def cleared_first(calls: Iterable[tuple[Key, Event | None]]) -> set[Any]:
         elif type(event) is Backward:
             reached.update(event.reached)
     return cleared
+
+
+def steps_on_nothing(calls: Iterable[tuple[Key, Event | None]]) -> bool:
+    """Whether one of these steps is made after its optimizer's gradients were cleared: the machine counts such steps."""
+    held: dict[Any, bool] = {}
+    for _, event in calls:
+        if type(event) is Backward:
+            held.update(dict.fromkeys(event.reached, True))
+        elif type(event) is Clear and event.optimizer in held:
+            held[event.optimizer] = False
+        elif type(event) is Step and not held.get(event.optimizer, True):
+            return True
+    return False
 
 
 def _as_now(event: Event) -> Event:
