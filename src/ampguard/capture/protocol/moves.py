@@ -414,9 +414,7 @@ class Moves:
         """zero_grad of an optimizer, before it has stepped."""
         watch = self._claimed(optimizer)
         self.clipped.gone(watch)
-        is_routine = (
-            frame is not None and self.machine.stage(watch) in _OF_ONE_KIND
-        )  # a critic's, of the generator's loss
+        is_routine = frame is not None and self.machine.stage(watch) in _UNUSED
         if self.routine.is_on or not is_routine:
             self.routine.spoil()
         event = Clear(watch, script_line(frame))
@@ -503,5 +501,7 @@ def _is_now_and_then(breach: Breach) -> bool:
     return "in_all" in breach.facts and breach.facts["steps"] < PILED_STEPS
 
 
-_OF_ONE_KIND = (Stage.PLAIN, Stage.SCALED)
+_UNUSED = (Stage.PLAIN, Stage.SCALED)
+"""What is cleared in every iteration of some loops: a critic's gradients of the generator's loss."""
+
 _TRUE = (Stage.EMPTY, Stage.PLAIN, Stage.UNSCALED, Stage.USED)
