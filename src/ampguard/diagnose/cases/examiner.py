@@ -293,7 +293,8 @@ class Examiner:
     def _look_for_underflow(self, bad: BadResult) -> None:
         """A suspicion: told only if a replay in float32 proves it."""
         if self._proofs >= most_proofs(bad.step) or any(
-            c.incident.cause == "gradient-underflow" for c in self._casebook.cases
+            c.incident.cause == "gradient-underflow" or "lost_gradients" in c.incident.evidence
+            for c in self._casebook.cases
         ):
             return
         self._proofs += 1
@@ -302,7 +303,9 @@ class Examiner:
             incident = prove_underflow(bad, Replayer(bad, self._recorder), self._rank, largest_loss)
         except Exception:  # it cannot be run again: a suspicion is told to nobody
             return
-        if incident is not None:
+        if incident is not None and incident.cause != "gradient-underflow":
+            self._casebook.add(incident)
+        elif incident is not None:
             self._casebook.add(begun_before(incident, self._casebook.faint_since()))
 
     def _look_for_replaced(self, bad: BadResult) -> None:

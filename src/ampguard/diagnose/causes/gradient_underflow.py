@@ -11,6 +11,7 @@ Not this       zeros that ReLU or dropout make: those are zero in float32 too, a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ampguard.capture.record import BadResult
 from ampguard.diagnose import words
+from ampguard.diagnose.causes.hidden_overflow import hidden_overflow, overflow_behind
 from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
@@ -99,6 +101,13 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int, largest_loss:
         if is_rounding(as_it_ran, in_float32, replayer.run(Variant(convert=torch.float64), traced=False)):
             return None
         saved = saving_scale(replayer, in_float32, names, scale)
+        behind = overflow_behind(as_it_ran, in_float32) if saved is None else None
+        if behind is not None:
+            by_layer = {loss.name: round(loss.share, 4) for loss in hit[:SHOWN]}
+            share_lost = functools.partial(share_of_lost, in_float32, names)
+            overflow = hidden_overflow(bad, replayer, behind, by_layer, share_lost, rank)
+            if overflow is not None:
+                return overflow
         worst = ", ".join(f"{loss.name} {loss.share:.0%}" for loss in hit[:SHOWN])
         text = (
             f"{lost} of {present} gradient elements ({lost / max(present, 1):.0%}) that are not 0 in "
@@ -188,6 +197,12 @@ def lost_gradients(as_it_ran: Outcome, in_float32: Outcome, names: dict[int, str
         lost = int((present & (gradient == 0)).sum())
         losses.append(Loss(name, lost, int(present.sum()), parameter.dim() > 1))
     return losses
+
+
+def share_of_lost(in_float32: Outcome, names: dict[int, str], outcome: Outcome) -> float:
+    """Of all gradient elements that count, the share that is 0 in another replay."""
+    losses = lost_gradients(outcome, in_float32, names)
+    return sum(loss.lost for loss in losses) / max(sum(loss.present for loss in losses), 1)
 
 
 def what_counts(gradient: Tensor, floor: float) -> Tensor:
