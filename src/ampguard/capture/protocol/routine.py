@@ -30,7 +30,9 @@ class Routine:
         self.place = 0
         """How many of them."""
         self._held: set[Any] = set()
-        """Optimizers that hold gradients of a scaled loss as an iteration begins, and whose gradients it clears first."""
+        """Optimizers that hold gradients of a scaled loss as an iteration begins, which it clears first."""
+        self._repeats = False
+        """Whether an iteration has come as expected."""
         self._noted: list[tuple[Key, Event | None]] = []
         self._is_plain = True
 
@@ -52,9 +54,10 @@ class Routine:
         noted, self._noted = self._noted, []
         machine = self._machine
         if may_rest and self._is_plain and len(noted) < MAX_CALLS and not steps_on_nothing(noted):
-            held = {watch for watch in cleared_first(noted) if machine.stage(watch).is_open} if machine.open else set()
+            held = {watch for watch in left_over(noted) if machine.stage(watch).is_open} if machine.open else set()
             if machine.is_at_rest(but_for=held):
                 self._expected, self._held, self.place, self.is_on = noted, held, 0, True
+                self._repeats = False
         self._is_plain = True
 
     # --- the routine ------------------------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ class Routine:
         if self._expected[self.place][0] == key:
             self.place += 1
             if self.place == len(self._expected):
-                self.place = 0
+                self.place, self._repeats = 0, True
             return True
         self._guarded(self.leave)
         return False
@@ -90,8 +93,9 @@ class Routine:
         self.is_on = False
         self._noted = self._expected[: self.place]
         self.place = 0
-        for watch in self._held - cleared_first(self._noted) if self._held else ():
-            self._hold(watch)
+        if self._held and self._repeats:
+            for watch in self._held - {event.optimizer for _, event in self._noted if type(event) is Clear}:
+                self._hold(watch)
         for _, event in self._noted:
             if event is not None:
                 self._machine.feed(_as_now(event))
@@ -104,16 +108,22 @@ class Routine:
             self._machine.scaled_by(watch, now.scale)
 
 
-def cleared_first(calls: Iterable[tuple[Key, Event | None]]) -> set[Any]:
-    """The optimizers whose gradients these calls clear before a backward pass adds to them."""
+def left_over(calls: Iterable[tuple[Key, Event | None]]) -> set[Any]:
+    """The optimizers that these calls clear before a backward pass adds to them, and that get gradients once more behind their
+    own step: a critic, of the generator's loss."""
     cleared: set[Any] = set()
     reached: set[Any] = set()
+    stepped: set[Any] = set()
+    left: set[Any] = set()
     for _, event in calls:
         if type(event) is Clear and event.optimizer not in reached:
             cleared.add(event.optimizer)
+        elif type(event) is Step:
+            stepped.add(event.optimizer)
         elif type(event) is Backward:
             reached.update(event.reached)
-    return cleared
+            left |= stepped.intersection(event.reached)
+    return left & cleared
 
 
 def steps_on_nothing(calls: Iterable[tuple[Key, Event | None]]) -> bool:
