@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ampguard.capture.record import BadResult
 from ampguard.diagnose import words
-from ampguard.diagnose.causes.hidden_overflow import hidden_overflow, overflow_behind
+from ampguard.diagnose.hidden_overflow import hidden_overflow, overflow_behind
 from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
