@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,7 +34,13 @@ def note_cast(weights: Iterable[Tensor]) -> None:
 @functools.cache
 def _look_at_steps() -> None:
     register, _ = compat.optimizer_step_hooks()
-    register(compat.only_for_others(lambda optimizer, *_: refuse_late(optimizer)))
+    register(compat.only_for_others(_as_it_steps))
+
+
+def _as_it_steps(optimizer: Optimizer, *_: object) -> None:
+    """Not inside a step that is being compiled: what is kept here by weak references is nothing to be traced."""
+    if not torch.compiler.is_compiling():
+        refuse_late(optimizer)
 
 
 def refuse_late(optimizer: Optimizer) -> None:
