@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ class RankWatch:
         self._reduced_at: Line | None = None
         """Where the script has reduced gradients since the last comparison."""
         recorder.collectives.on_reduced = self._reduced
-        recorder.on_first_update = self._first_update
+        recorder.on_first_update = functools.partial(self._barrier.call, self._first_update)
 
     def saw(self, vitals: StepVitals) -> None:
         """The vital signs of a step."""
