@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -101,6 +102,11 @@ def counts_on_this_rank(tensor: torch.Tensor) -> bool:
 def averaged_last_gradients(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Whether DDP's last call was followed by an all-reduce: not so under `no_sync()`."""
     return bool(getattr(ddp, "require_forward_param_sync", True))
+
+
+def is_called_by_norm(frame: FrameType) -> bool:
+    """Whether it is SyncBatchNorm that calls a collective, of whose caller this is the frame."""
+    return frame.f_globals.get("__name__") == "torch.nn.modules._functions"
 
 
 def fsdp_states(module: torch.nn.Module) -> list[Any]:

@@ -49,9 +49,6 @@ RESULTS = {
 }
 """The collectives of `torch.distributed`, and the position of what each writes to."""
 
-NORMS = "torch.nn.modules._functions"
-"""Where SyncBatchNorm calls them."""
-
 SENDS = ("barrier", "send", "isend", "send_object_list")
 """Those that bring nothing."""
 
@@ -211,7 +208,7 @@ class Collectives:
             self._bytes += tensor.nbytes
             is_small = call.is_done and objects is None and tensor.numel() <= MAX_COPY
             kept.append((tensor.detach().clone(), None) if is_small else (tensor, compat.version_of(tensor)))
-        is_of_norm = frame.f_globals.get("__name__") == NORMS
+        is_of_norm = compat.is_called_by_norm(frame)
         received = Received(call.name, kept, begun.own, call.mine, call.is_sum, objects, is_of_norm)
         if is_outside:
             self._given_outside(call, written, begun, received, frame)

@@ -49,9 +49,7 @@ class OutsideWrapper:
         line = self._replica.made_at or self._line
         is_averaged = self._replica.is_promised and self._replica.past is None and self._replica.has_averaged
         sends = collectives.are_in(call.index for call in calls) or collectives.are_between_calls
-        self.reduced = (
-            Reduced(None, line, self._replica.size) if line is not None and is_averaged and not sends else None
-        )
+        self.reduced = Reduced(None, line, self._replica.size) if is_averaged and not sends else None
 
     def sums(self) -> tuple[list[str], list[torch.Tensor]] | None:
         """Names and bit sums of the weights, of their gradients and of their first values; None where none has a gradient."""
