@@ -149,6 +149,11 @@ class Replayer:
         """Whether a DataLoader has given the step its batch."""
         return self._recorder.preprocessing.last_batch is not None
 
+    @property
+    def last_batch(self) -> Any:
+        """What the DataLoader gave last, with weak references in the place of tensors; None where there is none."""
+        return self._recorder.preprocessing.last_batch
+
     def brought(self) -> list[tuple[Tensor, str]]:
         """What other ranks have sent lately, and the name of the collective; the latest first."""
         return self._recorder.collectives.brought()

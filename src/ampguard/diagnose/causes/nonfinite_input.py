@@ -20,6 +20,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes import data_code
+from ampguard.diagnose.givens.listed import Listed, listed
 from ampguard.diagnose.givens.loaded_data import made_by_loader
 from ampguard.diagnose.givens.made_before import made_before
 from ampguard.diagnose.givens.masked_data import masked_before, meeting_of
@@ -46,26 +47,31 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     if given is None:
         return None
     facts = stats(given.tensor)
-    samples = given.samples
+    in_list = listed(evidence, given.held) if given.role in ("input", "target") else None
+    samples = given.samples if in_list is None else in_list.bad
+    is_batch = given.is_batch or in_list is not None
     reader = evidence.chain.head.op
     share = f"{facts.nan} NaN, {facts.pos_inf} +Inf, {facts.neg_inf} -Inf of {given.tensor.numel()} values"
-    which = _which(samples, given.is_batch)
-    column = _column(given.tensor)
+    which = _which(samples, is_batch)
+    column = _column(given.tensor) if in_list is None else None
     if column is not None:
-        every = "sample" if given.is_batch else "row"
+        every = "sample" if is_batch else "row"
         which = f" (of every {every}, index {column[1]} of dimension {column[0]}: a feature that was made so)"
     others = _others_with_nan(evidence, given)
     counted = sum(value.numel() > 1 for value in others.values())  # a single number was written into what is named
     too = f" (and the same for {counted} more tensors with NaN that the step was given)" if counted else ""
     written = _nan_written(evidence)
     bad: dict[int | Ref, Tensor] = {given.key: given.tensor, **others}
-    place = place_of(given.held) if given.role in ("input", "target") else None
+    place = in_list.place if in_list is not None else None
+    place = place or (place_of(given.held) if given.role in ("input", "target") else None)
     filtering = Proposal(
         "filter-sample",
         given.name,
         f"drop the samples that are not finite: {data_code.kept_samples(evidence, given, place)}{too}",
         trial=lambda e: _with(given, {key: _without_bad_samples(value) for key, value in bad.items()}, written),
     )
+    if in_list is not None:
+        filtering = _of_a_list(in_list, given)
     outside = made_outside(given.held, given.tensor)
     made_at = f" ({words.place_of(outside.made_at)})" if outside is not None and outside.made_at is not None else ""
     infinite = "".join(f", {name}=0.0" for name in _infinities(bad.values()))
@@ -76,7 +82,7 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}, written),
     )
     proposals = (filtering, cleaning)
-    if not _has_good_sample(given.tensor):  # none would be left
+    if not (_has_good_sample(given.tensor) if in_list is None else in_list.has_good_sample):  # none would be left
         skipping = Proposal("filter-sample", given.name, "leave this batch out: no sample of it is finite")
         proposals = (cleaning, skipping)
     sender = sent_by(evidence, given.tensor)
@@ -93,11 +99,11 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         facts_of_input["made_before"] = before.as_dict()
     made = before.in_words() if before is not None else ""
     loaded = made_by_loader(evidence, given.held) if outside is None and before is None else ""
-    is_name = given.is_batch or given.short_name == given.name
+    is_name = is_batch or given.short_name == given.name
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
     if given.role == CONSTANT:
         what = f"tensor `{given.name}`, which is neither an argument of the model nor a part of its state,"
-    fixes: tuple[Proposal, ...] = proposals if given.is_batch or given.role == "target" else (cleaning,)
+    fixes: tuple[Proposal, ...] = proposals if is_batch or given.role == "target" else (cleaning,)
     if before is not None:
         fixes = (*before.proposals(given.name, given.tensor, given.key), *fixes)
     meeting = meeting_of(evidence)
@@ -117,6 +123,20 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         proposals=fixes,
         phase="data",
         op=reader if meeting is None else meeting.op,
+    )
+
+
+def _of_a_list(batch: Listed, given: NamedTensor) -> Proposal:
+    """The fix where each sample is an entry of a list: in the replay a good one takes the place of each bad one."""
+
+    def trial(evidence: Evidence) -> Variant:
+        values = {id(held.tensor): held.value for _, _, held in evidence.held()}
+        good: dict[int | Ref, Tensor] = dict(batch.without_bad_samples(values).items())
+        good[given.key] = good.get(id(given.held), given.tensor)
+        return _with(given, good, {})
+
+    return Proposal(
+        "filter-sample", given.name, f"drop the samples that are not finite: {batch.in_code()}", trial=trial
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,29 +20,45 @@ MAX_ITEMS = 64
 MAX_DEPTH = 3
 
 
+Part = tuple[str, Any]
+"""How the script writes something, and the thing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the script holds a tensor: how it writes it, what it lies in and how it writes that, and its frame's variables."""
+    """Where the script holds a tensor: how it writes it, what it lies in, from a variable on, and its frame's variables."""
 
     written: str
-    holder: Any
-    holder_written: str | None
+    path: list[Part]
     variables: dict[str, Any]
+
+    @property
+    def holder(self) -> Any:
+        """What it lies in; None where it is a variable itself."""
+        return self.path[-1][1] if self.path else None
+
+    @property
+    def holder_written(self) -> str | None:
+        return self.path[-1][0] if self.path else None
 
 
 def place_of(tensor: Tensor) -> Place | None:
     """Where the running script holds a tensor; None where no variable leads to it."""
+    return next(places_of(tensor), None)
+
+
+def places_of(tensor: Tensor) -> Iterator[Place]:
+    """All such places: the innermost frame's first, of these what lies the least deep."""
     for frame in frames_here(sys._getframe(1), MAX_FRAMES):
         if is_script_code(frame.f_code):
             variables = {n: v for n, v in locals_of(frame).items() if n.isidentifier() and not n.startswith("__")}
             for depth in range(MAX_DEPTH + 1):
                 for name, value in variables.items():
-                    for written, holder, holder_written in _inside(name, value, tensor, depth):
-                        return Place(written, holder, holder_written, variables)
-    return None
+                    for path, written in paths_to(tensor, name, value, depth):
+                        yield Place(written, path, variables)
 
 
-def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
+def parts_of(name: str, value: Any) -> list[Part]:
     """The items or the attributes of what may hold a batch, each as it is written."""
     if isinstance(value, Mapping):
         return [(f"{name}[{key!r}]", item) for key, item in list(value.items())[:MAX_ITEMS]]
@@ -55,16 +72,17 @@ def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", item) for key, item in list(attributes.items()) if not key.startswith("_")]
 
 
-def _inside(name: str, value: Any, tensor: Tensor, depth: int) -> Iterator[tuple[str, Any, str | None]]:
-    """The places of a tensor that lie so deep in a value, each with what it lies in."""
+def paths_to(tensor: Tensor, name: str, value: Any, depth: int) -> Iterator[tuple[list[Part], str]]:
+    """The ways to a tensor that lies so deep in a value: all that it lies in, and how it is written itself."""
+    value = value() if isinstance(value, weakref.ref) else value
     if depth == 0:
-        if isinstance(value, Tensor) and (value is tensor or _is_same_memory(value, tensor)):
-            yield name, None, None
+        if isinstance(value, Tensor) and (value is tensor or is_same_memory(value, tensor)):
+            yield [], name
         return
     for written, item in parts_of(name, value):
-        for found, holder, holder_written in _inside(written, item, tensor, depth - 1):
-            yield (found, value, name) if holder is None else (found, holder, holder_written)
+        for path, found in paths_to(tensor, written, item, depth - 1):
+            yield [(name, value), *path], found
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and compat.storage_key(one) == compat.storage_key(other) != 0
