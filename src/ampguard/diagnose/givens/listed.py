@@ -106,8 +106,8 @@ def _has(parts: dict[str, Tensor], tensor: Tensor) -> bool:
 def _are_samples(entries: list[Any] | tuple[Any, ...], samples: list[dict[str, Tensor]], has_others: bool) -> bool:
     """Whether each entry is one sample: all hold the same, and no entry is a batch of its own.
 
-    Tensors side by side are samples where their sizes differ, or where another list beside this one goes with them: the parts
-    of a batch (`x, y`) lie side by side as well.
+    The parts of a batch (`x, y`) lie side by side as well. So tensors side by side are samples only where they are more than
+    two, and either their first dimensions differ or another list of as many goes with them.
     """
     if len({type(_resolved(entry)) for entry in entries}) > 1 or not all(samples):
         return False
@@ -116,7 +116,7 @@ def _are_samples(entries: list[Any] | tuple[Any, ...], samples: list[dict[str, T
         return False
     if "" not in kinds[0]:
         return True
-    return has_others or len({parts[""].shape for parts in samples}) > 1
+    return len(samples) > 2 and (has_others or len({parts[""].shape[:1] for parts in samples}) > 1)
 
 
 def _is_as_long(one: Any, other: list[Any] | tuple[Any, ...]) -> bool:
