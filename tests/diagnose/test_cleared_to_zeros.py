@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -66,3 +67,28 @@ def test_with_others_put_in_their_place(guard: Guard) -> None:
 def test_a_part_that_is_frozen_so(guard: Guard) -> None:
     run = guard(lambda: train(True, False, lambda it: it < 12, both=True))
     assert (run.faults, run.causes) == (0, [])
+
+
+@pytest.mark.parametrize("has_scaler", [True, False])
+def test_a_copy_is_trained_while_the_optimizer_steps_on_zeros(has_scaler: bool, guard: Guard) -> None:
+    """Weight decay and momentum move its weights on, and nothing raises: each has a gradient, which is 0."""
+
+    def script() -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=has_scaler)
+        for it in range(30):
+            opt.zero_grad(set_to_none=False)
+            with torch.autocast("cpu", dtype=torch.float16, enabled=has_scaler):
+                out = model(torch.randn(16, 4))
+            scaler.scale(out.float().square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            if it == 8:
+                best = copy.deepcopy(model)
+            if it == 12:
+                model = copy.deepcopy(best)
+
+    run = guard(script)
+    assert (run.faults, run.causes) == (0, ["stale-parameters"])
+    assert (run.first.step, run.first.location.code) == (13, "scaler.step(opt)")

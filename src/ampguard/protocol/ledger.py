@@ -81,6 +81,13 @@ class Ledger:
     """Steps that the script made itself, right behind such a one."""
     idle_steps: int = 0
     """Steps in a row with what an earlier one had left, because no backward pass came in between."""
+    empty_steps: int = 0
+    """Steps in a row with gradients that were cleared and that no backward pass has added to since."""
+
+    @property
+    def steps_without_a_pass(self) -> int:
+        """Steps in a row since a backward pass added gradients."""
+        return self.idle_steps or self.empty_steps
 
     @property
     def is_wasteful(self) -> bool:

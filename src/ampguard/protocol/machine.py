@@ -260,11 +260,12 @@ class Machine:
         if ledger.parts and ledger.stage is not Stage.USED:
             ledger.use(event.where)
             self._enter(ledger, Stage.USED)
-            ledger.idle_steps = 0
+            ledger.idle_steps = ledger.empty_steps = 0
         else:
             ledger.steps += 1
             ledger.stepped_at = event.where
             ledger.idle_steps += ledger.stage is Stage.USED
+            ledger.empty_steps += ledger.stage is Stage.EMPTY
             breaches += self._always_cleared(ledger, event)
             if ledger.idle_steps == PILED_STEPS and event.scaler is not None:
                 facts = {"steps": ledger.idle_steps, "has_scaler": True, "is_reused": True}

@@ -319,9 +319,10 @@ class Moves:
         if self.sums_up_scaled and watch.was_skipped:
             self.second_looks.ask(watch)
         watch.rest()
-        idle = self.machine.ledger(watch).idle_steps
+        ledger = self.machine.ledger(watch)
+        idle = ledger.idle_steps
         has_lost = not (of.is_enabled or watch.candidates or watch.has_gradients())
-        watch.lost_one = watch.lost_one or idle == 1 or has_lost
+        watch.lost_one = watch.lost_one or ledger.steps_without_a_pass == 1 or has_lost
         if breaches or idle:
             self.routine.spoil()
         if breaches and of.is_own:
@@ -403,7 +404,7 @@ class Moves:
         self.clipped.stepped_past(watch, breaches)
         self.tell(breaches, self.attempt)
         self._forget_set_by_hand(watch)
-        watch.lost_one = watch.lost_one or self.machine.ledger(watch).idle_steps == 1
+        watch.lost_one = watch.lost_one or self.machine.ledger(watch).steps_without_a_pass == 1
         if not self.scales:
             self.routine.note(("direct step", watch, user_line(frame)), step)
             if self.recorder.between_steps:  # it was the last optimizer of its iteration

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import locals_of
@@ -79,6 +80,8 @@ class Scans:
         self._suspected: dict[OptimizerWatch, list[weakref.ref[Tensor]]] = {}
         """Parameters that were suspected of being unused: the optimizer may be gone, and another one train them later."""
         self._leaves = LastingLeaves()
+        self._before: tuple[OptimizerWatch, list[tuple[Tensor, Tensor]]] | None = None
+        """Parameters of an optimizer that is about to step, each with its values."""
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
 
@@ -91,6 +94,17 @@ class Scans:
             if len(candidates) < len(watch.trained()):
                 self._had_gradients(watch, [p for p in candidates if p.grad is not None])
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Keep a few of the parameters of one that has had no gradient at all: its step may compute its own (Newton's)."""
+        watch = next((watch for watch in self.asked if watch.ref() is optimizer), None)
+        if watch is not None and len(watch.candidates or ()) == len(watch.trained()):
+            self._before = watch, [(p, p.detach().clone()) for p in watch.sample]
+
+    def _moves_itself(self, watch: OptimizerWatch) -> bool:
+        """Whether its step has just changed parameters that have no gradient."""
+        before, self._before = self._before, None
+        return before is not None and before[0] is watch and any(not torch.equal(p, old) for p, old in before[1])
+
     def _clear_of_suspicion(self) -> None:
         """A parameter of an optimizer that is gone may have a gradient now: who made the optimizer anew trains it."""
         gone = [watch for watch in self._suspected if watch.ref() is None]
@@ -101,6 +115,8 @@ class Scans:
 
     def after_step(self, watch: OptimizerWatch) -> None:
         """Look, where it is time to."""
+        if self._before is not None and self._moves_itself(watch):
+            watch.had_gradient |= {id(p) for p in watch.candidates or ()}
         if self.asked:
             self.asked = [other for other in self.asked if other is not watch]
         steps = watch.steps
@@ -135,7 +151,8 @@ class Scans:
         if not all(id(p) in held for p in watch.sample):  # it was given other tensors: what is known is not about them
             self._moves.machine.feed(Clear(watch))
         is_idle = self._moves.machine.ledger(watch).idle_steps > 0
-        without = [p for p in trained if (p.grad is None or is_idle) and not is_empty(p)]
+        are_zeros = self._moves.machine.ledger(watch).empty_steps > 0 and _have_zeros(trained)
+        without = [p for p in trained if (p.grad is None or is_idle or are_zeros) and not is_empty(p)]
         before, now = watch.without_since, self._moves.attempt
         watch.without_since = {
             id(p): before[id(p)] if id(p) in before else _left_at(watch, p, trained, now) for p in without
@@ -145,7 +162,7 @@ class Scans:
             watch.first_step = now
         if not is_idle and len(watch.had_gradient) != len(trained):
             watch.had_gradient |= {id(p) for p in trained if p.grad is not None}
-        watch.candidates = [p for p in without if id(p) not in watch.had_gradient]
+        watch.candidates = [p for p in without if id(p) not in watch.had_gradient and (p.grad is None or is_idle)]
         if watch.candidates:
             self.asked.append(watch)
         if watch.steps <= EARLY_STEPS or watch.lost_one:
@@ -385,6 +402,11 @@ def _left_at(watch: OptimizerWatch, parameter: Tensor, trained: list[Tensor], no
     every = version_of(other) - versions[id(other)]
     had, rest = divmod((version_of(parameter) - versions[id(parameter)]) * (now - then), max(every, 1))
     return then + had + 1 if every > 0 and not rest and 0 <= had < now - then else now
+
+
+def _have_zeros(parameters: list[Tensor]) -> bool:
+    """Whether all their gradients are there and exactly 0: `zero_grad(set_to_none=False)` was the last to write them."""
+    return all(p.grad is not None and compat.is_dense(p.grad) and not bool(p.grad.any()) for p in parameters)
 
 
 def held_by_optimizers_only(parameter: Tensor, held: list[Tensor]) -> bool:

@@ -66,6 +66,8 @@ class OptimizerProbe:
             return
         if self._may_be_own(type(optimizer), True) and witness.own_steps.is_own(optimizer) and self._is_followed:
             witness.guarded(witness.own_steps.before, optimizer)
+        if witness.scans.asked:
+            witness.guarded(witness.scans.before_step, optimizer)
         if moves.stepping is not None:
             moves.stepping[1].stepped = True
         elif witness.recorder.paused:
