@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -50,3 +51,35 @@ def test_stands_still(first: int, guard: Guard, monkeypatch: pytest.MonkeyPatch)
 def test_moves(decay: float, dtype: torch.dtype, guard: Guard) -> None:
     run = guard(train(0, decay, dtype))
     assert (run.faults, run.causes) == (0, [])
+
+
+@pytest.mark.parametrize("warmup", [0, 18])
+@pytest.mark.parametrize("interpolates", [True, False])
+def test_a_narrow_copy_of_the_model(warmup: int, interpolates: bool, guard: Guard) -> None:
+    """Its weights are the trained ones at first (a warm-up), or not; those are cast to its dtype before they are added."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        average = copy.deepcopy(net).bfloat16().requires_grad_(False)
+        for step in range(72):
+            x = torch.randn(8, 8)
+            loss = (net(x) - x[:, :4]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step < warmup:
+                average.load_state_dict(net.state_dict())
+                continue
+            with torch.no_grad():
+                for mean, p in zip(average.parameters(), net.parameters(), strict=True):
+                    if interpolates:
+                        mean.lerp_(p.to(mean.dtype), 1e-4)
+                    else:
+                        mean.mul_(0.9999).add_(p.to(mean.dtype), alpha=1e-4)
+
+    run = guard(body)
+    assert (run.faults, run.causes) == (0, ["lost-update"])
+    assert run.first.step in (16, 19, 20)
+    assert "mean" in run.first.location.code

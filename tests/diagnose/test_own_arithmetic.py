@@ -209,6 +209,25 @@ def test_looks_that_take_too_long_are_no_longer_made(guard: Guard, monkeypatch: 
     assert run.report.incidents, "the weights are bad in the next step, which is told all the same"
 
 
+def test_the_first_steps_of_a_later_optimizer_are_looked_at_as_well(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_steps, "FREE_STEPS", 2)
+    monkeypatch.setattr(own_steps, "SHARE", 0.0)
+
+    def body() -> None:
+        model = nn.Linear(6, 3)
+        for kind in (HandMadeAdam, CountsFromZero):
+            optimizer = kind(model.parameters())
+            for _ in range(5):
+                optimizer.zero_grad()
+                F.cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+                optimizer.step()
+
+    run = guard(body)
+    assert (run.faults, run.first.cause, run.first.step) == (0, "optimizer-underflow", 5)
+
+
 class Plain:
     """Adam of a script that knows no `torch.optim`: one number too small for float16."""
 

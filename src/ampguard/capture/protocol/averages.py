@@ -50,11 +50,16 @@ class CannotTellError(Exception):
 
 @dataclass(slots=True)
 class _First:
-    """An average when it was first looked at."""
+    """An average when it was first looked at, or had moved."""
 
     parameter: weakref.ref[Tensor]
     step: int
     values: Tensor
+
+    def is_still(self, now: Tensor) -> bool:
+        """Whether most of it stands where it stood: else it moves, or was written anew (copied in a warm-up) since."""
+        sliced = slice_of(now)
+        return sliced.dtype == self.values.dtype and float((sliced == self.values).float().mean()) > LOST_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ class Averages:
                 if (answer := _stuck(each.weight, (each.old, each.now, each.wide), first, each.last)) is not None
             ]
             for each, first in known:
-                if first is None or first.parameter() is not each.weight:
+                if first is None or first.parameter() is not each.weight or not first.is_still(each.now):
                     values = slice_of(each.now).clone()
                     self._first[id(each.weight)] = _First(weakref.ref(each.weight), step, values)
         if lost and len(lost) > LOST_SHARE * len(known):
@@ -151,7 +156,7 @@ class Averages:
                 if (answer := lost_in(p, first, record())) is not None
             ]
             for p, first in known:
-                if first is None or first.parameter() is not p:
+                if first is None or first.parameter() is not p or not first.is_still(p):
                     self._first[id(p)] = _First(weakref.ref(p), step, slice_of(p).clone())
         if lost and len(lost) > LOST_SHARE * len(known):
             self._has_told = True
@@ -233,7 +238,8 @@ def _value(arg: Any, parameter: Tensor, value: Tensor, record: StepRecord, depth
     args = [_value(item, parameter, value, record, depth + 1) for item in event.args]
     kwargs = {name: _value(item, parameter, value, record, depth + 1) for name, item in event.kwargs.items()}
     output = event.func(*args, **kwargs)
-    return list(_flat(output))[arg.output]
+    made = list(_flat(output))[arg.output]
+    return _as_wide(made, value) if isinstance(made, Tensor) else made  # the script may cast to the average's dtype
 
 
 def _as_wide(tensor: Tensor, like: Tensor) -> Tensor:

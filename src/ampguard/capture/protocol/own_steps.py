@@ -1,9 +1,9 @@
 """Optimizers whose `step` is not PyTorch's: does their own arithmetic leave the numbers?
 
-After such a step the gradients are still there, one iteration later they are not. On the CPU the first steps are looked
-at, and then every step as long as that takes a small share of the time; on another device, where looking waits, the first
-ones and then those at powers of two. No tensor is copied: what a step counts with plain numbers is noted before it, so
-that the step can be run again as it was.
+After such a step the gradients are still there, one iteration later they are not. On the CPU each optimizer's first steps
+are looked at, and then every step as long as that takes a small share of the time; on another device, where looking waits,
+the first ones and then those at powers of two. No tensor is copied: what a step counts with plain numbers is noted before
+it, so that the step can be run again as it was.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ampguard.numerics import all_finite_on_cpu, is_finite
 from ampguard.protocol.events import Breach
 
 FREE_STEPS = 64
-"""Steps at the beginning that are looked at on the CPU whatever it costs."""
+"""Steps of each optimizer that are looked at on the CPU whatever it costs."""
 
 SHARE = 0.005
 """Of the time since the first step, what later looks may take on the CPU."""
 
 CLOSELY_STEPS = 3
-"""Steps at the beginning that are looked at on a device that has to be waited for."""
+"""Steps of each optimizer that are looked at on a device that has to be waited for."""
 
 NUMBERS = (int, float, bool, str, type(None))
 
@@ -63,7 +63,7 @@ class OwnSteps:
         self._moves = moves
         self.are_own: dict[type, bool] = {}
         """Classes of optimizers that have stepped: whether their `step` is not PyTorch's."""
-        self._steps = 0
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._began = math.inf
         self._spent = 0.0
         """Seconds that the looks have taken."""
@@ -85,7 +85,7 @@ class OwnSteps:
         """Note what it counts, where this step will be looked at."""
         start = time.perf_counter()
         self._began = min(self._began, start)
-        self._steps += 1
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if optimizer in self._told or not self._looks_now(optimizer, start):
             return
         self._counters = counters_of(optimizer)
@@ -106,9 +106,10 @@ class OwnSteps:
             self._tell(optimizer, bad, counters, frame)
 
     def _looks_now(self, optimizer: Optimizer, now: float) -> bool:
+        steps = self._steps[optimizer]
         if all(p.is_cpu for p in parameters_of([optimizer])):
-            return self._steps <= FREE_STEPS or self._spent <= SHARE * (now - self._began)
-        return self._steps <= CLOSELY_STEPS or not self._steps & (self._steps - 1)
+            return steps <= FREE_STEPS or self._spent <= SHARE * (now - self._began)
+        return steps <= CLOSELY_STEPS or not steps & (steps - 1)
 
     def _made_bad(self, optimizer: Optimizer) -> list[Tensor]:
         held = parameters_of([optimizer])

@@ -94,12 +94,16 @@ def _hidden_in_forward(evidence: GradientEvidence) -> Finding | None:
 
 
 def _beyond_float32(evidence: GradientEvidence) -> Finding | None:
-    """In float32: finite factors whose product only float64 can hold."""
+    """In float32: finite factors whose product only float64 can hold.
+
+    What a hand-written backward computes on its way is a result like those of the forward pass: `overflow`.
+    """
     wide = evidence.element(evidence.in_float64)
     if evidence.is_hidden or wide is None or not math.isfinite(wide) or evidence.kind == "nan":
         return None
+    is_by_hand = evidence.differentiated is None and not evidence.is_of_script
     return Finding(
-        "gradient-overflow",
+        "overflow" if is_by_hand else "gradient-overflow",
         f"In the backward pass {words.operator(evidence)} {words.place(evidence)} gives {words.number(wide)}, beyond "
         f"float32's largest number.",
         weight=60,
