@@ -148,6 +148,7 @@ def test_four_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
 
 def test_sharded_models_are_replayed_from_gathered_weights(two_ranks: Ranks, tmp_path: Path) -> None:
     ways = ["plain", "bfloat16", "float16", "checkpointed", "kept", "frozen", "together", "accumulated", "evaluated"]
+    ways.append("evaluated twice")  # then two results wait for the same weights
     ended = two_ranks(str(Path(__file__).parent / "sharded_failures.py"), *ways)
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     for one in ended:

@@ -80,17 +80,17 @@ class ModuleProbe(Probe):
                 return output
 
             def resting_call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                guarded(resting.enter, module)
+                args_before, kwargs_before = guarded(resting.enter, module, args, kwargs) or (args, kwargs)
                 recorder.paused = True
                 try:
                     output = original(module, *args, **kwargs)
                 except Exception as error:
                     recorder.paused = False
-                    guarded(resting.look_at_error, module, args, kwargs, error)
+                    guarded(resting.look_at_error, module, args_before, kwargs_before, error)
                     raise
                 finally:
                     recorder.paused = False
-                guarded(resting.look_at, module, args, kwargs, output)
+                guarded(resting.look_at, module, args_before, kwargs_before, output)
                 return output
 
             def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807

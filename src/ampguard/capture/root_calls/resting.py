@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ampguard.capture.raised import is_conversion_refusal, refused_values
 from ampguard.capture.recorder import FlightRecorder
+from ampguard.capture.root_calls.given_objects import with_objects
+from ampguard.capture.root_calls.trees import PLAIN_TYPES, map_tensors
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+_PLAIN = PLAIN_TYPES | {Tensor, nn.Parameter, torch.Size, torch.Generator}
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class RestingCalls:
@@ -17,8 +28,8 @@ class RestingCalls:
     def __init__(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
 
-    def enter(self, module: nn.Module) -> None:
-        """A call begins."""
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """A call begins. What it was given, where a container or an object is among it, which it may fill (a cache)."""
         recorder = self._recorder
         recorder.tape.leave()
         recorder.passed_over = recorder.steps.count
@@ -31,6 +42,10 @@ class RestingCalls:
             pace.count(backwards)
         if recorder.judge.has_open_questions:
             recorder.judge.settle(module)
+        if _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
+            return None
+        args, kwargs = map_tensors((args, kwargs), _as_it_is)
+        return with_objects(args, _as_it_is), with_objects(kwargs, _as_it_is)
 
     def look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It has returned: are its results finite?"""

@@ -25,13 +25,28 @@ class Awaiting:
         self._recorder = recorder
         self._settle = settle
         self.waiting: list[Awaited] = []
+        self._hook: Any = None
+        """Before an optimizer makes its step. It stays until the end: taken off while PyTorch goes through such hooks, it
+        would end the script's step."""
 
     def add(self, bad: BadResult, reason: str) -> None:
         """Wait with a bad result. `reason`: why it could not be run again at once."""
-        before_update = lambda: self._recorder.barrier.call(self.settle, False)  # noqa: E731
-        self.waiting.append(Awaited(bad, reason, self._recorder.steps.attempts, before_update))
+        self.waiting.append(Awaited(bad, reason, self._recorder.steps.attempts))
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_update)
         if self.waiting[-1].weights.problem is not None:
             self.settle()
+
+    def _before_update(self, *_: Any) -> None:
+        if self.waiting:
+            self._recorder.barrier.call(self.settle, False)
+
+    def close(self) -> None:
+        """Nothing more is waited for."""
+        self.settle()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def settle_what_is_due(self) -> None:
         """Another failure is looked at: those whose weights are whole, or have changed, come first."""
@@ -56,13 +71,12 @@ class Awaiting:
 class Awaited:
     """A bad result that is replayed once the weights behind it have come by, or given up before they change."""
 
-    def __init__(self, bad: BadResult, reason: str, updates: int, before_update: Callable[[], Any]) -> None:
-        """`updates`: optimizer steps so far. `before_update`: called before an optimizer makes the next."""
+    def __init__(self, bad: BadResult, reason: str, updates: int) -> None:
+        """`updates`: optimizer steps so far."""
         self.bad = bad
         self.updates = updates
         self._reason = reason
         self.weights = WholeWeights([module for module in modules_of(bad) if compat.needs_other_ranks(module)])
-        self._hook = register_optimizer_step_pre_hook(lambda *_: before_update())
         self.weights.begin()
         _keep_numbers(bad)
 
@@ -89,7 +103,6 @@ class Awaited:
 
     def end(self) -> None:
         """Wait no longer."""
-        self._hook.remove()
         self.weights.end()
 
 

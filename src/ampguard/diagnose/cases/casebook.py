@@ -190,6 +190,7 @@ class Casebook:
         case.calls = calls or case.calls
         self._note_targets(case, bad)
         self.skipped.note(bad, case)
+        self.left_inside.note_unseen(bad, case)
         case.came_back(bad.step, 0 if is_same else 1)
         case.is_thrown_away &= is_thrown_away(bad)
         self.poison.note(bad, case.told_as)
