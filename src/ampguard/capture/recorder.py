@@ -67,6 +67,9 @@ class FlightRecorder:
 
     def __init__(self, listener: Listener, barrier: FaultBarrier) -> None:
         self.listener = listener
+        self.on_weights_change: Callable[[], object] | None = None
+        """Told before each optimizer's step, where anything waits for the weights as they are. (No hook of its own: one that
+        is put on or taken off while PyTorch goes through such hooks ends the script's step.)"""
         self.on_first_update: Callable[[], object] | None = None
         """Called once, as the first update is about to be made."""
         self.barrier = barrier

@@ -105,6 +105,8 @@ class UpdateProbe(Probe):
         scaling, turns = self._scaling, recorder.turns
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            if recorder.on_weights_change is not None:
+                guarded(recorder.on_weights_change)
             if not recorder.active or (turns.are_several and turns.passes_over()):
                 recorder.captures.steps(optimizer)
                 return None

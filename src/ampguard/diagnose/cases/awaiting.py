@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampguard import compat
 from ampguard.capture.events.operands import held_by
@@ -25,28 +22,18 @@ class Awaiting:
         self._recorder = recorder
         self._settle = settle
         self.waiting: list[Awaited] = []
-        self._hook: Any = None
-        """Before an optimizer makes its step. It stays until the end: taken off while PyTorch goes through such hooks, it
-        would end the script's step."""
 
     def add(self, bad: BadResult, reason: str) -> None:
         """Wait with a bad result. `reason`: why it could not be run again at once."""
         self.waiting.append(Awaited(bad, reason, self._recorder.steps.attempts))
-        if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._recorder.on_weights_change = self._before_update
         if self.waiting[-1].weights.problem is not None:
             self.settle()
 
-    def _before_update(self, *_: Any) -> None:
-        if self.waiting:
-            self._recorder.barrier.call(self.settle, False)
-
-    def close(self) -> None:
-        """Nothing more is waited for."""
-        self.settle()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    def _before_update(self) -> None:
+        self.settle(False)
+        if not self.waiting:
+            self._recorder.on_weights_change = None
 
     def settle_what_is_due(self) -> None:
         """Another failure is looked at: those whose weights are whole, or have changed, come first."""

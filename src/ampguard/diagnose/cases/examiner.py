@@ -341,7 +341,7 @@ class Examiner:
     def close(self) -> None:
         """The run ends: what could not be run again and did not come back is reported as that."""
         self._casebook.past_scaler.close()
-        self._awaiting.close()
+        self._awaiting.settle()
         for bad, reason in self._arming.unexplained:
             if reason == NOT_MADE and tell_handed_on(bad, self._casebook, self._rank):
                 continue
