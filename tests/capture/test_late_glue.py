@@ -3,6 +3,7 @@ operators. What is passed over is explained when it comes back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -129,6 +130,34 @@ def test_a_loss_of_hundreds_of_operators_is_explained_when_it_fails_again(guard:
     assert (incident.cause, incident.step, incident.occurrences) == ("division-by-zero", BAD, 8)
     assert incident.location is not None
     assert incident.location.code == "loss = loss + (size - size.detach()) / size"
+
+
+def test_a_divergence_that_ends_in_such_a_loss_is_told_of_the_first_bad_one(guard: Guard) -> None:
+    """Some steps later its loss is bad where nothing is recorded any more: that is no news."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(120):
+            x = torch.randn(16, 4)
+            moved = net(x)
+            for _ in range(60):
+                moved = moved * 1.0 + 0.001 * x - 0.001 * x
+            loss = (moved - x).square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            if step == 20:
+                optimizer.param_groups[0]["lr"] = 30.0
+            optimizer.step()
+
+    losses: list[float] = []
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    first = next(step for step, loss in enumerate(losses) if not math.isfinite(loss))
+    assert run.causes == ["divergence"]
+    assert run.first.step == first
 
 
 def steps_of(plan: TapeSchedule, operators: int, steps: int) -> list[int]:

@@ -193,7 +193,10 @@ class Examiner:
                 return
             opinion = self._known_before_fixes(evidence, finding) if finding is not None else None
             if opinion is not None:
-                self._open_as(opinion, evidence, bad)
+                first = self._unrecorded.take_unexplained(bad, self._arming.unexplained)
+                if first is not None and isinstance(opinion, Incident):
+                    opinion = better(opinion, first.step)
+                self._open_as(opinion, evidence, bad, first)
                 return
             budget = Budget.for_step(max(step_seconds, forward_seconds), started, self.least_seconds)
             incident = explain(evidence, budget, self._rank, finding)
@@ -378,14 +381,18 @@ class Examiner:
         first = self._unrecorded.take_unexplained(bad, self._arming.unexplained)
         if first is not None:
             incident = better(incident, first.step)
-        self._open_as(self._casebook.second_opinion(self._with_past(incident)), evidence, bad)
-        if first is not None:
-            self._casebook.cases[-1].occurrences += self._arming.caught(bad)
-            self._casebook.cases[-1].last_step = bad.step
+        self._open_as(self._casebook.second_opinion(self._with_past(incident)), evidence, bad, first)
         self._unrecorded.is_given(self._casebook.cases[-1], bad)
 
-    def _open_as(self, opinion: Incident | Case, evidence: Evidence, bad: BadResult) -> None:
+    def _open_as(
+        self, opinion: Incident | Case, evidence: Evidence, bad: BadResult, first: BadResult | None = None
+    ) -> None:
+        """`first`: the failure of which nothing was found out, and that this one shows."""
         self._casebook.open(opinion, bad, place_of(evidence))
+        if first is not None:
+            case = opinion if isinstance(opinion, Case) else self._casebook.cases[-1]
+            case.occurrences += self._arming.caught(bad)
+            case.last_step = bad.step
         self._casebook.kept_state.note_written(evidence, self._casebook.cases[-1])
         self._casebook.left_inside.note(evidence, bad, self._casebook.cases[-1])
         if isinstance(opinion, Incident) and opinion.severity == "info":  # normal operation takes none of the looks
@@ -415,6 +422,10 @@ class Examiner:
     def _arm(self, bad: BadResult, reason: str) -> None:
         """The step cannot be replayed: watch the coming ones operator by operator."""
         if self._was_given_bad(bad, reason):
+            return
+        story = self._casebook.story_of(None) if bad.mode == "train" else None
+        if story is not None:  # the weights are as large as when that was told
+            self._casebook.count(story, bad, calls_behind(bad))
             return
         poison = self._casebook.poison
         if bad.mode == "train" and poison.unknown_since is None:
