@@ -348,8 +348,16 @@ class Examiner:
         for bad, reason in self._arming.unexplained:
             if reason == NOT_MADE and tell_handed_on(bad, self._casebook, self._rank):
                 continue
+            known = self._casebook.skipped.explains(bad, self._casebook.cases)
+            if known is not None:
+                known.came_back(bad.step)
+                continue
             incident = with_advice(unexplained_incident(bad, reason, self._rank, self._arming.saw_bad_weights), bad)
-            self._casebook.open_unexplained(incident, bad)
+            opinion = self._casebook.second_opinion(incident)  # the history may tell what no replay could
+            if isinstance(opinion, Case):
+                self._casebook.count(opinion, bad, calls_behind(bad))
+            else:
+                self._casebook.open_unexplained(opinion, bad)
         self._arming.unexplained.clear()
 
     def tick(self, step: int) -> None:

@@ -17,6 +17,7 @@ from ampguard.replay.rebuild import Replayer
 FREE_LOOKS = 8
 TIME_SHARE = 0.02
 UNREPLAYABLE_BEFORE_ARMING = 3
+MOST_COUNTED = 4096
 
 
 class SkippedSteps:
@@ -30,6 +31,8 @@ class SkippedSteps:
         self._looks = 0
         self._spent = 0.0
         self._unreplayable = 0
+        self._counted: set[int] = set()
+        """The latest steps that were counted as skipped for their loss scale alone."""
 
     def is_known(self, bad: BadResult, cases: list[Case]) -> bool:
         """Whether the scaler skipped this step as it skipped others before: only because of the loss scale.
@@ -41,8 +44,16 @@ class SkippedSteps:
         case = next((c for c in cases if c.incident.cause == "loss-scale-overflow"), None)
         if case is None or (self._may_look() and not self._is_only_the_scale(bad, case)):
             return False
+        self._counted = {step for step in self._counted if step > bad.step - MOST_COUNTED} | {bad.step}
         (self.last or case).came_back(bad.step)  # what is not looked at is most likely what the last one was
         return True
+
+    def explains(self, bad: BadResult, cases: list[Case]) -> Case | None:
+        """The case of a loss that holds scaled gradients (a penalty), where this one's step was skipped like those before."""
+        if (bad.kind, bad.mode) != ("loss", "train") or bad.step not in self._counted:
+            return None
+        alike = (c for c in cases if c.incident.cause == "loss-scale-overflow" and c.incident.severity == "info")
+        return next((case for case in alike if case.kind == "loss"), None)
 
     def note(self, bad: BadResult, case: Case) -> None:
         """A failure was told as `case`: remember it if the step was skipped for it."""
