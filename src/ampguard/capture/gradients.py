@@ -35,6 +35,8 @@ class GradientWatch:
         """Who has scaled the loss that was differentiated last; None where nobody has."""
         self.hooks = TensorHooks(log)
         self.remade = RemadeGradients(log)
+        self.healed_in = -1
+        """The last step in which the guard itself has put finite gradients in the place of bad ones: the script has not."""
         self.cleaned = CleanedGradients()
         self.on_device = DeviceGradients(log, judge.gradients.were_bad)
         self._log = log
@@ -155,6 +157,8 @@ class GradientWatch:
 
     def _look_for_cleaned(self, optimizer: torch.optim.Optimizer) -> None:
         """Are these gradients finite because the script has made them so?"""
+        if self.healed_in == self._judge.step:
+            return
         found = self.cleaned.are_used(optimizer, bool(self._known_finite))
         if found == "seen":
             since = self._cleared_since(optimizer)
@@ -192,6 +196,8 @@ class GradientWatch:
 
     def replaced(self, optimizer: torch.optim.Optimizer, loss_scale: float) -> None:
         """The script has made bad gradients finite, and the scaler is about to divide them."""
+        if self.healed_in == self._judge.step:
+            return
         since = self._cleared_since(optimizer)
         self._judge.are_bad(parameters_of(optimizer), loss_scale, is_held_off=False, since=since, is_replaced=True)
 

@@ -144,7 +144,9 @@ class Casebook:
         """Whether this failure began where an earlier one did; it is counted to that."""
         calls = calls_behind(bad)
         for case in self.cases:
-            if (bad.has_ended_run or bad.is_past_scaler or bad.is_replaced) and case.incident.severity == "info":
+            is_no_scales_doing = bad.is_held_off and bad.loss_scale is not None and bad.loss_scale <= 1.0
+            is_news = bad.has_ended_run or bad.is_past_scaler or bad.is_replaced or is_no_scales_doing
+            if is_news and case.incident.severity == "info":
                 continue  # it was normal then
             if case.place == place and (case.incident.mode == bad.mode or bad.kind == "buffer"):
                 self.count(case, bad, calls)

@@ -29,6 +29,8 @@ class SkippedSteps:
         self._recorder = recorder
         self._started = time.perf_counter()
         self._looks = 0
+        self._looks_at_small = 0
+        """At steps that were skipped at a scale of 1 or less."""
         self._spent = 0.0
         self._unreplayable = 0
         self._counted: set[int] = set()
@@ -41,6 +43,9 @@ class SkippedSteps:
         """
         if bad.loss_scale is None or not bad.is_held_off or bad.has_ended_run:
             return False
+        if bad.loss_scale <= 1.0 and self._looks_at_small < FREE_LOOKS:
+            self._looks_at_small += 1
+            return False  # the loss was not made larger: something else overflows
         case = next((c for c in cases if c.incident.cause == "loss-scale-overflow"), None)
         if case is None or (self._may_look() and not self._is_only_the_scale(bad, case)):
             return False

@@ -72,12 +72,18 @@ def divergence(situation: Situation) -> Incident | None:
     grown = growth_of_weights(situation, rise.began)
     if grown is not None and grown < WEIGHTS_GREW:
         return None  # the data got larger, not the model
-    if grown is None and rise.factor < RISEN_STEEPLY:
+    if grown is None and (rise.factor < RISEN_STEEPLY or were_mostly_skipped(situation, rise.began)):
         return None
     remedies = remedies_of(situation, even_if_data=True)
     if remedies is not None and is_batch_alone(remedies):
         return None
     return told(incident, situation, rise, grown, remedies)
+
+
+def were_mostly_skipped(situation: Situation, began: int) -> bool:
+    """Whether a scaler skipped most of the steps of a rise: weights that nobody has changed have not diverged."""
+    skipped = [vitals.skipped for vitals in situation.trajectory.recent if vitals.step >= began]
+    return bool(skipped) and sum(map(bool, skipped)) > len(skipped) / 2
 
 
 def is_batch_alone(remedies: Remedies) -> bool:

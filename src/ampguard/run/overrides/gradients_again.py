@@ -76,6 +76,7 @@ class GradientsAgain:
             self._remaking.is_in_vain()
             return
         put(before, found)
+        self._remaking.recorder.gradients.healed_in = self._remaking.recorder.steps.count
         if is_fixed:
             self._remaking.ledger.made_again.add(self._remaking.step)
             say(f"step {self._remaking.step} is made again with the fix: its gradients are finite")
