@@ -23,8 +23,8 @@ OUTPUT = "output.txt"
 class Course(msgspec.Struct, frozen=True):
     """What a run under one precision was like. Times in seconds a step, memory in MiB.
 
-    `losses` has one entry a step, None where it was not measured or not finite. `nonfinite`: steps whose loss or measured
-    gradient norm was not finite. `skipped_late`: those of `skipped` in the second half. `status`: the script's exit status.
+    `losses` has one entry a step, None where it was not measured or not finite. `nonfinite`: steps whose loss was not
+    finite, or whose measured gradient norm was not although the step was made. `skipped_late`: those of `skipped` in the second half. `status`: the script's exit status.
     """
 
     precision: str
@@ -81,7 +81,9 @@ def course_of(folder: Path, precision: str, status: int) -> Course:
 
 
 def _is_finite(row: StepRow) -> bool:
-    return all(value is None or math.isfinite(value) for value in (row.loss, row.grad_norm))
+    """Whether nothing was bad but gradients for which the step was skipped, as a scaler does while it finds its scale."""
+    seen = (row.loss,) if row.skipped else (row.loss, row.grad_norm)
+    return all(value is None or math.isfinite(value) for value in seen)
 
 
 def _memory(run: dict[str, Any]) -> float | None:

@@ -87,17 +87,28 @@ def lines_of(found: Evaluation) -> list[str]:
     hidden = len(found.modules) - SHOWN
     if hidden > 0:
         lines.append(f"... and {hidden} more, all better (--format json has them)")
-    lines += ["", f"{found.calls} evaluation calls, each with the same weights and inputs in every precision"]
+    calls = "1 evaluation call" if found.calls == 1 else f"{found.calls} evaluation calls, each"
+    lines += ["", f"{calls} with the same weights and inputs in every precision"]
     return [*lines, *(in_words(d) for d in found.of_whole_models()), *told(found)]
 
 
 def row_of(d: Difference) -> tuple[str, ...]:
     lost = f"{d.lost:.2%}" if d.lost else "-"
-    return (d.module or "(the model)", d.kind, d.precision, f"{d.error:.2%}", f"{d.input_error:.2%}", lost, str(d.step))
+    return (
+        d.module or "(the model)",
+        d.kind,
+        d.precision,
+        "-" if d.lost == 1.0 else f"{d.error:.2%}",
+        f"{d.input_error:.2%}",
+        lost,
+        str(d.step),
+    )
 
 
 def in_words(d: Difference) -> str:
     """What a precision does to a model's outputs."""
+    if d.lost == 1.0:
+        return f"  {d.precision}: no element of the outputs of {d.kind} is finite any more"
     lost = f", and {d.lost:.2%} of the elements are no longer finite" if d.lost else ""
     return f"  {d.precision}: outputs of {d.kind} differ by {d.error:.2%} at most{lost}"
 

@@ -302,7 +302,8 @@ class Session:
         if self._overrides is not None and self._overrides.was_before_healing(bad):
             return
         started = time.perf_counter()
-        self._examiner.examine(bad)
+        with self._overrides.memory.apart() if self._overrides is not None else contextlib.nullcontext():
+            self._examiner.examine(bad)
         self._dynamics.pause(time.perf_counter() - started)
 
     def on_step(self, step: int) -> None:

@@ -30,7 +30,7 @@ from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.lightning import LightningPlugins
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.low_calls import LowCalls
-from ampguard.run.overrides.memory import peak_memory_mib
+from ampguard.run.overrides.memory import PeakMemory
 from ampguard.run.overrides.not_borne import NotBorne
 from ampguard.run.overrides.patience import Patience
 from ampguard.run.overrides.places import why_weights_stay
@@ -66,6 +66,7 @@ class RunningOverrides:
         self._is_installed = False
         self._on_nonfinite = on_nonfinite
         self.ledger = Ledger()
+        self.memory = PeakMemory()
         self._patches = Patches()
         self._plan = plan = Plan(asked.precision)
         self._regions = Regions(plan, self.ledger)
@@ -233,7 +234,7 @@ class RunningOverrides:
             "in_float32": list(self._forced.names),
             "on_nonfinite": self._on_nonfinite,
             **self.ledger.as_dict(),
-            "peak_memory_mib": peak_memory_mib(),
+            "peak_memory_mib": self.memory.mib(),
             **({"evaluation": self._evaluations.as_dict()} if self._evaluations is not None else {}),
         }
 
