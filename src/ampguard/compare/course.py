@@ -23,8 +23,9 @@ OUTPUT = "output.txt"
 class Course(msgspec.Struct, frozen=True):
     """What a run under one precision was like. Times in seconds a step, memory in MiB.
 
-    `losses` has one entry a step, None where it was not measured or not finite. `nonfinite`: steps whose loss was not
-    finite, or whose measured gradient norm was not although the step was made. `skipped_late`: those of `skipped` in the second half. `status`: the script's exit status.
+    `losses` has one entry a step, None where it was not measured or not finite. `nonfinite`: steps whose loss was not finite,
+    or whose measured gradient norm was not although the step was made. `skipped_late`: those of `skipped` in the second
+    half. `status`: the script's exit status.
     """
 
     precision: str

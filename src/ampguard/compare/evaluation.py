@@ -98,16 +98,21 @@ def row_of(d: Difference) -> tuple[str, ...]:
         d.module or "(the model)",
         d.kind,
         d.precision,
-        "-" if d.lost == 1.0 else f"{d.error:.2%}",
+        "-" if _is_all_lost(d) else f"{d.error:.2%}",
         f"{d.input_error:.2%}",
         lost,
         str(d.step),
     )
 
 
+def _is_all_lost(d: Difference) -> bool:
+    """Whether nothing is left of which an error could be told."""
+    return d.lost == 1.0 and d.error == 0.0
+
+
 def in_words(d: Difference) -> str:
     """What a precision does to a model's outputs."""
-    if d.lost == 1.0:
+    if _is_all_lost(d):
         return f"  {d.precision}: no element of the outputs of {d.kind} is finite any more"
     lost = f", and {d.lost:.2%} of the elements are no longer finite" if d.lost else ""
     return f"  {d.precision}: outputs of {d.kind} differ by {d.error:.2%} at most{lost}"
