@@ -196,6 +196,7 @@ def is_of_pytorch(optimizer_class: type) -> bool:
     return bool(step.__module__.startswith("torch.optim."))
 
 
+_PRE_HOOKS = "_optimizer_step_pre_hooks"
 _FOR_OTHERS = "_only_for_steps_of_others"
 
 
@@ -214,7 +215,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     module = sys.modules[torch.optim.Optimizer.__module__]
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     places = [getattr(module, name, None) for name in names]
-    places += [getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    places += [getattr(optimizer, name, None) for name in (_PRE_HOOKS, "_optimizer_step_post_hooks")]
     return any(hooks is None or not all(map(_is_idle, hooks.values())) for hooks in places)
 
 
@@ -228,8 +229,30 @@ def may_bypass_step(optimizer: torch.optim.Optimizer) -> bool:
         return False
     step = type(optimizer).step
     wrapper = own.get("step")
-    is_scheduled = getattr(wrapper, "_wrapped_by_lr_sched", False) and getattr(wrapper, "__wrapped__", None) is step
-    return (wrapper is None or is_scheduled) and _is_all_of_pytorch(step)
+    return (wrapper is None or _is_of_scheduler(wrapper, step)) and _is_all_of_pytorch(step)
+
+
+def has_foreign_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks that are not ours are called before the optimizer's step."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    places = (getattr(module, "_global_optimizer_pre_hooks", None), getattr(optimizer, _PRE_HOOKS, None))
+    return any(not _is_ours(hook) for hooks in places if hooks for hook in hooks.values())
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("ampguard.")
+
+
+def is_preceded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of others (a hook, a wrapper) runs before the optimizer's own step, and may read or change gradients."""
+    step, wrapper = type(optimizer).step, vars(optimizer).get("step")
+    is_own = wrapper is None or getattr(wrapper, "__func__", None) is step or _is_of_scheduler(wrapper, step)
+    return not is_own or has_foreign_pre_hooks(optimizer)
+
+
+def _is_of_scheduler(wrapper: Any, step: Callable[..., Any]) -> bool:
+    """Whether a scheduler has put it around `step`, to see that it was called."""
+    return getattr(wrapper, "_wrapped_by_lr_sched", False) and getattr(wrapper, "__wrapped__", None) is step
 
 
 def note_bypass(optimizer: torch.optim.Optimizer) -> None:

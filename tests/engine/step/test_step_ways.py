@@ -8,11 +8,13 @@ import pytest
 import torch
 from sequences import SCALE, Ours, Theirs, assert_alike, copies, give, parameters
 from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ampguard
 from ampguard.engine.step import apply_update, check_for_update, check_gradients, kernels
 from ampguard.engine.step.fused import Way, way_of
 from ampguard.engine.step.kernels import is_sound
+from ampguard.engine.step.update import _step_on_device
 from ampguard.errors import UsageError
 
 SHAPES = [(6, 4), (5,)]
@@ -171,6 +173,67 @@ def test_optimizer_that_takes_its_scale_from_attributes(write_back: bool, scale:
     torch.testing.assert_close(p.detach(), torch.tensor([-0.5, 0.0, 0.0]))
     if write_back:
         torch.testing.assert_close(p.grad, torch.tensor([0.5, 0.0, 0.0]))
+
+
+LISTENED: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (optim.SGD, {}),
+    "fused SGD": (optim.SGD, {"fused": True}),
+    "AdamW": (optim.AdamW, {}),
+    "fused AdamW": (optim.AdamW, {"fused": True}),
+    "Adagrad": (optim.Adagrad, {}),
+    "takes its scale": (TakesScale, {}),
+}
+
+
+@pytest.mark.parametrize("step", [_step_on_device, None], ids=["on a device", "on the CPU"])
+@pytest.mark.parametrize("how", ["hook", "global hook", "wrapper"])
+@pytest.mark.parametrize("name", LISTENED)
+def test_who_listens_finds_divided_gradients(name: str, how: str, step: Any) -> None:
+    """And what is changed then, by clipping, is what the step is made with."""
+    kind, options = LISTENED[name]
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = kind([p], lr=0.5, **options)  # type: ignore[call-arg]
+    seen: list[Tensor] = []
+
+    def clip(*_: Any) -> None:
+        seen.append(p.grad.clone())  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_([p], 0.25)
+
+    handle = None
+    if how == "hook":
+        optimizer.register_step_pre_hook(clip)
+    elif how == "global hook":
+        handle = register_optimizer_step_pre_hook(clip)
+    else:
+        own = optimizer.step
+        optimizer.step = lambda *args: (clip(), own(*args))  # type: ignore[method-assign, assignment]
+    p.grad = torch.tensor([64.0, 0.0, 0.0, 0.0])
+    check = check_gradients([p], torch.tensor(64.0))
+    try:
+        if step is None:
+            apply_update(optimizer, check)
+        else:
+            step(optimizer, check, None, False)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert torch.equal(seen[0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(p.grad, torch.tensor([0.25, 0.0, 0.0, 0.0]))
+    if isinstance(optimizer, (optim.SGD, TakesScale)):
+        torch.testing.assert_close(p.detach(), torch.tensor([-0.125, 0.0, 0.0, 0.0]))
+
+
+def test_what_a_hook_puts_in_place_of_the_gradients_is_stepped_on() -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.full((2, 2), 4.0)
+    optimizer = optim.SGD([p], lr=1.0)
+
+    def replace(*_: Any) -> None:
+        p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
+
+    optimizer.register_step_pre_hook(replace)
+    apply_update(optimizer, check_gradients([p], torch.tensor(4.0)))
+    assert torch.equal(p, -torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
 
 
 def test_a_scale_that_the_script_set_by_itself_counts_too() -> None:

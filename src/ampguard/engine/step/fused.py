@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ampguard.compat import cuda_is_capturing, has_step_hooks, unscales_as_it_steps
+from ampguard.compat import cuda_is_capturing, has_foreign_pre_hooks, has_step_hooks, unscales_as_it_steps
 from ampguard.engine.step.kernels import family, is_sound
 from ampguard.engine.step.layout import Look, lie_alike, look_at_group, types_agree
 
@@ -52,16 +52,25 @@ def way_of(optimizer: Optimizer, looks: Sequence[Look] = ()) -> Way:
 
     One of PyTorch's kernels is not taken where the script decided otherwise (`fused=False`, `foreach=True` or `False`,
     `differentiable=True`). Momentum that is missing is begun here, so that the kernel need not know which parameters
-    have a gradient for the first time. `looks`: one at each group, as `looks_at` gives them.
+    have a gradient for the first time. Nor where a hook of the script's runs before the step: it may put other gradients
+    in place of those that were looked at. `looks`: one at each group, as `looks_at` gives them.
     """
     known = family(type(optimizer))
     if known is not None:
+        if _may_get_others(optimizer):
+            return Way.PLAIN
         looks = looks or looks_at(optimizer)
         fits = bool(looks) and all(_group_fits(optimizer, i, known, look) for i, look in enumerate(looks))
         return Way.FUSED if fits else Way.PLAIN
     if unscales_as_it_steps(optimizer) and "grad_scaler" not in inspect.signature(optimizer.step).parameters:
         return Way.OWN
     return Way.PLAIN
+
+
+def _may_get_others(optimizer: Optimizer) -> bool:
+    """Whether a hook may give it gradients of another layout, unless the script has taken that upon itself."""
+    is_asked = all(group.get("fused") for group in optimizer.param_groups)
+    return not is_asked and has_foreign_pre_hooks(optimizer) and not cuda_is_capturing()
 
 
 def looks_at(optimizer: Optimizer, before: Sequence[Look] = ()) -> list[Look]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ampguard.compat import local_part, multiply_all_, stored_values, tell_of_skip
+from ampguard.compat import is_preceded, local_part, multiply_all_, stored_values, tell_of_skip
 from ampguard.engine.step.check import GradientCheck
 from ampguard.engine.step.direct import step_directly
 from ampguard.engine.step.foreach import as_foreach
@@ -81,6 +81,7 @@ def apply_update(
     graph. Every other optimizer steps after one multiplication of its gradients; on an accelerator `found_inf` is
     read for it once, as GradScaler does.
 
+    Hooks of the script's that are called before the step, and wrappers around it, find the gradients multiplied already.
     Afterwards the gradients may be multiplied by the factor or not; with `write_back` they are, except where the step
     was skipped: then they are as they were. A `closure` is for optimizers such as LBFGS, which compute gradients by
     themselves that nobody checks: it raises UsageError if there is anything to unscale or to clip.
@@ -105,7 +106,7 @@ def _step_by(optimizer: Optimizer, factor: float, write_back: bool, looks: Seque
     """Step on the gradients times a number that the host knows."""
     looks = looks_at(optimizer, looks)
     way = way_of(optimizer, looks)
-    if factor != 1.0 and (way is Way.PLAIN or (write_back and not _writes_back(optimizer, way))):
+    if factor != 1.0 and (way is Way.PLAIN or _are_divided_first(optimizer, way, write_back)):
         _multiply_gradients(optimizer, _number(factor))
         factor = 1.0
     if way is Way.PLAIN:
@@ -137,13 +138,13 @@ def _step_on_device(optimizer: Optimizer, check: GradientCheck, max_norm: float 
             _multiply_gradients(optimizer, divisor.reciprocal())
             _step_plainly(optimizer)
         return
-    is_divided = write_back and not _writes_back(optimizer, way)
+    is_divided = _are_divided_first(optimizer, way, write_back)
     if is_divided:
         _multiply_gradients(optimizer, torch.where(check.found_inf > 0, torch.ones_like(divisor), divisor.reciprocal()))
     if way is Way.FUSED:
         _step_fused(optimizer, looks, None if is_divided else divisor, check.found_inf)
     else:
-        with way.prepared(optimizer, None if is_divided else divisor, check.found_inf):
+        with way.prepared(optimizer, torch.ones_like(divisor) if is_divided else divisor, check.found_inf):
             optimizer.step()
 
 
@@ -156,6 +157,11 @@ def _step_fused(optimizer: Optimizer, looks: Sequence[Look], divisor: Tensor | N
 def _step_plainly(optimizer: Optimizer) -> None:
     with Way.PLAIN.prepared(optimizer, None, None), as_foreach(optimizer):
         optimizer.step()
+
+
+def _are_divided_first(optimizer: Optimizer, way: Way, write_back: bool) -> bool:
+    """Whether others read the gradients before the step, or want them divided where its kernel does not write them back."""
+    return is_preceded(optimizer) or (write_back and not _writes_back(optimizer, way))
 
 
 def _writes_back(optimizer: Optimizer, way: Way) -> bool:
