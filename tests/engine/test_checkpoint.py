@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR, StepL
 from torch.optim.swa_utils import AveragedModel
 
 import ampguard
+from ampguard.engine.checkpoint import seal
 from ampguard.errors import CheckpointError, PoisonedStateError
 
 NAN = float("nan")
@@ -199,12 +200,22 @@ def drop_groups(state: dict[str, Any]) -> None:
     del state["optimizers"]["AdamW"]["param_groups"]
 
 
+def drop_found_infs(state: dict[str, Any]) -> None:
+    del state["progress"]["found_infs"]
+
+
+def drop_unscaled(state: dict[str, Any]) -> None:
+    del state["progress"]["unscaled"]
+
+
 def empty_models(state: dict[str, Any]) -> None:
     state["models"] = None
 
 
 DAMAGES: dict[Damage, str] = {
     drop_groups: "a part of it is missing or of another kind (KeyError: 'param_groups')",
+    drop_found_infs: "KeyError: 'found_infs'",
+    drop_unscaled: "does not match its seal",
     empty_models: "a part of it is missing or of another kind",
     damage_weight: "does not match its seal",
     damage_moment: "does not match its seal",
@@ -232,6 +243,24 @@ def test_a_damaged_state_is_refused_and_nothing_is_loaded(damage: Damage) -> Non
     assert DAMAGES[damage] in str(caught.value)
     assert same(before[1], weights(amp))
     assert amp.state_dict()["seal"] == before[0]
+
+
+def test_a_state_of_an_optimizer_that_has_not_stepped_is_whole_too() -> None:
+    state = copy.deepcopy(made("fp16").state_dict())
+    amp = made("fp16", seed=1)
+    before = weights(amp)
+    del state["optimizers"]["AdamW"]["state"]
+    with pytest.raises(CheckpointError, match="KeyError: 'state'"):
+        amp.load_state_dict(state)
+    assert same(before, weights(amp))
+
+
+def test_a_seal_that_saw_no_empty_containers_still_holds() -> None:
+    state = copy.deepcopy(made("fp16").state_dict())
+    state["seal"] = seal._seal_of(seal.leaves({key: value for key, value in state.items() if key != "seal"}))
+    amp = made("fp16", seed=1)
+    amp.load_state_dict(state)
+    assert same(list(state["models"]["Net"].values()), weights(amp))
 
 
 def test_a_state_kept_by_reference_is_seen_to_have_changed() -> None:

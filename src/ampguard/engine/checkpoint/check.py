@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ampguard.engine.checkpoint.optimizers import has_own_format
 from ampguard.engine.checkpoint.poison import nonfinite_leaves
-from ampguard.engine.checkpoint.seal import seal_of
+from ampguard.engine.checkpoint.seal import is_sealed
 from ampguard.engine.patterns import nearest
 from ampguard.errors import CheckpointError
 
@@ -50,7 +50,8 @@ def _check_parts(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
     for number, average in enumerate(own["followers"]["averages"]):
         _check_model(f"average {number}", state["followers"]["averages"][number], average)
     amp.mode.check_state(state["mode"])
-    if _seal(state) != state["seal"]:
+    _refuse_missing(own["progress"].keys() - {"unscaled"}, state["progress"])  # which earlier versions did not have
+    if not is_sealed({key: value for key, value in state.items() if key != "seal"}, state["seal"]):
         raise CheckpointError(
             _not_loaded(
                 "its content does not match its seal: it was altered since it was made",
@@ -83,6 +84,12 @@ def _check_kind(state: Any, own: Mapping[str, Any]) -> None:
         raise CheckpointError(
             _not_loaded(f"it was made with accumulate={state['accumulate']}, this Amp has {own['accumulate']}")
         )
+
+
+def _refuse_missing(names: Set[str], saved: Mapping[str, Any]) -> None:
+    missing = names - saved.keys()
+    if missing:
+        raise KeyError(min(missing))
 
 
 def _same_names(saved: Mapping[str, Any], own: Mapping[str, Any], what: str) -> list[str]:
@@ -118,16 +125,13 @@ def _check_optimizer(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]
                 _not_loaded(f"the state of `{name}` holds {sorted(saved)}, here it holds {sorted(own)}")
             )
         return
+    _refuse_missing({"state", "param_groups"}, saved)
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     here = [len(group["params"]) for group in own["param_groups"]]
     if sizes != here:
         raise CheckpointError(
             _not_loaded(f"`{name}` updates parameter groups of {here} tensors, the saved one had {sizes}")
         )
-
-
-def _seal(state: Mapping[str, Any]) -> int:
-    return seal_of({key: value for key, value in state.items() if key != "seal"})
 
 
 def _is_alike(saved: Any, own: Tensor) -> bool:

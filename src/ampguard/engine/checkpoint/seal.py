@@ -14,9 +14,18 @@ _MODULUS = 1 << 61
 
 
 def seal_of(state: Any) -> int:
-    """Changes with any element of any tensor, any plain value and any key. One pass over the memory."""
+    """Changes with any element of any tensor, any plain value, any key and any empty container. One pass over the memory."""
+    return _seal_of(leaves(state, with_empty=True))
+
+
+def is_sealed(state: Any, seal: Any) -> bool:
+    """Whether this is the state's seal. That of earlier versions saw no empty container."""
+    return bool(seal == seal_of(state) or seal == _seal_of(leaves(state)))
+
+
+def _seal_of(state: Iterator[tuple[str, Any]]) -> int:
     total = 0
-    for path, leaf in leaves(state):
+    for path, leaf in state:
         total = (total * 31 + zlib.crc32(f"{path}:{told(leaf)}".encode())) % _MODULUS
         if isinstance(leaf, Tensor):
             dense = leaf.detach().coalesce().values() if leaf.is_sparse else leaf
@@ -24,14 +33,16 @@ def seal_of(state: Any) -> int:
     return total
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no container, with its path."""
-    if isinstance(value, Mapping):
+def leaves(value: Any, path: str = "", with_empty: bool = False) -> Iterator[tuple[str, Any]]:
+    """Every value that is no container, with its path. `with_empty`: containers that hold nothing, too."""
+    if with_empty and isinstance(value, (Mapping, list, tuple)) and not value:
+        yield path, "{}" if isinstance(value, Mapping) else "[]"
+    elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from leaves(inner, f"{path}.{key}" if path else str(key))
+            yield from leaves(inner, f"{path}.{key}" if path else str(key), with_empty)
     elif isinstance(value, (list, tuple)):
         for i, inner in enumerate(value):
-            yield from leaves(inner, f"{path}.{i}" if path else str(i))
+            yield from leaves(inner, f"{path}.{i}" if path else str(i), with_empty)
     else:
         yield path, value
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ampguard import compat
 from ampguard.engine.checkpoint import by_name, replicated
 from ampguard.engine.checkpoint.poison import nonfinite_leaves
-from ampguard.engine.checkpoint.seal import leaves, seal_of
+from ampguard.engine.checkpoint.seal import is_sealed, leaves, seal_of
 from ampguard.engine.checkpoint.sharded_seal import altered, sums_of
 from ampguard.errors import CheckpointError, PoisonedStateError
 
@@ -92,7 +92,7 @@ def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         rest = dict(torch.load(io.BytesIO(state["amp"]), weights_only=True))
     except Exception as error:
         raise _was_altered(folder, f"what it says of itself cannot be read ({type(error).__name__})") from error
-    if rest.pop("seal", None) != seal_of(rest):
+    if not is_sealed(rest, rest.pop("seal", None)):
         raise _was_altered(folder, "what it says of itself does not match its seal")
     return rest
 
