@@ -153,6 +153,25 @@ def test_a_truncated_file_is_named(part: float, tmp_path: Path) -> None:
         amp.load(tmp_path / "none.pt")
 
 
+def test_a_file_with_an_altered_byte_is_named(tmp_path: Path) -> None:
+    """Each byte of what describes the state, a bit of it changed: refused, or without consequence."""
+    amp, path = made("fp16"), tmp_path / "run.pt"
+    train(amp, range(2))
+    amp.save(path)
+    whole = path.read_bytes()
+    start = whole.index(b"data.pkl")
+    refused = 0
+    for place in range(start, start + 1500, 7):
+        altered = bytearray(whole)
+        altered[place] ^= 1 << place % 8
+        path.write_bytes(altered)
+        try:
+            amp.load(path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 150
+
+
 Damage = Callable[[dict[str, Any]], Any]
 
 

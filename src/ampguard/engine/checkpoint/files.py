@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"there is no checkpoint {os.fspath(path)!r}: {why}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a changed byte can send the unpickler anywhere
         raise CheckpointError(
             f"the checkpoint was not loaded: {os.fspath(path)!r} is truncated, altered, or no file of amp.save() "
             f"({type(error).__name__})\n  do    use an earlier checkpoint"
