@@ -251,3 +251,20 @@ def test_unscaling_where_there_is_no_scale_changes_nothing(mode: str) -> None:
         amp.unscale_()
         nn.utils.clip_grad_norm_(model_of(amp).parameters(), 1.0)
         assert amp.step().stepped
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_two_engines_over_one_optimizer(mode: str) -> None:
+    scaling = made("fp16")
+    other = ampguard.Amp(model_of(scaling), scaling.optimizers["AdamW"], mode, max_grad_norm=1e9)
+    for call in (other.step, lambda: other.backward(loss_of(other, 0))):
+        scaling.backward(loss_of(scaling, 0))
+        before = [p.detach().clone() for p in model_of(scaling).parameters()]
+        with pytest.raises(ProtocolError, match=r"backward\(\) of another Amp, 1024 times too large") as caught:
+            call()
+        assert caught.value.cause == "bypassed-scaler"
+        assert same(before, list(model_of(scaling).parameters()))
+        assert scaling.step().stepped  # that one knows what it has multiplied
+    train(other, range(2))
+    train(scaling, range(2))
+    train(other, range(2))

@@ -86,6 +86,16 @@ def scaled_by_another(name: str, scale: float) -> ProtocolError:
     )
 
 
+def scaled_by_another_amp(name: str, scale: float) -> ProtocolError:
+    return error(
+        "bypassed-scaler",
+        f"`{name}` holds gradients of the amp.backward() of another Amp, {scale:g} times too large: that one has multiplied "
+        "them by its loss scale, by which this one never divides",
+        "call backward and step of the same Amp; or clear what is left from before with amp.zero_grad()",
+        again=calling_line(),
+    )
+
+
 def unscaled_by_another(name: str, scale: float, backward: Line | None) -> ProtocolError:
     return error(
         "double-unscale",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+
+from torch.optim import Optimizer
 
 from ampguard.engine import misuse
 from ampguard.engine.holding import Fingerprint, Holding
@@ -13,6 +16,9 @@ from ampguard.engine.other_backwards import OtherBackwards
 from ampguard.protocol.events import Backward, Breach, Clear, Step, Unscale, Update
 from ampguard.protocol.machine import Machine
 from ampguard.protocol.states import Stage
+
+_alive: weakref.WeakSet[Rules] = weakref.WeakSet()
+"""Of each Amp: two of them may have been given one optimizer."""
 
 logger = logging.getLogger("ampguard")
 
@@ -50,6 +56,7 @@ class Rules:
         self.others = OtherBackwards(self._scale.__float__, self.is_held)
         if is_scaled:
             self.others.watch(holdings)
+        _alive.add(self)
 
     def was_copied(self) -> None:
         """With its holdings: their gradients are other tensors now."""
@@ -100,6 +107,17 @@ class Rules:
         scale = self._left_over.multiplied(holding)
         if scale is not None:
             raise misuse.scaled_by_another(holding.name, scale)
+        scales = (rules.scale_carried_by(holding.optimizer) for rules in _alive if rules is not self)
+        scale = next((scale for scale in scales if scale is not None), None)
+        if scale is not None:
+            raise misuse.scaled_by_another_amp(holding.name, scale)
+
+    def scale_carried_by(self, optimizer: Optimizer) -> float | None:
+        """The loss scale by which our backward has multiplied the gradients that an optimizer holds now."""
+        own = next((h for h in self._holdings if h.optimizer is optimizer), None)
+        if own is None or not self.is_held(own) or not own.has_gradients() or self._is_written_to(own):
+            return None
+        return float(self._scale) if self._is_scaled else None
 
     def after_backward(self, only: Sequence[Holding] | None) -> None:
         """Whose gradients have changed has been reached. `only`: whose could; None: anybody's."""
