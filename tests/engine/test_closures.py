@@ -46,6 +46,28 @@ def test_lbfgs_learns(precision: str) -> None:
     assert float(closure().detach()) < 0.2 * first
 
 
+def test_gradients_do_not_add_up_over_evaluations() -> None:
+    """Nor with those that were there before."""
+    found = []
+    for clears in (True, False):
+        amp, model, optimizer = lbfgs("fp32")
+        x, y = batch(0)
+
+        def closure(amp=amp, model=model, optimizer=optimizer, clears=clears, x=x, y=y) -> Tensor:
+            if clears:
+                optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            amp.backward(loss)
+            return loss
+
+        if not clears:
+            closure()
+        for _ in range(3):
+            assert amp.step(optimizer, closure).stepped
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_step_that_is_not_finite_is_undone() -> None:
     amp, model, optimizer = lbfgs("fp32")
     amp.step(optimizer, closure_of(amp, model, optimizer))

@@ -121,8 +121,8 @@ def refuse_missing_closure(optimizers: Mapping[str, Optimizer], chosen: Sequence
         if closure is None and closures.needs_closure(optimizers[name]):
             raise SetupError(
                 f"`{name}` computes the loss several times in one step\n"
-                "  do    amp.step(optimizer, closure), with a closure that clears gradients, computes the loss, calls "
-                "amp.backward(loss) and returns the loss"
+                "  do    amp.step(optimizer, closure), with a closure that computes the loss, calls amp.backward(loss) and "
+                "returns the loss"
             )
 
 

@@ -49,10 +49,15 @@ def refusal(name: str, mode: Precision) -> SetupError:
 
 
 def step_with_closure(
-    holding: Holding, closure: Callable[[], Any], max_norm: float | None, evaluated: Callable[[Holding], None]
+    holding: Holding,
+    closure: Callable[[], Any],
+    max_norm: float | None,
+    clear: Callable[[], None],
+    evaluated: Callable[[Holding], None],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Let the optimizer step; if any of it was not finite, everything is put back.
 
+    `clear` forgets the gradients before each evaluation, whether the closure does or not: they would add up over all of them.
     `evaluated` is called with the gradients of each evaluation, and raises where they are not what they should be.
     Returns the first gradient norm, whether it was undone (0.0 or 1.0), and the losses. Waits for the device.
     """
@@ -63,6 +68,7 @@ def step_with_closure(
     losses: list[Tensor] = []
 
     def evaluate() -> Any:
+        clear()
         loss = closure()
         if not holding.has_gradients():
             raise misuse.never_differentiated(holding.name, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -151,7 +152,8 @@ class Stepper:
     def evaluate(self, holding: Holding, closure: Callable[[], Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """A step of an optimizer that computes its losses itself: first norm, whether it was undone, losses."""
         with self.stepping():
-            return closures.step_with_closure(holding, closure, self._max_norm, self.rules.evaluated)
+            clear = functools.partial(self.clear, [holding])
+            return closures.step_with_closure(holding, closure, self._max_norm, clear, self.rules.evaluated)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
