@@ -87,6 +87,15 @@ def test_a_model_that_is_converted_later(mode: str) -> None:
     train(amp, range(2))
 
 
+def test_a_model_whose_norms_alone_are_converted_later() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+    amp = ampguard.Amp(model, torch.optim.AdamW(model.parameters()), "O2", init_scale=256.0)
+    train(amp, range(2))
+    model.half()
+    with pytest.raises(SetupError, match=r"`1.weight` was float32 on cpu, and is float16 on cpu"):
+        train(amp, range(2, 3))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_that_has_stepped_before(mode: str) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))

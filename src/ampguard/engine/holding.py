@@ -63,8 +63,10 @@ class Holding:
         self._sample = learning[::-1][::every][::-1]  # with the last one: heads get replaced
         self._most_missing = 0
         self._leaves = [leaf for p in self._sample if (leaf := self._leaf_of(p)) is not p]
-        self._ends = [self._leaf_of(p) for p in (*self.parameters[:1], *self.parameters[-1:])]
-        self._placed = [_place(p) for p in self._ends]
+        leaves = [self._leaf_of(p) for p in self.parameters]
+        first_of_each = {_place(p): p for p in reversed(leaves)}  # O2: `model.half()` converts the norms alone
+        self._glimpsed = [*first_of_each.values(), *leaves[-1:]]
+        self._placed = [_place(p) for p in self._glimpsed]
 
     def take_gradients(self, originals: Sequence[Tensor]) -> None:
         """Those of the parameters that these are copies of: PyTorch's copies have none."""
@@ -73,7 +75,7 @@ class Holding:
 
     def refuse_moved(self, name_of: Callable[[Tensor], str]) -> None:
         """Raise SetupError where the model has gone to another device or type since it was last looked."""
-        for weight, before in zip(self._ends, self._placed, strict=True):
+        for weight, before in zip(self._glimpsed, self._placed, strict=True):
             if (weight.dtype, weight.device) != before:
                 raise SetupError(
                     f"the model of `{self.name}` was moved or converted after Amp was made: `{name_of(weight)}` was "
