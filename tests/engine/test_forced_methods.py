@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from engine_loops import batch
 from torch import Tensor, nn
 
 import ampguard
+from ampguard.errors import SetupError
 
 
 def is_wide(x: Tensor) -> Tensor:
@@ -74,3 +76,44 @@ def test_it_learns_and_is_the_same_in_evaluation(kind: Callable[[], nn.Module], 
     with amp.autocast(), torch.no_grad():
         trained, evaluated = model(x), model.eval()(x)
     assert torch.equal(trained, evaluated)
+
+
+class WithEveryKind:
+    @ampguard.force_fp32
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        assert cls is WithEveryKind
+        return is_wide(x) @ x
+
+    @ampguard.force_fp32(cast_back=False)
+    @staticmethod
+    def of_none(x: Tensor) -> Tensor:
+        return is_wide(x) @ x
+
+    @ampguard.force_fp32
+    @property
+    def value(self) -> Tensor:
+        """A product."""
+        return is_wide(torch.full((2, 2), 300.0) @ torch.full((2, 2), 300.0))
+
+
+def test_methods_of_classes_static_ones_and_properties() -> None:
+    x = torch.full((2, 2), 2.0, dtype=torch.float16)
+    one = WithEveryKind()
+    with torch.autocast("cpu", dtype=torch.float16):
+        for owner in (one, WithEveryKind):
+            assert owner.of_class(x).dtype == torch.float16
+            assert owner.of_none(x).dtype == torch.float32
+        assert torch.equal(one.value, torch.full((2, 2), 180000.0))
+    assert WithEveryKind.value.__doc__ == "A product."
+    with pytest.raises(AttributeError):
+        one.value = x
+
+
+def test_what_cannot_be_decorated_and_what_holds_no_tensor() -> None:
+    for given in (functools.cached_property(is_wide), functools.partialmethod(is_wide), property(None, is_wide)):
+        for decorate in (ampguard.force_fp32, ampguard.force_fp32(cast_back=False)):
+            with pytest.raises(SetupError, match=f"a {type(given).__name__}: it decorates functions(.|\n)*below other"):
+                decorate(given)
+    with pytest.raises(SetupError, match=r"force_fp32\(3, 0.5\): there is no tensor to cast"):
+        ampguard.force_fp32(3, 0.5)

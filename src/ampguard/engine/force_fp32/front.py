@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from ampguard.engine.force_fp32.modules import ForcedModules, force_modules
-from ampguard.engine.force_fp32.region import Region, in_fp32
+from ampguard.engine.force_fp32.region import Region, decorated, is_descriptor
 from ampguard.engine.patterns import listed_patterns
 from ampguard.errors import PatternError
 
@@ -28,7 +28,7 @@ def force_fp32(*values: Any, cast_back: bool = True) -> Any:
 
         ampguard.force_fp32(model, "blocks.*.attn", "head")      # modules by pattern; .undo() reverts it
 
-        @ampguard.force_fp32                                     # a function, a method, a module class
+        @ampguard.force_fp32                                     # a function, a method, a property, a module class
         def scan(u, delta, A, B, C): ...
 
         with ampguard.force_fp32(q, k) as (q, k):                # a few lines; what comes out stays float32
@@ -46,9 +46,6 @@ def force_fp32(*values: Any, cast_back: bool = True) -> Any:
         if not values[1:]:
             raise PatternError("force_fp32(model) needs patterns; to force all of it, write force_fp32(model, '')")
         return force_modules(target, listed_patterns(values[1:]), cast_back)
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        target.forward = in_fp32(target.forward, cast_back)
-        return target
-    if callable(target):
-        return in_fp32(target, cast_back)
+    if callable(target) or is_descriptor(target):
+        return decorated(target, cast_back)
     return Region(values, cast_back)

@@ -83,10 +83,37 @@ def in_fp32(function: F, cast_back: bool = True) -> F:
     return forced  # type: ignore[return-value]
 
 
+def decorated(target: Any, cast_back: bool = True) -> Any:
+    """What `@force_fp32` makes of a function, a method of any kind, a property or a module class."""
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        target.forward = in_fp32(target.forward, cast_back)
+        return target
+    if isinstance(target, (classmethod, staticmethod)):
+        return type(target)(in_fp32(target.__func__, cast_back))
+    if isinstance(target, property) and target.fget is not None:
+        return target.getter(in_fp32(target.fget, cast_back))
+    if callable(target):
+        return in_fp32(target, cast_back)
+    raise SetupError(
+        f"force_fp32 of a {type(target).__name__}: it decorates functions, methods, properties and module classes\n"
+        "  do    put @ampguard.force_fp32 nearest to the function, below other decorators"
+    )
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether it stands for a function in a class: a property, a class method, a `functools.cached_property`."""
+    return hasattr(type(value), "__get__")
+
+
 class Region:
     """`with force_fp32(q, k) as (q, k):` or `@force_fp32(cast_back=False)`."""
 
     def __init__(self, values: tuple[Any, ...], cast_back: bool) -> None:
+        if values and all(isinstance(value, (bool, int, float, complex)) for value in values):
+            raise SetupError(
+                f"force_fp32({', '.join(map(repr, values))}): there is no tensor to cast\n"
+                "  do    pass the tensors that are computed with: with ampguard.force_fp32(q, k) as (q, k)"
+            )
         self._values = values
         self._cast_back = cast_back
         self._left: list[Any] = []
@@ -103,4 +130,4 @@ class Region:
         self._left.pop().__exit__(*exception)
 
     def __call__(self, function: F) -> F:
-        return in_fp32(function, self._cast_back)
+        return decorated(function, self._cast_back)  # type: ignore[no-any-return]
