@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import ampguard
 import ampguard.errors
-from ampguard.engine.policies import Skip
+from ampguard.engine.policies import Rollback, Skip
 from ampguard.errors import AmpguardError, CheckpointError, PatternError, PrecisionError, SetupError
 
 
@@ -27,6 +28,8 @@ from ampguard.errors import AmpguardError, CheckpointError, PatternError, Precis
         ({"patience": math.inf}, "patience=inf"),
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
         ({"init_scale": 0}, "init_scale=0"),
+        ({"init_scale": 1e39}, r"init_scale=1e\+39: .* from 5.96e-08, .* to 3.4e\+38"),
+        ({"init_scale": 1e-30}, r"init_scale=1e-30: .* from 5.96e-08, "),
         ({"init_scale": math.nan}, "init_scale=nan"),
         ({"init_scale": "dynamic"}, "init_scale='dynamic' is a str"),
         ({"growth_interval": 1.5}, "growth_interval=1.5"),
@@ -49,6 +52,20 @@ def test_options(options: dict[str, Any], says: str) -> None:
         ampguard.Amp(model, optimizer, **options)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     ampguard.Amp(model, optimizer, "O2")  # nothing has changed that another Amp would refuse
+
+
+def test_a_rollback_to_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = Rollback(folder=tmp_path / "file" / "snapshots")
+    with pytest.raises(SetupError, match=r"snapshots'\): no snapshot can be written there \(.*\n.*kept in memory then"):
+        ampguard.Amp(model, optimizer, "O2", on_nonfinite=policy)
+    for wrong in ({"every": "2"}, {"every": 0}, {"folder": 3}):
+        with pytest.raises(SetupError, match=f"{next(iter(wrong))}="):
+            Rollback(**wrong)
+    ampguard.Amp(model, optimizer, "O2", on_nonfinite=Rollback(folder=tmp_path / "snapshots"))
+    assert list(tmp_path.glob("snapshots/*")) == []
 
 
 def test_the_same_thing_twice() -> None:

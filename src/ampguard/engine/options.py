@@ -7,8 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ampguard.engine.precision.base import Precision
+from ampguard.engine.step.scale import MIN_SCALE
 from ampguard.errors import SetupError
+
+MAX_SCALE = torch.finfo(torch.float32).max
 
 
 def made_mode(kind: type[Precision], device_type: str, options: Mapping[str, Any], known: Iterable[str]) -> Precision:
@@ -35,8 +40,11 @@ def refuse_numbers(
             raise SetupError(f"{name}={given!r} is a {type(given).__name__}, not a number")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise SetupError(f"max_grad_norm={max_grad_norm} would stop all learning\n  do    leave it out for no clipping")
-    if not 0 < init_scale < math.inf:
-        raise SetupError(f"init_scale={init_scale}: losses are multiplied by it, so a finite number above 0")
+    if not MIN_SCALE <= init_scale <= MAX_SCALE:
+        raise SetupError(
+            f"init_scale={init_scale}: losses are multiplied by it in float32, so a number from {MIN_SCALE:.3g}, below which "
+            f"the scale does not fall, to {MAX_SCALE:.3g}"
+        )
     if not is_count(accumulate):
         raise SetupError(f"accumulate={accumulate}: a window has a whole number of micro-steps, at least 1")
     if not is_count(growth_interval):

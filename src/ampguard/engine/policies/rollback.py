@@ -7,8 +7,10 @@ steps before it that led there.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +36,12 @@ class Rollback(Policy):
     waits = True
 
     def __init__(self, every: int = 100, folder: str | os.PathLike[str] | None = None) -> None:
-        if every < 1:
-            raise SetupError(f"Rollback(every={every}): a snapshot is taken every so many steps, so at least 1")
+        if not isinstance(every, (int, float)) or not every >= 1:
+            raise SetupError(f"Rollback(every={every!r}): a snapshot is taken every so many steps, so at least 1")
+        if not isinstance(folder, (str, os.PathLike, NoneType)):
+            raise SetupError(
+                f"Rollback(folder={folder!r}): a folder is named by a path, not by a {type(folder).__name__}"
+            )
         self.every = every
         self.path = Path(folder) / "last-good.pt" if folder is not None else None
         self.rollbacks = 0
@@ -43,7 +49,10 @@ class Rollback(Policy):
         self._taken_at: int | None = None
 
     def prepare(self, amp: Amp) -> None:
-        if self.path is not None and compat.several_ranks():
+        if self.path is None:
+            return
+        _refuse_unwritable(self.path.parent)
+        if compat.several_ranks():
             self.path = self.path.with_name(f"last-good-rank-{torch.distributed.get_rank()}.pt")
 
     def begin(self, amp: Amp) -> None:
@@ -79,7 +88,7 @@ class Rollback(Policy):
 
     def _keep(self, state: Mapping[str, Any]) -> None:
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # perhaps it was removed
             files.save(dict(state), self.path)
         else:
             self._snapshot = map_tensors(lambda t: t.detach().to("cpu", copy=True), state)
@@ -89,3 +98,16 @@ class Rollback(Policy):
             return files.load(self.path)  # type: ignore[no-any-return]
         assert self._snapshot is not None
         return self._snapshot
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Raise SetupError where no file can be made: found out now, not at the first snapshot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SetupError(
+            f"Rollback(folder={os.fspath(folder)!r}): no snapshot can be written there ({error.strerror or error})\n"
+            "  do    name a folder that can be written to, or leave it out: snapshots are kept in memory then"
+        ) from error

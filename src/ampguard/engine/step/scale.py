@@ -15,6 +15,9 @@ from ampguard.errors import UsageError
 _FACTORS = ("scale", "growth_factor", "backoff_factor")
 _COUNTS = ("growth_interval", "_growth_tracker")
 
+MIN_SCALE = 2.0**-24
+"""Below it a loss scale does not fall."""
+
 
 class LossScale:
     """By what the loss is multiplied: less after Inf or NaN gradients, more after `growth_interval` finite steps.
@@ -31,7 +34,7 @@ class LossScale:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        min_scale: float = 2.0**-24,
+        min_scale: float = MIN_SCALE,
     ) -> None:
         settings = {
             "scale": init_scale,
