@@ -32,6 +32,7 @@ def accumulated(precision: str, window: int, micro_steps: int, last: bool = Fals
         norms.append(result.grad_norm)
         assert result.accumulating is (result.grad_norm is None)
         assert result.stepped is not result.accumulating
+        assert result.loss_scale == amp.get_scale()
     return norms
 
 

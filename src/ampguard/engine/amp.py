@@ -197,11 +197,10 @@ class Amp:
             if any(holding.held < self.accumulate for holding in chosen):
                 for holding in chosen:
                     holding.count()
-                return StepResult()
+                return StepResult(scale=self._present_scale())
         if not compat.cuda_is_capturing():
             self.verdicts.settle()
-        scale = self.stepper.scale
-        before = scale.clone() if scale is not None else None
+        before = self._present_scale()
         try:
             check = self.stepper.check(chosen)
         except ProtocolError as error:
@@ -217,7 +216,12 @@ class Amp:
     def _left_out(self, chosen: Sequence[Holding]) -> StepResult:
         """The batch was given up since its backward pass: all went back to an earlier state."""
         self.stepper.clear(chosen)
-        return StepResult(None, torch.ones(()))
+        return StepResult(None, torch.ones(()), self._present_scale())
+
+    def _present_scale(self) -> Tensor | None:
+        """A copy: the next update writes to the scale in place."""
+        scale = self.stepper.scale
+        return scale.clone() if scale is not None else None
 
     def _step_with_closure(self, chosen: Sequence[Holding], closure: Callable[[], Any]) -> StepResult:
         if len(chosen) != 1:
