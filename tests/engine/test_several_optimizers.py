@@ -32,6 +32,19 @@ class Gan:
             return -self.critic(self.generator(x)).mean()
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_step_of_all_after_a_backward_pass_for_one(precision: str) -> None:
+    gan = Gan(precision)
+    for number in range(2):
+        gan.amp.backward(gan.generator_loss(batch(number)[0]), "opt_g")
+        says = r"`opt_d`, which holds no gradient: the last amp.backward\(\) was for 'opt_g' alone(.|\n)*amp.step\('opt_g'\)"
+        with pytest.raises(ProtocolError, match=says):
+            gan.amp.step()
+        gan.amp.step("opt_g")
+        gan.amp.backward(gan.critic_loss(batch(number)[0]), "opt_d")
+        gan.amp.step("opt_d")
+
+
 def test_the_scale_is_updated_once_after_the_last() -> None:
     gan = Gan(growth_interval=1)
     for number in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from ampguard.errors import ProtocolError
 
@@ -175,6 +176,18 @@ def stepped_already(name: str, window: int) -> ProtocolError:
         "no-gradients",
         f"amp.step() of `{name}`: it was stepped or cleared after the last amp.backward(), and holds no gradient any more",
         f"call amp.backward(loss) before each amp.step(){flush}",
+        again=calling_line(),
+    )
+
+
+def left_out_of_backward(name: str, reached: Sequence[str], backward: Line | None) -> ProtocolError:
+    given = ", ".join(map(repr, reached))
+    one = given if len(reached) == 1 else "optimizer"
+    return error(
+        "no-gradients",
+        f"amp.step() of `{name}`, which holds no gradient: the last amp.backward() was for {given} alone",
+        f"step what has gradients, amp.step({one}); for gradients of `{name}`, call amp.backward(loss) without naming others",
+        first=backward,
         again=calling_line(),
     )
 

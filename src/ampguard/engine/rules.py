@@ -53,6 +53,8 @@ class Rules:
         self._seen: dict[str, Fingerprint] = {}
         """What the gradients were when the last call of ours that changed them had ended."""
         self._backward_at: Line | None = None
+        self._backward_for: tuple[str, ...] | None = None
+        """The optimizers that the last backward pass was for; None: for all."""
         self.others = OtherBackwards(self._scale.__float__, self.is_held)
         if is_scaled:
             self.others.watch(holdings)
@@ -135,6 +137,7 @@ class Rules:
         for holding in self._holdings:
             holding.note_missing(now[holding.name])
         self._backward_at = misuse.calling_line()
+        self._backward_for = None if only is None else tuple(holding.name for holding in only)
         scale = self._scale if self._is_scaled else None
         self._machine.feed(Backward(reached, scale, self._backward_at))
         self._seen |= {name: now[name] for name in reached}
@@ -235,6 +238,8 @@ class Rules:
                 raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
             if self._machine.last_backward is None:
                 raise misuse.never_differentiated(holding.name, False)
+            if self._backward_for is not None and holding.name not in self._backward_for:
+                raise misuse.left_out_of_backward(holding.name, self._backward_for, self._backward_at)
             if not holding.is_new:
                 raise misuse.stepped_already(holding.name, self._window)
             raise misuse.not_reached(holding.name, self._backward_at)
