@@ -11,7 +11,7 @@ from engine_loops import Net, batch
 from torch import nn
 
 import ampguard
-from ampguard.errors import PatternError, ProtocolError, SetupError
+from ampguard.errors import PatternError, PrecisionError, ProtocolError, SetupError
 
 
 class Flat:
@@ -107,6 +107,43 @@ def test_sparse_gradients(precision: str, clip: float) -> None:
         return [*norms, float(model.weight.detach().abs().sum())]
 
     assert run(True) == pytest.approx(run(False), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "O2", "O3", "bf16", "bf16-true"])
+def test_sparse_gradients_add_up(precision: str) -> None:
+    """Over a window, over several passes, and over one that does not reach them."""
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        models = [nn.EmbeddingBag(20, 4, sparse=sparse, mode="sum"), nn.Linear(4, 1)]
+        optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+        amp = ampguard.Amp(models, optimizer, precision, accumulate=2, max_grad_norm=math.inf, init_scale=64.0)
+        for ids in ([[1, 2, 2]], [[3, 1, 19]]):
+            for _ in range(2):
+                with amp.autocast():
+                    loss = models[0](torch.tensor(ids)).square().mean()
+                amp.backward(loss)
+            with amp.autocast():
+                loss = models[1](torch.ones(2, 4)).square().mean()
+            amp.backward(loss)
+            result = amp.step()
+        found.append(result.grad_norm)
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def test_an_embedding_that_is_used_twice_in_float16() -> None:
+    model = nn.Embedding(20, 4, sparse=True)
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3")
+    with amp.autocast():
+        loss = (model(torch.tensor([1, 2])) * model(torch.tensor([1, 3]))).sum()
+    with pytest.raises(PrecisionError, match=r"adds sparse gradients in float16(.|\n)*force_fp32="):
+        amp.backward(loss)
+    model = nn.Embedding(20, 4, sparse=True)
+    amp = ampguard.Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", force_fp32="", init_scale=8.0)
+    with amp.autocast():
+        loss = (model(torch.tensor([1, 2])) * model(torch.tensor([1, 3]))).sum()
+    amp.backward(loss)
+    assert amp.step().stepped
 
 
 def test_a_sparse_gradient_that_is_not_finite() -> None:

@@ -83,7 +83,7 @@ class Stepper:
         self.rules.before_backward(only)
         self._mode.before_backward()
         inputs = None if only is None else self._inputs_of(only)
-        with self._mode.computing(), self.rules.others.ours():
+        with self._mode.computing(), self._mode.adding(), self.rules.others.ours():
             torch.autograd.backward([self._scaled(loss) for loss in losses], inputs=inputs, **options)
         self._mode.after_backward()
         self.rules.after_backward(only)

@@ -65,6 +65,10 @@ class Precision:
         """Global settings of PyTorch's, for forward and backward passes."""
         return contextlib.nullcontext()
 
+    def adding(self) -> contextlib.AbstractContextManager[Any]:
+        """For a backward pass, which adds to the gradients that are held."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def evaluation(self, precision: Precision) -> Iterator[None]:
         """For an evaluation in another precision than the training's."""

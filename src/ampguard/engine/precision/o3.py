@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine.precision.base import Precision
 from ampguard.engine.precision.weights import LowWeights
 from ampguard.engine.step import GradientCheck, RoundedUpdate
-from ampguard.errors import ProtocolError
+from ampguard.errors import PrecisionError, ProtocolError
 
 
 class O3(Precision):
@@ -38,6 +39,29 @@ class O3(Precision):
     ) -> None:
         self.low_weights = LowWeights(models, self.weights_dtype, in_fp32)
         self._updates = {id(optimizer): RoundedUpdate(optimizer, "nearest") for optimizer in optimizers}
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
+        """On the CPU PyTorch adds no sparse float16 gradients: those that are held lie aside meanwhile, and are joined then."""
+        groups = (group for update in self._updates.values() for group in update.optimizer.param_groups)
+        aside = [(p, p.grad) for group in groups for p in group["params"] if _is_sparse_half(p.grad)]
+        if compat.several_ranks():  # whose reducer has to see all of a gradient
+            aside = []
+        for p, _ in aside:
+            p.grad = None
+        try:
+            yield
+        except NotImplementedError as error:
+            if "sparse" not in str(error):
+                raise
+            raise PrecisionError(
+                f"the backward pass adds sparse gradients in float16, which PyTorch cannot do here ({error}): an embedding "
+                "with sparse=True is used twice in one loss\n"
+                "  do    keep it in float32, Amp(..., force_fp32=[its path]); or make it with sparse=False"
+            ) from error
+        finally:
+            for p, held in aside:
+                p.grad = held if p.grad is None else _joined(held, p.grad)
 
     def follow_own_steps(self, optimizer: Optimizer) -> None:
         """`optimizer.step()`, called by a loop of its own, computes in float32 too; not with a closure, whose gradients are
@@ -79,6 +103,21 @@ class O3(Precision):
                 "  do    call amp.step(optimizer) instead   (ampguard explain optimizer-underflow)",
                 "optimizer-underflow",
             )
+
+
+def _is_sparse_half(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse and gradient.is_cpu and gradient.dtype is torch.float16
+
+
+@torch.no_grad()
+def _joined(held: Tensor, new: Tensor) -> Tensor:
+    """The sum of a sparse gradient and a new one."""
+    if not new.is_sparse:
+        return new + held.to_dense()
+    one, other = held.coalesce(), new.coalesce()
+    indices = torch.cat([one.indices(), other.indices()], dim=1)
+    values = torch.cat([one.values(), other.values()])
+    return torch.sparse_coo_tensor(indices, values, held.shape, check_invariants=False).coalesce()
 
 
 class _OwnStep:
