@@ -94,6 +94,22 @@ def test_a_limit_that_is_none(limit: object) -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [(nn.Linear(2, 2).parameters(), r"`SGD` updates none of the 2 given"), ([], "parameters= is empty")],
+)
+def test_parameters_that_the_optimizer_does_not_update(parameters: object, says: str) -> None:
+    """Clipping all that it does update instead would be a guess."""
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    with pytest.raises(SetupError, match=says):
+        NativeScaler()(
+            model(torch.ones(2, 4)).mean(), torch.optim.SGD(model.parameters(), lr=0.1), 1.0, "norm", parameters
+        )
+    assert model.weight.grad is None
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("patience", [0, -1, 2.5])
 def test_a_patience_that_is_none(patience: float) -> None:
     with pytest.raises(SetupError, match="a whole number of skipped steps in a row, at least 1; None: never"):

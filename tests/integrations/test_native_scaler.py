@@ -80,6 +80,36 @@ def test_only_the_given_parameters_are_clipped() -> None:
     assert torch.allclose(model[0].weight.grad, other[0].weight.grad, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("mode", ["norm", "value", "agc"])
+def test_what_is_left_out_is_not_clipped(level: str, mode: str) -> None:
+    """timm leaves the head out; in O2 the optimizer holds master weights, not the parameters that it is given here."""
+    model, other, data = network(), network(), next(batches(1))
+    optimizer = SGD(model.parameters(), 0.0)
+    amp = ampguard.precision(level)
+    amp.prepare(model, optimizer)
+    head = list(model[-1].parameters())
+    held = [p for p in optimizer.param_groups[0]["params"] if any(amp.weight_of(p) is weight for weight in head)]
+    with amp.autocast():
+        loss = nn.functional.cross_entropy(model(data[0]), data[1])
+    norm = NativeScaler(precision=amp, init_scale=128.0)(loss, optimizer, 1e-4, mode, list(model[:-1].parameters()))
+    loss_of(other, data, torch.float32).backward()
+    truth = torch.nn.utils.get_total_norm([p.grad for p in other[:-1].parameters()])
+    assert float(norm) == pytest.approx(float(truth), rel=2e-2)
+    for p, exact in zip(held, other[-1].parameters(), strict=True):
+        assert torch.allclose(p.grad.float(), exact.grad, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["norm", "value", "agc"])
+def test_given_parameters_that_this_loss_does_not_reach(mode: str) -> None:
+    """As with PyTorch's clipping: their norm is 0, and nothing is clipped."""
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    loss = model[0](torch.ones(2, 4)).mean()
+    norm = NativeScaler()(loss, SGD(model.parameters(), 0.0), 1e-3, mode, model[1].parameters())
+    assert float(norm) == 0.0
+    assert torch.equal(model[0].weight.grad, torch.ones(1, 4))
+
+
 def test_both_orders_of_arguments() -> None:
     model = network()
     optimizer, data = SGD(model.parameters(), 0.1), next(batches(1))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampguard import compat
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameters_of
@@ -82,23 +83,26 @@ class _OneCall:
         refuse_closures(optimizer, "this scaler")
         if clip_grad and not (isinstance(clip_grad, Tensor) or (_is_number(clip_grad) and clip_grad > 0)):
             raise UsageError(f"clip_grad={clip_grad!r}: a number above 0; None for no clipping")
+        own = _of_optimizer(optimizer, parameters, self._scaler.precision) if ends_window else None
         self._scaler.backward(loss, optimizer, create_graph=create_graph)
         if not ends_window:
             return None
-        norm = self._step(optimizer, clip_grad or None, clip_mode, parameters)
+        norm = self._step(optimizer, clip_grad or None, clip_mode, own)
         self._scaler.update()
         return norm
 
-    def _step(self, optimizer: Optimizer, limit: float | None, mode: str, parameters: Parameters) -> Tensor:
-        chosen = _of_optimizer(optimizer, parameters, self._scaler.precision)
-        if chosen is None and (mode == "norm" or limit is None):
+    def _step(self, optimizer: Optimizer, limit: float | None, mode: str, own: Sequence[Tensor] | None) -> Tensor:
+        """`own`: those of the optimizer's parameters that are measured and clipped; None: all of them."""
+        gradients = [p for p in parameters_of(optimizer) if p.grad is not None]
+        chosen = [p for p in own if p.grad is not None] if own is not None else gradients
+        if len(chosen) == len(gradients) and (mode == "norm" or limit is None):
             self._scaler.step(optimizer, max_norm=limit, wants_norm=True)
             return _known(self._scaler.norm)
         norm = self._scaler.unscale_(optimizer)
-        if chosen is not None:
+        if len(chosen) < len(gradients):
             norm = _known(check_gradients(chosen).norm)
-        if limit is not None:
-            clip_(parameters_of(optimizer) if chosen is None else chosen, limit, mode)
+        if limit is not None and chosen:
+            clip_(chosen, limit, mode)
         self._scaler.step(optimizer)
         return norm
 
@@ -147,17 +151,38 @@ class NativeScaler(_OneCall):
         return self._call(loss, optimizer, clip_grad, clip_mode, parameters, create_graph, ends_window)
 
 
-def _of_optimizer(optimizer: Optimizer, parameters: Parameters, precision: LoopPrecision) -> Sequence[Tensor] | None:
-    """Those that the optimizer updates; None where these are all that it has gradients for.
+def _of_optimizer(optimizer: Optimizer, parameters: Parameters, precision: LoopPrecision) -> list[Tensor] | None:
+    """What the optimizer updates of the parameters: in O2 their master weights; None where none were named.
 
-    In O2, and with flat buffers, it updates other tensors than it is given here: then it is all of them.
+    A flat buffer of the optimizer's counts as a whole where they lie in it. Raises SetupError where it updates none of them.
     """
-    if parameters is None or precision.name == "O2":
+    if parameters is None:
         return None
-    given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-    updated = [p for p in parameters_of(optimizer) if p.grad is not None]
-    chosen = [p for p in updated if id(p) in given]
-    return chosen if 0 < len(chosen) < len(updated) else None
+    named = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = {id(p) for p in named}
+    updated = parameters_of(optimizer)
+    own = [p for p in updated if id(p) in given or id(precision.weight_of(p)) in given]
+    if not own:
+        memory = {compat.storage_key(p) for p in named if isinstance(p, Tensor)} - {0}
+        own = [p for p in updated if compat.storage_key(p) in memory]
+    if not own:
+        raise _of_another(optimizer, named)
+    return own
+
+
+def _of_another(optimizer: Optimizer, named: Sequence[object]) -> SetupError:
+    name = type(optimizer).__name__
+    if not named:
+        return SetupError(
+            f"parameters= is empty: there is nothing to measure or to clip of `{name}`\n"
+            "  why   an iterator that was used up before, say model.parameters() kept in a variable, gives nothing more\n"
+            "  do    parameters=model.parameters() in each call; or leave it out: then it is all that the optimizer updates"
+        )
+    return SetupError(
+        f"`{name}` updates none of the {len(named)} given as parameters=: their gradients cannot be measured or clipped\n"
+        "  why   they are another model's, or the model was moved, copied or rebuilt after the optimizer was made\n"
+        "  do    parameters=model.parameters() of the model that it trains; or leave it out: then it is all that it updates"
+    )
 
 
 def _is_number(given: object) -> bool:
