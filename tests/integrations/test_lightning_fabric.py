@@ -118,6 +118,46 @@ def test_a_step_on_a_loss_that_was_not_scaled() -> None:
 
 
 @each_package
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_step_of_the_optimizer_itself(package: str, first: int) -> None:
+    """Fabric says nothing of an optimizer before it steps by the wrapper."""
+    fabric = fabric_with(guarded(), package)
+    model = nn.Linear(4, 1)
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped, optimizer = fabric.setup(model, own)
+    for number in range(first + 1):
+        optimizer.zero_grad()
+        fabric.backward(wrapped(torch.ones(1, 4)).sum() / 4)
+        if number < first:
+            optimizer.step()
+    before = model.weight.detach().clone()
+    with pytest.raises(ProtocolError, match="`SGD` with gradients that are 65536 times too large") as caught:
+        own.step()
+    assert caught.value.cause == "bypassed-scaler"
+    assert torch.equal(model.weight, before)
+
+
+def test_steps_of_an_optimizer_of_the_loops_own_beside_it() -> None:
+    """Its gradients carry no scale, though Fabric has set up the module."""
+    fabric = fabric_with(guarded())
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    fabric.setup(model)
+    by_fabric = fabric.setup_optimizers(torch.optim.SGD(model[0].parameters(), 0.1))
+    own, batch = torch.optim.SGD(model[1].parameters(), 0.1), torch.ones(1, 4)
+    for _ in range(3):
+        own.zero_grad()
+        by_fabric.zero_grad()
+        model[1](batch).sum().backward()
+        fabric.backward(model[0](batch).sum())
+        own.step()
+        by_fabric.step()
+    fabric.backward(model[1](batch).sum())
+    own.zero_grad()  # thrown away
+    model[1](batch).sum().backward()
+    own.step()
+
+
+@each_package
 def test_checkpoints_are_exchanged(package: str, tmp_path: Path) -> None:
     plugin = guarded(init_scale=512.0)
     trained(plugin, package)

@@ -25,7 +25,7 @@ SAMPLE = 64
 """Parameters of an optimizer that are watched. A loss reaches some of them, or the optimizer is not what it trains."""
 
 
-class _Mark:
+class Mark:
     """One parameter and its gradient as a backward pass of a scaled loss has left it. Keeps neither."""
 
     __slots__ = ("_gradient", "_parameter", "_version")
@@ -53,7 +53,7 @@ class RawBackwards:
     def __init__(self, on_own_step: Callable[[Optimizer], None]) -> None:
         """`on_own_step`: told when a watched optimizer's own `step()` is called, before it steps."""
         self._on_own_step = on_own_step
-        self._marks: dict[int, _Mark] = {}
+        self._marks: dict[int, Mark] = {}
         self._scaled = 0
         self._is_scaled_by_hand = False
         self._lines: dict[int, Line | None] = {}
@@ -72,7 +72,7 @@ class RawBackwards:
             if not self._scaled and not self._is_scaled_by_hand:
                 self._lines.setdefault(key, users_line())
             elif key not in self._marks or self._marks[key].is_of(p):
-                self._marks[key] = _Mark(p)
+                self._marks[key] = Mark(p)
 
         def steps(own: Optimizer, *_: Any) -> None:
             self._on_own_step(own)

@@ -304,7 +304,7 @@ def _refusing_direct_steps(scaler: weakref.ref[EngineScaler], own: Updating) -> 
             return
         if are_as_glanced(own, own.scaled) and its._read_scale() != 1.0:  # nobody has divided or replaced them
             do = "leave it out: the scaler's own call steps, at the end of each accumulation window"
-            raise direct_step(own, its._read_scale(), do)
+            raise direct_step(own.holding.name, its._read_scale(), do)
 
     return only_for_others(before_step)
 

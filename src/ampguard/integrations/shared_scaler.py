@@ -26,6 +26,7 @@ from ampguard.errors import SetupError
 from ampguard.integrations.left_over import Mark, are_as_marked, marks_of
 from ampguard.integrations.raw_backward import RawBackwards
 from ampguard.integrations.scaler import EngineScaler
+from ampguard.integrations.unclaimed import UnclaimedGradients
 from ampguard.integrations.updating import Updating, direct_step, divide, no_gradients
 from ampguard.integrations.users_line import shown, users_line
 
@@ -67,6 +68,7 @@ class SharedScaler(EngineScaler):
         self.listeners: list[Listener] = []
         self.measures_norm = False
         """Whether every step measures its norm, for a log."""
+        self._unclaimed = UnclaimedGradients(self._refuse_unknown_step)
         self.bystanders: Callable[[], Iterable[Tensor]] = tuple
         """Parameters of optimizers that nobody has named yet: their gradients follow the scale too."""
 
@@ -90,8 +92,15 @@ class SharedScaler(EngineScaler):
     @contextlib.contextmanager
     def scaled_backward(self) -> Iterator[None]:
         """Around the backward pass of what `scale` returned, where the framework's own call is known."""
-        with self._raw.scaled():
+        with self._raw.scaled(), self._unclaimed.scaled(self._not_updated() if self._is_enabled else ()):
             yield
+
+    def _not_updated(self) -> list[Tensor]:
+        """The bystanders that none of the optimizers known so far updates, where these are not told beforehand."""
+        if list(self._known()):
+            return []
+        held = {id(p) for own in self._updating.values() for p in own.holding.parameters}
+        return [p for p in self.bystanders() if p.requires_grad and id(p) not in held]
 
     def attach(self) -> None:
         """Watch the optimizers that the framework knows by now."""
@@ -291,7 +300,13 @@ class SharedScaler(EngineScaler):
             return
         scale = super().get_scale()
         if scale != 1.0:
-            raise direct_step(own, scale, f"call {self._step_call}")
+            raise direct_step(own.holding.name, scale, f"call {self._step_call}")
+
+    def _refuse_unknown_step(self, optimizer: Optimizer) -> None:
+        """The same of one that has never stepped through the framework."""
+        scale = super().get_scale()
+        if id(optimizer) not in self._updating and not self._is_stepping and scale != 1.0:
+            raise direct_step(type(optimizer).__name__, scale, f"call {self._step_call}")
 
     def _refuse_raw(self, own: Updating) -> None:
         optimizer = own.holding.optimizer

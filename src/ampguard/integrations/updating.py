@@ -91,10 +91,10 @@ def stepped_twice(own: Updating) -> ProtocolError:
     )
 
 
-def direct_step(own: Updating, scale: float, do: str) -> ProtocolError:
+def direct_step(name: str, scale: float, do: str) -> ProtocolError:
     return misuse.error(
         "bypassed-scaler",
-        f"optimizer.step() of `{own.holding.name}` with gradients that are {scale:g} times too large: they carry the loss scale",
+        f"optimizer.step() of `{name}` with gradients that are {scale:g} times too large: they carry the loss scale",
         do,
         again=users_line(),
     )
