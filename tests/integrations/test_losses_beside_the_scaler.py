@@ -28,6 +28,11 @@ def beside_each_loss(model: nn.Module, optimizer: torch.optim.Optimizer, scaler:
         scaler(loss_of(model, batch), optimizer)
 
 
+def before_the_first_call(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: NativeScaler) -> None:
+    penalty(model).backward()
+    scaler(loss_of(model, next(batches(1))), optimizer)
+
+
 def from_some_epoch_on(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: NativeScaler) -> None:
     for number, batch in enumerate(batches(24)):
         optimizer.zero_grad()
@@ -45,7 +50,7 @@ def inside_a_window(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: 
             penalty(model).backward()
 
 
-@pytest.mark.parametrize("loop", [beside_each_loss, from_some_epoch_on, inside_a_window])
+@pytest.mark.parametrize("loop", [beside_each_loss, before_the_first_call, from_some_epoch_on, inside_a_window])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loss_that_was_not_scaled_is_refused(loop: Loop, level: str) -> None:
     model = network()

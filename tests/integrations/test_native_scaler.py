@@ -116,7 +116,9 @@ def test_both_orders_of_arguments() -> None:
     assert (
         NativeScalerWithGradNormCount()(loss_of(model, data), optimizer, 1.0, model.parameters(), False, False) is None
     )
+    optimizer.zero_grad()
     assert NativeScaler()(loss_of(model, data), optimizer, 1.0, "agc", model.parameters(), False, False) is None
+    optimizer.zero_grad()
     assert NativeScalerWithGradNormCount()(loss_of(model, data), optimizer, clip_mode="agc", need_update=False) is None
     with pytest.raises(UsageError, match="'norm', 'value', 'agc'"):
         NativeScaler()(loss_of(model, data), optimizer, 1.0, "nrm")
@@ -314,6 +316,7 @@ def test_a_run_that_cannot_go_on_ends() -> None:
     optimizer = SGD(model.parameters(), 0.1)
     with pytest.raises(NonfiniteError, match="5 steps in a row"):
         train(NativeScaler(patience=5), model, optimizer, 8, bad=tuple(range(8)), word="need_update")
+    optimizer.zero_grad()
     scaler = NativeScaler(patience=None)
     train(scaler, model, optimizer, 40, bad=tuple(range(40)), word="need_update")
     assert scaler.get_scale() == 2.0**-24  # not 0, from which no scale recovers

@@ -11,10 +11,16 @@ import logging
 from collections.abc import Callable
 
 from ampguard.engine import misuse
+from ampguard.engine.holding import Holding
 from ampguard.engine.other_backwards import OtherBackwards
 from ampguard.integrations.left_over import are_as_glanced
 from ampguard.integrations.updating import Updating
 from ampguard.integrations.users_line import users_line
+
+_DO = (
+    "give the scaler the sum of the losses, or each loss in a call of its own (update_grad=False, need_update=False but for the "
+    "last); where its gradients are not wanted, call optimizer.zero_grad() before the scaler"
+)
 
 logger = logging.getLogger("ampguard")
 
@@ -27,9 +33,11 @@ class WrittenBetween:
         self._read_scale = read_scale
         self._watched: list[Updating] = []
         self._odd: dict[int, int] = {}
+        self._has_begun = False
 
     def ours(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass of a scaled loss."""
+        self._has_begun = True
         return self._others.ours()
 
     def follow(self, own: Updating) -> None:
@@ -46,9 +54,16 @@ class WrittenBetween:
                 "unscaled-backward",
                 f"a loss.backward() has left gradients in `{holding.name}`: that loss was not scaled, and its gradients would be "
                 f"divided by the loss scale {self._read_scale():g} all the same",
-                "give the scaler the sum of the losses, or each loss in a call of its own (update_grad=False, need_update=False "
-                "but for the last); where its gradients are not wanted, call optimizer.zero_grad() before the scaler",
+                _DO,
                 first=plain[0],
+                again=users_line(),
+            )
+        if not self._has_begun and self._holds_plain(holding):
+            raise misuse.error(
+                "unscaled-backward",
+                f"`{holding.name}` holds gradients before the scaler's first call: what they come from was not scaled by it, and "
+                f"they would be divided by its loss scale {self._read_scale():g} all the same",
+                _DO,
                 again=users_line(),
             )
         is_odd = (
@@ -62,6 +77,10 @@ class WrittenBetween:
     def updated(self) -> None:
         """The iteration has ended."""
         self._others.updated()
+
+    def _holds_plain(self, holding: Holding) -> bool:
+        """Before any loss was scaled: whether there are gradients, and the loop cannot have scaled them by itself."""
+        return not self._others.scale_was_told and holding.has_nonzero_gradients() and self._read_scale() != 1.0
 
     def _is_worth_a_look(self, own: Updating) -> bool:
         """The first odd call, the second, the fourth, the eighth and so on: a loop may keep gradients of zeros."""
