@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import types
 from typing import Any
 
@@ -215,6 +216,23 @@ def test_hooks_may_unscale_and_clip() -> None:
     moved = torch.nn.utils.get_total_norm([a - b for a, b in zip(before, weights(model), strict=True)])
     assert all(0.1 < norm < 20 for norm in norms)
     assert 0 < float(moved) <= 3.01e-5
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_hook_that_clips_scaled_gradients_is_told_once(unscales: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = Detector()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = AMPTrainer(model, list(batches(3)), optimizer)
+
+    def clip() -> None:
+        if unscales:
+            trainer.grad_scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+
+    trainer.register_hooks([types.SimpleNamespace(after_backward=clip)])
+    with caplog.at_level(logging.WARNING, "ampguard"):
+        trainer.train(0, 3)
+    assert ["trainer.grad_scaler.unscale_" in told for told in caplog.messages] == ([] if unscales else [True])
 
 
 def test_options_of_both_signatures() -> None:

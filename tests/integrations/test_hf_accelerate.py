@@ -5,6 +5,7 @@ Accelerate leaves fp16 off on the CPU. The control is what it does on a GPU: aut
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ def test_one_optimizer_learns_as_with_accelerates_own(precision: str, words: dic
     assert furthest(theirs, ours) < 1e-6
     assert ours.skips == theirs.skips == [number in bad for number in range(8)]
     assert ours.rates == theirs.rates
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_clipping_scaled_gradients_is_told_once(by_hand: bool, caplog: pytest.LogCaptureFixture) -> None:
+    acc, model = accelerator("ours"), network()
+    wrapped, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with caplog.at_level(logging.WARNING, "ampguard"):
+        for x, y in batches(3):
+            optimizer.zero_grad(set_to_none=False)
+            acc.backward(nn.functional.cross_entropy(wrapped(x), y))
+            (nn.utils.clip_grad_norm_ if by_hand else acc.clip_grad_norm_)(model.parameters(), 0.1)
+            optimizer.step()
+    assert ["accelerator.clip_grad_norm_" in told for told in caplog.messages] == ([True] if by_hand else [])
 
 
 def test_a_fused_optimizer_says_that_it_was_skipped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,23 @@ def test_manual_clipping_clips_true_gradients() -> None:
     theirs, ours = norms(PL, own_plugin(PL), step=clip_by_hand), norms(PL, guarded(), step=clip_by_hand)
     assert theirs.norms[0] == pytest.approx([0.05 / 65536] * 3, rel=1e-3)  # clipped while scaled, then divided
     assert ours.norms[0] == pytest.approx([0.05] * 3, rel=1e-3)
+
+
+def clip_past_the_plugin(module: Any, optimizers: list[Any], losses: list[Tensor], number: int) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    module.manual_backward(torch.stack(losses).sum())
+    for optimizer in optimizers:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("step", "count"), [(clip_past_the_plugin, 3), (clip_by_hand, 0)])
+def test_clipping_scaled_gradients_is_told_once(step: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ampguard"):
+        norms(PL, guarded(), step=step)
+    told = [message for message in caplog.messages if "call self.clip_gradients" in message]
+    assert len(told) == len([m for m in caplog.messages if "changed" in m]) == count  # of each optimizer
 
 
 def test_a_fused_optimizer_is_clipped() -> None:

@@ -33,6 +33,7 @@ class AcceleratedScaler(SharedScaler):
             optimizers=self._inner,
             backward_call="accelerator.backward(loss)",
             step_call="step() of the optimizer that accelerator.prepare() has returned",
+            clip_call="accelerator.clip_grad_norm_ or accelerator.clip_grad_value_ instead of PyTorch's own",
             patience=patience,
         )
         self.losses = Losses()

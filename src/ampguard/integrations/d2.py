@@ -151,7 +151,8 @@ class AMPTrainer:
         self.grad_scaler.scale(losses).backward()
         if self.log_grad_scaler:
             self._event_storage().put_scalar("[metric]grad_scaler", self.grad_scaler.get_scale())
-        self.after_backward()
+        with self._looking_at_hooks():
+            self.after_backward()
         self._write(loss_dict, data_time)
         self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
@@ -165,6 +166,13 @@ class AMPTrainer:
             return
         for hook in self._hooks:
             getattr(hook, "after_backward", lambda: None)()
+
+    def _looking_at_hooks(self) -> contextlib.AbstractContextManager[None]:
+        """The engine's scaler tells of a hook that clips gradients which carry the loss scale."""
+        if not isinstance(self.grad_scaler, EngineScaler):
+            return contextlib.nullcontext()
+        do = "call trainer.grad_scaler.unscale_(trainer.optimizer) in the hook before it clips"
+        return self.grad_scaler.looking_for_writes(self.optimizer, do)
 
     def _zero_grad(self) -> None:
         """The optimizer's own `zero_grad`, which may be wrapped; flat buffers keep their gradients."""

@@ -76,6 +76,7 @@ class GuardedPrecision:
             optimizers=lambda: self._optimizers,
             backward_call="self.manual_backward(loss)",
             step_call="step() of the optimizer that self.optimizers() gives (in Fabric: that fabric.setup() has returned)",
+            clip_call="self.clip_gradients(optimizer, ...) (in Fabric: fabric.clip_gradients) instead of PyTorch's clipping",
             **self._options,
         )
         """Scales, checks and steps; `engine.result` says what the last step did."""

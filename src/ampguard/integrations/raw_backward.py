@@ -46,6 +46,18 @@ class Mark:
             return False
         return compat.versions_of([gradient])[0] == self._version
 
+    def is_rewritten(self) -> bool:
+        """Whether the gradient is there, and somebody has written into it since."""
+        parameter = self._parameter()
+        gradient = parameter.grad if parameter is not None else None
+        is_same = gradient is not None and self._gradient is not None and self._gradient() is gradient
+        return is_same and not self.holds()
+
+    def again(self) -> Mark:
+        """Of the gradient as it is now."""
+        parameter = self._parameter()
+        return Mark(parameter) if parameter is not None else self
+
 
 class RawBackwards:
     """Which optimizers hold gradients of a loss that was not scaled, and the line where they came from."""
@@ -103,6 +115,19 @@ class RawBackwards:
         """Whether they are those of a scaled loss for certain: nobody has divided, replaced or cleared them since."""
         mark = self._marks.get(id(optimizer))
         return mark is not None and mark.holds() and not self.are_held(optimizer)
+
+    def are_rewritten(self, optimizer: Optimizer) -> bool:
+        """Whether somebody has written into them since a scaled loss has made them, as clipping does."""
+        mark = self._marks.get(id(optimizer))
+        return mark is not None and mark.is_rewritten() and not self.are_held(optimizer)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what the scaler itself writes: they stay gradients of a scaled loss."""
+        held = [key for key, mark in self._marks.items() if mark.holds()]
+        yield
+        for key in held:
+            self._marks[key] = self._marks[key].again()
 
     def line(self, optimizer: Optimizer) -> Line | None:
         return self._lines.get(id(optimizer))

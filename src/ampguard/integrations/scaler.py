@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ampguard.engine.step import GradientCheck, LossScale, check_for_update, che
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
 from ampguard.errors import NonfiniteError, PrecisionError, SetupError
 from ampguard.integrations.announcing import scalers_may_scale
+from ampguard.integrations.hand_clipping import tell_of_writes
 from ampguard.integrations.left_over import are_as_glanced, are_as_marked, glanced_marks_of, marks_of
 from ampguard.integrations.updating import (
     Updating,
@@ -165,6 +166,15 @@ class EngineScaler:
             Verdict(self.result, (own.holding.name,), losses, check.found_inf, (id(optimizer),)), wait=False
         )
         return self.result
+
+    @contextlib.contextmanager
+    def looking_for_writes(self, optimizer: Optimizer, do: str) -> Iterator[None]:
+        """Around what may clip gradients that carry the scale: a warning, once, where it does so without `unscale_`."""
+        own = self._of(optimizer)
+        before = glanced_marks_of(own) if self._is_enabled else []
+        yield
+        if before and own.check is None and not are_as_glanced(own, before):
+            tell_of_writes(own.holding, self._read_scale(), do)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """The loss scale for the next iteration; once, after the last optimizer's step."""

@@ -23,6 +23,7 @@ from ampguard.engine.casting import tensors_in
 from ampguard.engine.result import StepResult
 from ampguard.engine.step import GradientCheck, check_gradients
 from ampguard.errors import SetupError
+from ampguard.integrations.hand_clipping import tell_of_writes
 from ampguard.integrations.left_over import Mark, are_as_marked, marks_of
 from ampguard.integrations.raw_backward import RawBackwards
 from ampguard.integrations.scaler import EngineScaler
@@ -38,7 +39,8 @@ class SharedScaler(EngineScaler):
     """`EngineScaler` for loops that are not ours: `update()` may be called too often, `unscale_` too early or twice.
 
     `optimizers` gives those that share the scale, where the framework knows them before they step. `backward_call` is
-    what its users call in place of `loss.backward()`, `step_call` in place of an optimizer's own step.
+    what its users call in place of `loss.backward()`, `step_call` in place of an optimizer's own step, `clip_call`
+    in place of PyTorch's clipping.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class SharedScaler(EngineScaler):
         optimizers: Callable[[], Iterable[Optimizer]] = tuple,
         backward_call: str = "backward(loss)",
         step_call: str = "the step of the optimizer that the framework has given back",
+        clip_call: str = "the framework's own clipping",
         **options: Any,
     ) -> None:
         super().__init__(precision, **options)
         self._known = optimizers
         self._backward_call = backward_call
         self._step_call = step_call
+        self._clip_call = clip_call
         self._raw = RawBackwards(self._refuse_own_step)
         self._expected: frozenset[int] = frozenset()
         """The optimizers that stepped in the iteration before, by identity."""
@@ -262,6 +266,10 @@ class SharedScaler(EngineScaler):
     def _checked(self, own: Updating, wants_norm: bool) -> GradientCheck:
         if not own.holding.has_gradients():
             raise no_gradients(own.holding)
+        if self._is_enabled and self._raw.are_rewritten(own.holding.optimizer) and not compat.several_ranks():
+            tell_of_writes(
+                own.holding, super().get_scale(), f"call {self._clip_call}"
+            )  # averaging over ranks writes too
         check = super()._checked(own, wants_norm)
         hidden = self._hidden.pop(id(own.holding.optimizer), None)
         if hidden is None:
@@ -280,12 +288,12 @@ class SharedScaler(EngineScaler):
                 self._multiply(own.holding.parameters, ratio)
         self._multiply([p for p in self.bystanders() if id(p) not in held], ratio)
 
-    @staticmethod
     @torch.no_grad()
-    def _multiply(parameters: Iterable[Tensor], factor: Tensor) -> None:
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.device))
+    def _multiply(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
+        with self._raw.writing():
+            for p in parameters:
+                if p.grad is not None:
+                    p.grad.mul_(factor.to(p.grad.device))
 
     def _forget_announced(self, own: Updating) -> None:
         """Who listens is not told of a second division as if it were one too many."""
