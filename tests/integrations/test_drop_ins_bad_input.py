@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import ampguard
-from ampguard.errors import CheckpointError, LossError, PrecisionError, ProtocolError, SetupError, UsageError
+from ampguard.errors import CheckpointError, LossError, PrecisionError, ProtocolError, SetupError
 from ampguard.integrations.d2 import AMPTrainer
 from ampguard.integrations.hf import prepare
 from ampguard.integrations.timm import NativeScaler, NativeScalerWithGradNormCount
@@ -88,7 +90,7 @@ def test_a_limit_that_is_none(limit: object) -> None:
     """A negative one would turn every gradient round."""
     model = nn.Linear(4, 1)
     before = model.weight.detach().clone()
-    with pytest.raises(UsageError, match=r"clip_grad=.*: a number above 0"):
+    with pytest.raises(SetupError, match=r"clip_grad=.*: a number above 0"):
         NativeScaler()(model(torch.ones(2, 4)).mean(), torch.optim.SGD(model.parameters(), lr=0.1), clip_grad=limit)
     assert model.weight.grad is None
     assert torch.equal(model.weight, before)
@@ -170,3 +172,38 @@ def test_trainers_say_what_they_take() -> None:
 def test_trainers_take_a_loss(returned: object, says: str) -> None:
     with pytest.raises(LossError, match=says):
         trainer_of(Losses(returned)).run_step()
+
+
+@pytest.mark.parametrize("state", [None, {"a": 1}, {"scale": -1.0}, {"scale": float("nan")}, {"scale": 1e39}])
+def test_a_state_that_is_none(state: object) -> None:
+    scaler = NativeScaler()
+    before = scaler.state_dict()
+    with pytest.raises(CheckpointError, match="the loss scale was not loaded"):
+        scaler.load_state_dict({**before, **state} if state and "scale" in state else state)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, 1e39, float("nan"), "x"])
+def test_an_initial_scale_that_is_none(scale: object) -> None:
+    with pytest.raises(SetupError, match="init_scale="):
+        NativeScaler(init_scale=scale)
+
+
+def test_a_scaler_that_is_none() -> None:
+    pytest.importorskip("lightning")
+    from ampguard.integrations.lightning import GuardedPrecision
+
+    with pytest.raises(SetupError, match="a str is no GradScaler"):
+        GuardedPrecision("16-mixed", "cpu", scaler="x")
+
+
+def test_a_device_of_a_native_scaler_that_is_none() -> None:
+    with pytest.raises(PrecisionError, match="'zz' is no device"):
+        NativeScaler("zz")
+
+
+def test_a_config_that_says_false_in_quotes() -> None:
+    config = SimpleNamespace(SOLVER=SimpleNamespace(AMP=SimpleNamespace(ENABLED="False")))
+    model = Losses()
+    with pytest.raises(SetupError, match="the text 'False'"):
+        AMPTrainer.from_config(config, model, [], torch.optim.SGD(model.parameters(), lr=0.1))

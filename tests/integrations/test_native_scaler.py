@@ -12,7 +12,7 @@ from digits_loops import TorchScaler, accuracy, batches, furthest, loss_of, netw
 from torch import Tensor, nn
 
 import ampguard
-from ampguard.errors import NonfiniteError, ProtocolError, UsageError
+from ampguard.errors import NonfiniteError, ProtocolError, SetupError
 from ampguard.integrations.scaler import EngineScaler
 from ampguard.integrations.timm import NativeScaler, NativeScalerWithGradNormCount
 
@@ -120,7 +120,7 @@ def test_both_orders_of_arguments() -> None:
     assert NativeScaler()(loss_of(model, data), optimizer, 1.0, "agc", model.parameters(), False, False) is None
     optimizer.zero_grad()
     assert NativeScalerWithGradNormCount()(loss_of(model, data), optimizer, clip_mode="agc", need_update=False) is None
-    with pytest.raises(UsageError, match="'norm', 'value', 'agc'"):
+    with pytest.raises(SetupError, match="'norm', 'value', 'agc'"):
         NativeScaler()(loss_of(model, data), optimizer, 1.0, "nrm")
 
 

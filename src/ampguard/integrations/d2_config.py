@@ -29,6 +29,11 @@ def dtype_of(cfg: Any) -> torch.dtype:
             f"the config says nothing of mixed precision: {error}\n"
             "  do    give it SOLVER.AMP.ENABLED (lazy configs: train.amp.enabled), or say precision=torch.float16"
         ) from error
+    if isinstance(is_enabled, str):
+        raise SetupError(
+            f"SOLVER.AMP.ENABLED is the text {is_enabled!r}, neither True nor False (train.amp.enabled in a lazy config)\n"
+            "  do    write it without quotes"
+        )
     if not is_enabled:
         return torch.float32
     name = str(getattr(amp, "PRECISION", None) or getattr(amp, "precision", None) or "float16")

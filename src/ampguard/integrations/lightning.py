@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ampguard.engine.own_loop import device_type_of
+from ampguard.errors import SetupError
 from ampguard.integrations import lightning_packages as packages
 from ampguard.integrations.lightning_callback import GuardCallback
 from ampguard.integrations.scaler import PATIENCE
@@ -59,6 +60,10 @@ class GuardedPrecision:
         growth_interval: int = 2000,
         patience: int | None = PATIENCE,
     ) -> None:
+        if scaler is not None and not hasattr(scaler, "is_enabled"):
+            raise SetupError(
+                f"scaler={scaler!r}: a {type(scaler).__name__} is no GradScaler\n  do    leave it out, or give one"
+            )
         package = packages.imported()[0]
         self._base = packages.mixed_precision(package)
         self._fabric = packages.mixed_precision(packages.fabric_of(package))

@@ -22,7 +22,7 @@ from ampguard.engine import misuse
 from ampguard.engine.announce import Announcer
 from ampguard.engine.arguments import refuse_loss, refuse_low_weights
 from ampguard.engine.casting import map_tensors, tensors_in
-from ampguard.engine.options import is_count
+from ampguard.engine.options import is_count, refuse_numbers
 from ampguard.engine.other_backwards import OtherBackwards
 from ampguard.engine.own_loop import LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
@@ -32,7 +32,7 @@ from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameter_names
 from ampguard.engine.step import GradientCheck, LossScale, check_for_update, check_gradients
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
-from ampguard.errors import NonfiniteError, PrecisionError, SetupError
+from ampguard.errors import CheckpointError, NonfiniteError, PrecisionError, SetupError, UsageError
 from ampguard.integrations.announcing import scalers_may_scale
 from ampguard.integrations.hand_clipping import tell_of_writes
 from ampguard.integrations.left_over import are_as_glanced, are_as_marked, glanced_marks_of, marks_of
@@ -73,6 +73,7 @@ class EngineScaler:
     ) -> None:
         if patience is not None and not is_count(patience):
             raise SetupError(f"patience={patience}: a whole number of skipped steps in a row, at least 1; None: never")
+        refuse_numbers(None, 1, None, init_scale, growth_interval)
         self.precision = _known(precision)
         self._mode = mode_named(self.precision.name)(self.precision.device_type)
         self._is_enabled = self._mode.scales_loss and scalers_may_scale()
@@ -213,15 +214,32 @@ class EngineScaler:
         return state if self._is_enabled else {**state, "scale": 1.0, "enabled": False}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of this class or of GradScaler; one that was switched off leaves the scale as it is."""
+        """Go on from a state of this class or of GradScaler; one that was switched off leaves the scale as it is.
+
+        Raises CheckpointError for a bad one, and changes nothing then.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the loss scale was not loaded: a {type(state).__name__} is no state of it\n"
+                "  do    pass what scaler.state_dict() returned"
+            )
         if not self._is_enabled:
             return
         if not state or state.get("enabled", True) is False:
             logger.info("the saved loss scale was switched off: training begins with %g", self._read_scale())
             return
-        if "masters" in state:
-            self.precision.load_state_dict(state)
-        self._loss_scale.load_state_dict(state)
+        before = self._loss_scale.state_dict()
+        try:
+            self._loss_scale.load_state_dict(state)
+            if "masters" in state:
+                self.precision.load_state_dict(state)
+        except UsageError as error:
+            raise CheckpointError(
+                f"the loss scale was not loaded: {error}\n  do    pass what scaler.state_dict() returned"
+            ) from None
+        except CheckpointError:
+            self._loss_scale.load_state_dict(before)
+            raise
         self._announcer = self._new_announcer(was_loaded=True)
 
     # --- the steps in between -----------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard import compat
-from ampguard.engine.own_loop import LoopPrecision
+from ampguard.engine.own_loop import LoopPrecision, device_type_of
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import parameters_of
 from ampguard.engine.step import check_gradients
-from ampguard.errors import SetupError, UsageError
+from ampguard.errors import SetupError
 from ampguard.integrations.clipping import MODES, clip_
 from ampguard.integrations.scaler import PATIENCE, EngineScaler
 from ampguard.integrations.updating import refuse_closures
@@ -45,6 +45,8 @@ class _OneCall:
         patience: int | None = PATIENCE,
     ) -> None:
         """`device` is timm's argument, and not needed: the loss says where it is."""
+        if device is not None:
+            device_type_of(device)
         self._scaler = EngineScaler(
             precision, init_scale=init_scale, growth_interval=growth_interval, patience=patience
         )
@@ -77,12 +79,12 @@ class _OneCall:
         ends_window: bool,
     ) -> Tensor | None:
         if clip_mode not in MODES:
-            raise UsageError(f"unknown clip_mode {clip_mode!r}: it is one of {', '.join(map(repr, MODES))}")
+            raise SetupError(f"unknown clip_mode {clip_mode!r}: it is one of {', '.join(map(repr, MODES))}")
         if not hasattr(optimizer, "param_groups"):
             raise SetupError(f"a {type(optimizer).__name__} is no optimizer\n  do    loss_scaler(loss, optimizer, ...)")
         refuse_closures(optimizer, "this scaler")
         if clip_grad and not (isinstance(clip_grad, Tensor) or (_is_number(clip_grad) and clip_grad > 0)):
-            raise UsageError(f"clip_grad={clip_grad!r}: a number above 0; None for no clipping")
+            raise SetupError(f"clip_grad={clip_grad!r}: a number above 0; None for no clipping")
         own = _of_optimizer(optimizer, parameters, self._scaler.precision) if ends_window else None
         self._scaler.backward(loss, optimizer, create_graph=create_graph)
         if not ends_window:

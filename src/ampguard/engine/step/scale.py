@@ -122,6 +122,8 @@ def _refuse_bad(state: Mapping[str, Any], what: str) -> None:
             f"{state['backoff_factor']:g} of {what}: the scale must be above 0, the growth factor 1 or more (1 keeps "
             "the scale from growing), and the backoff factor between 0 and 1."
         )
+    if state["scale"] > torch.finfo(torch.float32).max:
+        raise UsageError(f"scale={state['scale']:g} of {what} is beyond float32, in which it is kept.")
     if (
         any(state[key] != int(state[key]) for key in _COUNTS)
         or state["growth_interval"] < 1
