@@ -57,7 +57,9 @@ class Asked:
 class BufferWatch:
     """Remembers, per root module, where its buffers hang and which of them its calls change."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool = True) -> None:
+        """`asks`: whether to look at what calls change, and at what buffers hold at first."""
+        self._asks = asks
         self._watched: ByModule[_Watched] = ByModule()
         self._poisoned: set[tuple[int, str]] = set()
         self._asked: Asked | None = None
@@ -106,7 +108,8 @@ class BufferWatch:
         ]
         watched.places = [place for place in places if not is_lazy(place[0][place[1]])]
         watched.is_lazy = len(watched.places) < len(places)
-        self._keep_lowest(watched)
+        if self._asks:
+            self._keep_lowest(watched)
 
     def _keep_lowest(self, watched: _Watched) -> None:
         for owner, name, path in watched.places:
@@ -125,6 +128,22 @@ class BufferWatch:
     def after_call(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[str, Tensor]]:
         """Note which buffers the call changed; return those that it turned non-finite, for the first time."""
         watched = self._watched.get(module)
+        pairs = [
+            (b, now) for b, now in self.changed_by(module, saved) if now.is_floating_point() and compat.has_values(now)
+        ]
+        if watched is None or not pairs:
+            return []
+        changed = [pair for pair in pairs if is_immediate(pair[1])]
+        elsewhere = [pair for pair in pairs if not is_immediate(pair[1])]
+        if elsewhere:
+            self._ask_for(watched, elsewhere)
+        if not changed or all_finite_on_cpu(now for _, now in changed):
+            return []
+        return [(path, now) for path, _, now in self._poisoned_of(watched, changed)]
+
+    def changed_by(self, module: nn.Module, saved: list[SavedBuffer]) -> list[tuple[SavedBuffer, Tensor]]:
+        """Note which buffers the call changed: they, and the tensors that stand in their places now."""
+        watched = self._watched.get(module)
         if watched is None or not saved:
             return []
         if watched.is_compared:
@@ -132,7 +151,6 @@ class BufferWatch:
             watched.changing |= watched.at_rest.written_unseen()
             self._looks.end()
         changed: list[tuple[SavedBuffer, Tensor]] = []
-        elsewhere: list[tuple[SavedBuffer, Tensor]] = []
         for buffer in saved:
             now = buffer.owner.get(buffer.name)
             if now is None or (now is buffer.tensor and not _has_changed(now, buffer, watched)):
@@ -142,13 +160,8 @@ class BufferWatch:
                 continue
             watched.at_rest.take(buffer)
             watched.changing.add((id(buffer.owner), buffer.name))
-            if now.is_floating_point() and compat.has_values(now):
-                (changed if is_immediate(now) else elsewhere).append((buffer, now))
-        if elsewhere:
-            self._ask_for(watched, elsewhere)
-        if not changed or all_finite_on_cpu(now for _, now in changed):
-            return []
-        return [(path, now) for path, _, now in self._poisoned_of(watched, changed)]
+            changed.append((buffer, now))
+        return changed
 
     def _ask_for(self, watched: _Watched, changed: list[tuple[SavedBuffer, Tensor]]) -> None:
         """Ask a device for buffers that a call has changed, and that were not told of before."""

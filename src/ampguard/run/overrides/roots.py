@@ -18,6 +18,7 @@ from ampguard.capture.root_calls.surroundings import find_prefix
 from ampguard.engine.casting import cast_floats
 from ampguard.replay.names import module_names, parameters_under, parts_by_name, paths_in_holders
 from ampguard.run.overrides.again import Again
+from ampguard.run.overrides.changed_buffers import ChangedBuffers
 from ampguard.run.overrides.evaluations import Evaluations
 from ampguard.run.overrides.low_calls import LowCalls, running_replay
 from ampguard.run.overrides.not_borne import NotBorne
@@ -51,6 +52,8 @@ class RootCalls:
         self.evaluations: Evaluations | None = None
         self.low_calls: LowCalls | None = None
         """Where calls run on low-precision weights."""
+        self.buffers: ChangedBuffers | None = None
+        """Where steps are held off: what calls change is kept, to be put back."""
         self.on_return: Callable[[], None] | None = None
         """Called when a root call has returned."""
         self.on_output: Callable[[Any], None] | None = None
@@ -105,6 +108,15 @@ class RootCalls:
         if running_replay() is not None:  # in the regions that the step was recorded in
             return self._run(original, module, args, kwargs, None)
         needed = self._barrier.call(self._prepare, module, args, kwargs, sys._getframe(2))
+        if self.buffers is None or not (module.training or torch.is_grad_enabled()) or compat.cuda_is_capturing():
+            return self._prepared(original, module, args, kwargs, needed)
+        saved = self._barrier.call(self.buffers.before_call, module)
+        output = self._prepared(original, module, args, kwargs, needed)
+        if saved:
+            self._barrier.call(self.buffers.after_call, module, saved)
+        return output
+
+    def _prepared(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, needed: Needed) -> Any:
         if self.evaluations is not None:
             given = self._barrier.call(self.evaluations.before, module, args, kwargs)
             if given is not None:

@@ -21,6 +21,7 @@ from ampguard.capture.sampling.hand_updates import HandMade
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.all_ranks import carry_bad_losses
 from ampguard.run.overrides.cast_weights import CastWeights
+from ampguard.run.overrides.changed_buffers import ChangedBuffers
 from ampguard.run.overrides.closures import calls_closure_once, without_closure
 from ampguard.run.overrides.gained_scale import GainedScale
 from ampguard.run.overrides.gradients import all_finite, bad_gradients, parameters_of
@@ -67,6 +68,9 @@ class Updates:
         self._scalers = scalers
         self._roots = roots
         self._patience = patience
+        self._buffers: ChangedBuffers | None = None
+        if patience is not None:
+            self._buffers = roots.buffers = ChangedBuffers()
         self._barrier = barrier
         self._ledger = ledger
         self._listener = listener
@@ -351,7 +355,7 @@ class Updates:
         if self._barrier.call(self._is_good, optimizer) is not False:
             self._gained.attempted(True)
             if self._patience is not None:
-                self._patience.stepped(optimizer)
+                self._stepped(optimizer, self._patience)
             returned = self._update(original, optimizer, args, kwargs)
             return returned if closure is None else result
         self._hold(optimizer, is_scaled)
@@ -415,16 +419,27 @@ class Updates:
         self._ledger.held_off += 1
         self._listener.held_off(optimizer, self._gained if is_scaled and not self._bad_loss else None)
         if self._patience is not None:
-            what = "the loss" if self._bad_loss else bad_gradients(optimizer, self._roots.parameter_names())
-            self._patience.held_off(optimizer, what, self._gained.get_scale() if is_scaled else None)
+            self._held_off(optimizer, self._patience, self._gained.get_scale() if is_scaled else None)
 
     def _skipped_by_scaler(self, optimizer: Optimizer, scale: float, was_skipped: bool) -> None:
         """A scaler of the script's was to let an optimizer step."""
         if self._patience is None:
             return
         if not was_skipped:
-            self._patience.stepped(optimizer)
+            self._stepped(optimizer, self._patience)
             return
         self._ledger.held_off += 1
+        self._held_off(optimizer, self._patience, scale)
+
+    def _stepped(self, optimizer: Optimizer, patience: Patience) -> None:
+        patience.stepped(optimizer)
+        if self._buffers is not None:
+            self._buffers.stepped()
+
+    def _held_off(self, optimizer: Optimizer, patience: Patience, scale: float | None) -> None:
         what = "the loss" if self._bad_loss else bad_gradients(optimizer, self._roots.parameter_names())
-        self._patience.held_off(optimizer, what, scale)
+        if self._buffers is not None:
+            # Gradients that overflow under a loss scale say nothing against the batch: its statistics stay, as GradScaler has it.
+            is_settling = not self._bad_loss and scale is not None and scale > 1.0
+            self._barrier.call(self._buffers.put_back, is_settling)
+        patience.held_off(optimizer, what, scale)
