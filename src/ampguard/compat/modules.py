@@ -25,6 +25,11 @@ def parts_of_loader(iterator: object) -> tuple[object, object, bool]:
     return data, collate, bool(getattr(iterator, "_num_workers", 0))
 
 
+def is_replica(module: torch.nn.Module) -> bool:
+    """Whether DataParallel has made it, for one call."""
+    return bool(module.__dict__.get("_is_replica", False))
+
+
 def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
     """The module's own parameters by name: the dictionary itself, not a copy. Empty for a ScriptModule, whose is in C++."""
     return _own(module, "_parameters")

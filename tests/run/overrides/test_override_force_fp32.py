@@ -180,3 +180,43 @@ def test_the_nearest_name_of_a_part_that_a_function_calls(overridden: Callable[.
         part_by_part(net, torch.ones(2, 4))
     (said,) = session.report.run["could_not"]
     assert "nearest: blocks.*.attn" in said
+
+
+class Encoder(nn.Module):
+    """What calls it calls a method: it has no forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inner(x).square()
+
+
+class Bypassing(nn.Module):
+    """Uses a part's method, another part's weights, and calls a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.tied, self.head = Encoder(), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.linear(self.encoder.encode(x), self.tied.weight))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said", "forced"),
+    [
+        ("tied", "`tied` was never called as a module", []),
+        ("encoder", "`encoder` (Encoder) has no forward pass", ["encoder.inner"]),
+        ("head", None, ["head"]),
+    ],
+)
+def test_modules_that_are_not_called_are_said(
+    overridden: Callable[..., Any], pattern: str, said: str | None, forced: list[str]
+) -> None:
+    with overridden("bf16", (pattern,)) as session:
+        Bypassing()(torch.ones(2, 4)).sum().backward()
+    run = session.report.run
+    assert [said in text for text in run["could_not"]] == ([True] if said else [])
+    assert run["in_float32"] == forced

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ampguard import compat
 from ampguard.engine.force_fp32.low_weights import low_weights_of, on_float32_casts
 from ampguard.engine.force_fp32.region import call_in_fp32
 from ampguard.engine.patterns import matching_modules
@@ -54,6 +55,11 @@ class ForcedModules:
     def modules(self) -> list[nn.Module]:
         return [module for ref in self._modules if (module := ref()) is not None]
 
+    @property
+    def never_ran(self) -> bool:
+        """Whether none of them was called so far, nor a replica of one. What was compiled is not seen."""
+        return not any(module in _ran or type(module) in _ran_as_replicas for module in self.modules)
+
     def undo(self) -> None:
         for module in self.modules:
             if is_forced(module):
@@ -91,6 +97,18 @@ def _change_class(name: str, module: nn.Module, way: _Way) -> None:
         ) from error
 
 
+_ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Forced modules whose forward pass was called."""
+_ran_as_replicas: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
+
+
+def _note_call(module: nn.Module) -> None:
+    if compat.is_replica(module):
+        _ran_as_replicas.add(type(module))
+    else:
+        _ran.add(module)
+
+
 _classes: dict[tuple[type[nn.Module], _Way], type[nn.Module]] = {}
 
 
@@ -104,6 +122,8 @@ def _forced_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
 def _make_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _note_call(self)
         run = functools.partial(original.forward, self)
         low = low_weights_of(self)
         if low is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from inspect import isfunction
 
 from torch import nn
 
+from ampguard import compat
 from ampguard.engine.force_fp32 import ForcedModules
 from ampguard.engine.patterns import called_in, nearest, outermost
 from ampguard.errors import PatternError
@@ -25,6 +27,8 @@ class Forced:
         self._ledger = ledger
         self._seen: list[str] = []
         self._changed: list[ForcedModules] = []
+        self._asked_for: set[str] = set()
+        """The names of modules that the patterns name."""
         self.names: list[str] = []
 
     def see(self, root: nn.Module, modules: dict[str, nn.Module]) -> None:
@@ -45,7 +49,13 @@ class Forced:
             if matched and pattern in self._unmatched:
                 self._unmatched.remove(pattern)
             found |= matched
+        for name, module in _without_forward(in_model, self._patterns).items():
+            self._ledger.failed(
+                f"--force-fp32: `{name}` ({type(module).__name__}) has no forward pass; of what its other methods compute, "
+                "only the modules inside it are in float32. Name the module whose forward calls it"
+            )
         if found:
+            self._asked_for |= outermost(found).keys()
             self.force(list(outermost(found).items()), cast_back=True)
 
     def force(self, modules: Sequence[tuple[str, nn.Module]], cast_back: bool) -> bool:
@@ -72,12 +82,27 @@ class Forced:
 
     def end(self) -> None:
         """The run is over: give modules their classes back, and say which patterns named nothing."""
+        self._say_what_never_ran()
         for forced in self._changed:
             forced.undo()
         self._changed.clear()
         for pattern in self._unmatched:
             self._ledger.failed(f"--force-fp32 {pattern!r} matches no module{self._meant(pattern)}")
         self._unmatched.clear()
+
+    def _say_what_never_ran(self) -> None:
+        """A module whose weights others use (`out_proj` of `nn.MultiheadAttention`), or of which another method is called."""
+        if compat.has_compiled():  # calls inside compiled code are not seen
+            return
+        live = [forced for forced in self._changed if forced.modules]
+        ran = {name for forced in live if not forced.never_ran for name in forced.names}
+        idle = {name for forced in live for name in forced.names if name in self._asked_for} - ran
+        for name in sorted(idle):
+            self.names.remove(name)
+            self._ledger.failed(
+                f"--force-fp32: `{name}` was never called as a module: whatever used its weights or its other methods is as it "
+                "was. Name the module around it"
+            )
 
     def first_step(self) -> None:
         """A model was trained: what matches nothing by now is most likely misspelt, and is not said after hours only."""
@@ -90,6 +115,20 @@ class Forced:
         near = nearest(pattern, self._seen)
         top = list(dict.fromkeys(name.partition(".")[0] for name in self._seen if name))
         return f"; nearest: {', '.join(near)}" if near else f"; the top modules are {', '.join(top[:8]) or 'none'}"
+
+
+def _without_forward(modules: dict[str, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Matched modules that have methods of their own, but none that is called as a module is."""
+    matched = {n: m for n, m in modules.items() if n and any(fnmatchcase(n, pattern) for pattern in patterns)}
+    return {n: m for n, m in matched.items() if n not in called_in({n: m}) and _has_methods(type(m))}
+
+
+def _has_methods(kind: type[nn.Module]) -> bool:
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    of_script = [one for one in own if not one.__module__.startswith("torch.")]
+    return any(
+        isfunction(value) and not name.startswith("__") for one in of_script for name, value in vars(one).items()
+    )
 
 
 def _matching(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
