@@ -302,6 +302,8 @@ def test_what_cannot_be_overridden_is_said(overridden: Callable[..., Any], capsy
             net(torch.ones(1, 4)).sum().backward(create_graph=True)
     could_not = session.report.run["could_not"]
     assert could_not == [
+        "the weights of Linear are float16 by the script's own doing: it computes in that type already, and its updates are "
+        "rounded as before",
         "the weights of Linear are bfloat16 by the script's own doing: its calls run on float32 casts of them, its updates "
         "are rounded as before",
         "the weights of Linear are float64, which autocast leaves as they are",

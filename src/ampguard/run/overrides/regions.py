@@ -33,6 +33,8 @@ class Regions:
         """Device type of the region of ours that a framework's whole step runs in."""
         self.of_script: set[str] = set()
         """Device types that the script opens regions for."""
+        self.is_on_without_region = False
+        """Whether the script switches autocast on by itself, which no region tells of."""
 
     def install(self, patches: Patches) -> None:
         patches.replace(torch.amp.autocast_mode.autocast, "__init__", self._watch)
@@ -116,10 +118,20 @@ class Regions:
             return (self.make(device, own), False) if device in self.of_script else None
         if torch.is_autocast_enabled(device):
             is_right = wanted is not None and torch.get_autocast_dtype(device) == wanted
+            if not is_right and self.lent_on is None and device not in self.of_script:
+                self._say_no_region(torch.get_autocast_dtype(device), wanted)
             return None if is_right else (self.make(device, wanted), False)
         if wanted is None or device in self.of_script:
             return None
         return self.make(device, wanted), True
+
+    def _say_no_region(self, dtype: torch.dtype, wanted: torch.dtype | None) -> None:
+        self.is_on_without_region = True
+        instead = dtype_name(wanted) if wanted is not None else "float32"
+        self._ledger.failed(
+            f"autocast in {dtype_name(dtype)} is on without a region of its own (torch.set_autocast_enabled): calls of modules "
+            f"run in {instead}, what the script computes outside of them does not. Open it with torch.autocast"
+        )
 
 
 def any_low_dtype(module: nn.Module) -> torch.dtype | None:

@@ -58,6 +58,8 @@ class RootCalls:
         """Called when a root call has returned."""
         self.on_output: Callable[[Any], None] | None = None
         """Given what a root call returns, as its own precision has it."""
+        self.on_direct_forward: Callable[[nn.Module], None] | None = None
+        """Told of a module whose `forward` the script calls as a function."""
         self._inside = False
         self.has_seen_any = False
         """Whether any module was ever called: those that are gone are not among `roots`."""
@@ -194,8 +196,20 @@ class RootCalls:
                 self._not_borne.given_up.add(module)  # it makes a weight, which is asked for outside every model
             prefix = self._known[module] = find_prefix(module, frame)
             self._on_root(module, parts_by_name(module, prefix))
+            self._see_caller(frame, needed := self._regions.for_call(module, args, kwargs))
+            self._note_inputs(args)
+            return needed
         self._note_inputs(args)
         return self._regions.for_call(module, args, kwargs)
+
+    def _see_caller(self, frame: Any, needed: Needed) -> None:
+        """Whether a module whose `forward` is called as a function makes a call that gains autocast."""
+        code = frame.f_code
+        if needed is None or not needed[1] or not code.co_argcount or self.on_direct_forward is None:
+            return
+        caller = frame.f_locals.get(code.co_varnames[0])
+        if isinstance(caller, nn.Module) and getattr(type(caller).forward, "__code__", None) is code:
+            self.on_direct_forward(caller)
 
     def _note_inputs(self, args: Any) -> None:
         wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf]

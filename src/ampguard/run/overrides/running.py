@@ -89,6 +89,7 @@ class RunningOverrides:
         self._updates = Updates(
             plan, self._scalers, self._roots, holds_off, silent, self.ledger, listener, self._forced.first_step
         )
+        self._roots.on_direct_forward = self._on_direct_forward
         self._updates.mixes_by_itself = lambda: bool(self._regions.of_script) or self._meets_low_weights
         self._meets_low_weights = False
         """Whether the script has made weights of a model low itself."""
@@ -253,9 +254,11 @@ class RunningOverrides:
         name, types = type(module).__name__, {p.dtype for p in module.parameters() if p.is_floating_point()}
         low = next(filter(numerics.is_low_precision, types), None)
         self._meets_low_weights = self._meets_low_weights or low is not None
-        if low is not None and low not in (self._plan.dtype, self._plan.weights_dtype):
+        if low is not None:
             stays = low_by_itself(module, low)
-            if types == {low} and self._plan.weights_dtype == torch.float32 and why_weights_stay(module) is None:
+            if low in (self._plan.dtype, self._plan.weights_dtype):
+                stays += ": it computes in that type already, and its updates are rounded as before"
+            elif types == {low} and self._plan.weights_dtype == torch.float32 and why_weights_stay(module) is None:
                 self._lift_weights()
                 stays += ON_CASTS
             self.ledger.failed(stays)
@@ -274,6 +277,13 @@ class RunningOverrides:
         self._calls_gained += 1
         self.ledger.done(GAINED)
 
+    def _on_direct_forward(self, holder: nn.Module) -> None:
+        name = type(holder).__name__
+        self.ledger.failed(
+            f"the script calls {name}.forward itself, not the module: only the modules inside it gain autocast, what it computes "
+            "between them stays in float32. Call the module, as in model(x)"
+        )
+
     def _say_what_never_came(self) -> None:
         if self._regions.of_script and self._calls_gained and GAINED in self.ledger.did:
             self.ledger.did.remove(GAINED)
@@ -282,7 +292,8 @@ class RunningOverrides:
                 f"{calls} before the script's first autocast region gained autocast, for nothing told of that region yet"
             )
         has_low_weights = self._plan.weights_dtype != torch.float32
-        if self._plan.is_set and self._plan.dtype is None and not has_low_weights and not self.ledger.did:
+        is_plain = self._plan.dtype is None and not has_low_weights and not self._regions.is_on_without_region
+        if self._plan.is_set and is_plain and not self.ledger.did:
             self.ledger.done("found no autocast region and no GradScaler to switch off")
         is_gained = self._plan.dtype is not None and not self._regions.of_script
         if (has_low_weights or is_gained) and not self._roots.has_seen_any:
