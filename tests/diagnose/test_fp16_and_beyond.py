@@ -48,7 +48,7 @@ def test_float32_fails_further_on(guard: Callable[..., Watched]) -> None:
     """Another precision would only move the failure; the stable form cures both."""
     run, fixes = cause_and_fixes((0.5, 6.0), guard)
     assert (run.first.cause, run.first.module) == ("fp16-overflow", "0")
-    assert run.first.explanation.endswith(" Float32 alone is no cure: there exp in 1 gives +Inf.")
+    assert run.first.explanation.endswith(" Float32 alone is no cure: there exp in module 1 gives +Inf.")
     assert fixes == {"stable-form": True, "force-fp32": False, "use-bf16": False, "disable-amp": False}
 
 

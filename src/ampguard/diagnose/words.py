@@ -54,7 +54,7 @@ def place(evidence: Evidence) -> str:
     stands beside the model), "outside every module"."""
     name = evidence.op.module if evidence.is_in_module else evidence.op.within
     if name:
-        return f"in {name}"
+        return f"in module {name}" if name.replace(".", "").isdigit() else f"in {name}"
     if not evidence.is_in_module:
         return "outside every module" if name is None else "in the root module's forward"
     roots = [event for event in evidence.events() if isinstance(event, RootCall)]

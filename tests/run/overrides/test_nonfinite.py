@@ -473,3 +473,16 @@ def test_a_scaler_that_comes_after_a_phase_without_one_is_no_breach(overridden: 
             scaler.step(optimizer)
             scaler.update()
     assert session.report.incidents == ()
+
+
+def test_modules_that_are_named_by_their_place_are_told_as_modules(
+    overridden: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with overridden(on_nonfinite="heal") as session, torch.autocast("cpu", dtype=torch.float16):
+        loss = net(torch.full((4, 8), 1e5)).float().square().mean()
+        loss.backward()
+    (healed, *_) = session.report.run["healed"]
+    several = "s" if "," in healed["target"] else ""
+    assert f"healed, module{several} {healed['target']} in float32" in capsys.readouterr().err
+    assert "in module 0" in session.report.incidents[0].explanation

@@ -70,6 +70,8 @@ def forward_outside_autocast(evidence: Evidence, modules: list[tuple[nn.Module, 
         where = f"at the end of {own}.__init__"
     lines = [f'part.forward = torch.autocast("{device}", enabled=False)(part.forward)', *_widening_hook(calls)]
     names = ", ".join(name or "the model" for _, name in modules)
+    if all(name.replace(".", "").isdigit() for _, name in modules):  # places in a list
+        names = f"module{'s' if len(modules) > 1 else ''} {names}"
     first = f"compute {names} in float32, once, {where}:"
     if len(written) == 1:
         return "\n".join([first, f"part = {written[0]}", *lines])

@@ -258,7 +258,11 @@ def places_in(texts: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _where(fix: Fix) -> str:
-    in_float32 = f"{fix.target or 'the root module'} in float32"
+    names = fix.target.split(", ") if fix.target else []
+    if names and all(name.replace(".", "").isdigit() for name in names):  # places in a list
+        in_float32 = f"module{'s' if len(names) > 1 else ''} {fix.target} in float32"
+    else:
+        in_float32 = f"{fix.target or 'the root module'} in float32"
     return {"use-bf16": "autocast in bfloat16", "disable-amp": "autocast off"}.get(fix.action, in_float32)
 
 
