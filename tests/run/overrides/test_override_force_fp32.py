@@ -105,7 +105,8 @@ def test_a_pattern_that_names_nothing(overridden: Callable[..., Any], capsys: py
     with overridden(None, ("blocks.*.attention", "head")) as session:
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        net(torch.ones(1, 4)).sum().backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         assert "'blocks.*.attention' matches no module so far; nearest: blocks.*.attn" in capsys.readouterr().err
     run = session.report.run
@@ -220,3 +221,11 @@ def test_modules_that_are_not_called_are_said(
     run = session.report.run
     assert [said in text for text in run["could_not"]] == ([True] if said else [])
     assert run["in_float32"] == forced
+
+
+@pytest.mark.parametrize("precision", ["bf16", None])
+def test_a_script_in_float32_has_nothing_to_override(overridden: Callable[..., Any], precision: str | None) -> None:
+    with overridden(precision, ("head",)) as session:
+        Net()(torch.ones(2, 4)).sum().backward()
+    said = session.report.run["could_not"]
+    assert ["--force-fp32 had nothing to do" in text for text in said] == ([] if precision else [True])

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from ampguard import compat
+from ampguard.engine.casting import tensors_in
 from ampguard.engine.force_fp32.low_weights import low_weights_of, on_float32_casts
 from ampguard.engine.force_fp32.region import call_in_fp32
 from ampguard.engine.patterns import matching_modules
 from ampguard.errors import PatternError
+from ampguard.numerics import is_low_precision
 
 
 class _Way(NamedTuple):
@@ -60,6 +62,11 @@ class ForcedModules:
         """Whether none of them was called so far, nor a replica of one. What was compiled is not seen."""
         return not any(module in _ran or type(module) in _ran_as_replicas for module in self.modules)
 
+    @property
+    def met_low_precision(self) -> bool:
+        """Whether autocast was on in a call of one of them, or its inputs or its weights were in a low precision."""
+        return any(module in _met_low or type(module) in _ran_as_replicas for module in self.modules)
+
     def undo(self) -> None:
         for module in self.modules:
             if is_forced(module):
@@ -99,14 +106,23 @@ def _change_class(name: str, module: nn.Module, way: _Way) -> None:
 
 _ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Forced modules whose forward pass was called."""
+_met_low: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Of these, those that had something to leave."""
 _ran_as_replicas: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 
 
-def _note_call(module: nn.Module) -> None:
+def _note_call(module: nn.Module, args: Any, kwargs: Any, way: _Way) -> None:
     if compat.is_replica(module):
         _ran_as_replicas.add(type(module))
-    else:
-        _ran.add(module)
+        return
+    _ran.add(module)
+    if module not in _met_low and (
+        way.without_floats is not None
+        or compat.is_any_autocast_on()
+        or any(is_low_precision(tensor.dtype) for tensor in tensors_in((args, kwargs)))
+        or any(is_low_precision(parameter.dtype) for parameter in module.parameters())
+    ):
+        _met_low.add(module)
 
 
 _classes: dict[tuple[type[nn.Module], _Way], type[nn.Module]] = {}
@@ -123,7 +139,7 @@ def _make_class(original: type[nn.Module], way: _Way) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            _note_call(self)
+            _note_call(self, args, kwargs, way)
         run = functools.partial(original.forward, self)
         low = low_weights_of(self)
         if low is None:

@@ -96,6 +96,12 @@ class Forced:
             return
         live = [forced for forced in self._changed if forced.modules]
         ran = {name for forced in live if not forced.never_ran for name in forced.names}
+        asked = [forced for forced in live if self._asked_for.intersection(forced.names)]
+        if ran & self._asked_for and not any(forced.met_low_precision for forced in asked):
+            self._ledger.failed(
+                "--force-fp32 had nothing to do: no module that it names was called under autocast, with low-precision inputs or "
+                "weights. The run is in float32 there without it"
+            )
         idle = {name for forced in live for name in forced.names if name in self._asked_for} - ran
         for name in sorted(idle):
             self.names.remove(name)
