@@ -674,6 +674,28 @@ def test_fault_where_an_engine_leaves_a_step_out(
     assert run.result == bare
 
 
+def test_fault_of_what_waits_for_weights(guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> float:
+        seed_everything()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        return float(model.weight.detach().sum())
+
+    def waits(flight: Recorder, *args: Any) -> None:
+        made(flight, *args)
+        flight.on_weights_change = raises
+
+    bare, made = body(), Recorder.__init__
+    monkeypatch.setattr(Recorder, "__init__", waits)
+    run = guard(body)
+    assert run.faults == 1
+    assert run.result == bare
+
+
 def test_every_entry_that_probes_call_is_tested() -> None:
     """The list above is compared with what the probes and the tape really call through the barrier."""
     import inspect
@@ -691,9 +713,8 @@ def test_every_entry_that_probes_call_is_tested() -> None:
     of_threads = {"takes_over", "follows"}
     of_loading = {"note"}
     before_training = {"end"}
-    covered_elsewhere = (
-        {"count", "raised", "forget_the_cleared", "held_off_unscaled"} | of_loading | of_threads | before_training
-    )
+    covered_elsewhere = {"count", "raised", "forget_the_cleared", "held_off_unscaled", "on_weights_change"}
+    covered_elsewhere |= of_loading | of_threads | before_training
     assert len(entries) > 8
     assert entries - tested - covered_elsewhere == set()
     assert finding.RULES
