@@ -27,40 +27,42 @@ class UnclaimedGradients:
         """`on_step`: told of an optimizer that is about to step on some of them, all as the backward pass has left them."""
         self._on_step = on_step
         self._marks: dict[int, Mark] = {}
-        self._handle: Any = None
 
     @contextlib.contextmanager
     def scaled(self, unclaimed: Sequence[Tensor]) -> Iterator[None]:
         """Around the backward pass of a scaled loss. Without such parameters all is known, and nothing is looked at."""
         if not unclaimed:
-            self.leave()
+            self._marks.clear()
             yield
             return
         before = [Mark(p) for p in unclaimed]
         yield
         self._marks |= {id(p): Mark(p) for p, mark in zip(unclaimed, before, strict=True) if not mark.holds()}
-        if self._handle is None:
-            register, _ = compat.optimizer_step_hooks()
-            self._handle = register(compat.only_for_others(_before_step(weakref.ref(self))))
-            weakref.finalize(self, self._handle.remove)
+        _listen(self)
 
     def are_held(self, optimizer: Optimizer) -> bool:
         """Whether it would step on any of them."""
         marks = ((p, self._marks.get(id(p))) for p in parameters_of(optimizer))
         return any(mark is not None and mark.is_of(p) and mark.holds() for p, mark in marks)
 
-    def leave(self) -> None:
-        """Take the hook off again."""
-        self._marks.clear()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._marks and self.are_held(optimizer):
+            self._on_step(optimizer)
 
 
-def _before_step(unclaimed: weakref.ref[UnclaimedGradients]) -> Callable[..., None]:
-    def before_step(optimizer: Optimizer, *_: Any) -> None:
-        its = unclaimed()
-        if its is not None and not torch.compiler.is_compiling() and its.are_held(optimizer):
-            its._on_step(optimizer)
+_listening: weakref.WeakSet[UnclaimedGradients] = weakref.WeakSet()
+_hooks: list[Any] = []
+"""One for all. It stays: taken off while PyTorch goes through such hooks (by the garbage collector, say), it would end a step."""
 
-    return before_step
+
+def _listen(unclaimed: UnclaimedGradients) -> None:
+    _listening.add(unclaimed)
+    if not _hooks:
+        register, _ = compat.optimizer_step_hooks()
+        _hooks.append(register(compat.only_for_others(_before_step)))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if _listening and not torch.compiler.is_compiling():
+        for each in list(_listening):
+            each.before_step(optimizer)

@@ -75,6 +75,8 @@ def listed(evidence: Evidence, tensor: Tensor) -> Listed | None:
         found = _in_path(place.path, tensor, place)
         if found is not None and (as_loaded is None or len(found.samples) == len(as_loaded.samples)):
             return found  # (and not the whole data set, where the batch is made of what lies in it)
+        if as_loaded is None:
+            return None  # to look further takes long, and finds other names of the same
     return as_loaded
 
 
