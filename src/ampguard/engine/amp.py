@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 import os
@@ -26,6 +27,7 @@ from ampguard.engine.precision import mode_named
 from ampguard.engine.replaced import refuse_replaced
 from ampguard.engine.result import StepResult
 from ampguard.engine.setup import named, parameter_names, refuse_strangers
+from ampguard.engine.statistics import Statistics
 from ampguard.engine.step import LossScale
 from ampguard.engine.stepper import Stepper
 from ampguard.engine.verdicts import Verdict, Verdicts, nonfinite_names
@@ -113,6 +115,7 @@ class Amp:
         self._losses: list[Tensor] = []
         self._has_begun = False
         self._checkpoint = Checkpoint(self)
+        self._statistics = Statistics(self.models)
         for note in self.mode.notes:
             logger.warning("precision %s: %s", self.mode.name, note)
 
@@ -137,6 +140,7 @@ class Amp:
             for holding in self.holdings.values():
                 holding.refuse_moved(self.name_of)
             self.mode.before_forward()
+            self._statistics.before_forward()
         is_other = not training and self.evaluation is not self.mode
         region = self.mode.evaluation(self.evaluation) if is_other else self.mode.autocast()
         with (self.evaluation if is_other else self.mode).computing(), region:
@@ -236,6 +240,7 @@ class Amp:
 
     def _judged(self, result: StepResult, chosen: Sequence[Holding], flag: Tensor) -> StepResult:
         self.stepper.clear(chosen)
+        self._statistics.end_window()
         losses, self._losses = self._losses, []
         if compat.cuda_is_capturing():  # nothing has run yet; each replay is a step, of which nobody is told
             return result
@@ -247,7 +252,7 @@ class Amp:
         self.policy.on_good_step(self, self.verdicts.steps)
 
     def _skipped(self, bad: BadStep) -> None:
-        self.policy.on_bad_step(self, bad)
+        self.policy.on_bad_step(self, dataclasses.replace(bad, put_back=tuple(self._statistics.put_back())))
 
     def zero_grad(self, optimizer: Optimizer | str | None = None) -> None:
         """Forget gradients, inside a window too. `step` does this by itself."""
@@ -310,7 +315,7 @@ class Amp:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`. Raises CheckpointError before anything is changed."""
-        self._checkpoint.load(state)
+        self._load(state)
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams and the count of skipped steps go on.
@@ -318,13 +323,17 @@ class Amp:
         Optimizers that are still to step on gradients of the present batch leave it out.
         """
         waiting = [holding for holding in self.holdings.values() if holding.has_gradients()]
-        self._checkpoint.load(state, rng=False, skips=False)
+        self._load(state, rng=False, skips=False)
         for holding in waiting:
             holding.leaves_out = True
 
     def load_without_streams(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams go on: the state is another process's."""
-        self._checkpoint.load(state, rng=False)
+        self._load(state, rng=False)
+
+    def _load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
+        self._checkpoint.load(state, rng, skips)
+        self._statistics.forget()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file: whole, or not at all."""

@@ -27,6 +27,8 @@ class BadStep:
     in_a_row: int
     """Steps of this optimizer skipped one after another, whatever others did in between."""
     patience: int
+    put_back: tuple[str, ...] = ()
+    """Buffers that the forward pass had made non-finite (running statistics), and that hold their earlier values again."""
 
     @property
     def is_settling(self) -> bool:
