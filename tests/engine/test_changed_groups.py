@@ -191,3 +191,16 @@ def test_the_last_of_many_layers_is_glanced_at() -> None:
     model[151] = nn.Linear(8, 1, bias=False)
     with pytest.raises(ProtocolError, match=r"`151\.weight`"):
         amp_steps(amp, model, range(1, 2))
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_a_layer_that_came_after_the_cast_is_named(mode: str) -> None:
+    model, optimizer = model_and_optimizer()
+    amp = ampguard.Amp(model, optimizer, mode)
+    x, _ = batch(0)
+    with pytest.raises(RuntimeError, match="shape"), amp.autocast():  # other errors stay as they are
+        model(x[:, :3])
+    model[2] = nn.Linear(16, 1)
+    said = r"(?s)`2\.weight`, `2\.bias`: in the model since Amp.*same dtype.*before"
+    with pytest.raises(SetupError, match=said), amp.autocast():
+        model(x)

@@ -144,7 +144,12 @@ class Amp:
         is_other = not training and self.evaluation is not self.mode
         region = self.mode.evaluation(self.evaluation) if is_other else self.mode.autocast()
         with (self.evaluation if is_other else self.mode).computing(), region:
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if not is_other:
+                    self.mode.refuse_added_layers(error)
+                raise
 
     def backward(
         self,

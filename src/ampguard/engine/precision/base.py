@@ -114,6 +114,17 @@ class Precision:
                 "  do    give the optimizer all its parameters first; freeze those that learn later (requires_grad_(False))"
             )
 
+    def refuse_added_layers(self, error: RuntimeError) -> None:
+        """Raise SetupError where a forward pass may have failed because layers came into the model after it was cast."""
+        added = self.low_weights.added_since() if self.low_weights is not None else []
+        if added:
+            names = ", ".join(f"`{name}`" for name in added[:3]) + (f" and {len(added) - 3} more" if added[3:] else "")
+            raise SetupError(
+                f"{names}: in the model since Amp was made, which has cast the model for {self.name}, and in float32\n"
+                f"  why   {error}\n"
+                "  do    put all layers into the model, and their parameters into the optimizer, before Amp(...) is made"
+            ) from error
+
     def parameter_of(self, held: torch.Tensor) -> torch.Tensor:
         """The model's parameter for what the optimizer holds: another one where it holds a master copy."""
         return held

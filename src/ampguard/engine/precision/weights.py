@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ampguard import compat
 from ampguard.compat import hooks_of, unwrapped
 from ampguard.engine.casting import cast_floats, is_castable
 from ampguard.engine.force_fp32.modules import ForcedModules, is_forced
@@ -77,7 +78,8 @@ class LowWeights:
         ForcedModules({f"parametrization {i}": module for i, module in enumerate(made)}, cast_back=False)
         for module, around in made.items():
             module.register_forward_hook(CastToInputs(self._inputs, around))
-        own = {id(t) for module in (*kept, *made) for t in (*module.parameters(), *module.buffers())}
+        self._kept = [*kept, *made]
+        own = {id(t) for module in self._kept for t in (*module.parameters(), *module.buffers())}
         tensors = {id(t): t for m in self._models for t in (*m.parameters(), *m.buffers()) if is_castable(t)}
         self.cast = [t for key, t in tensors.items() if key not in own]
         """Parameters and buffers that changed their type."""
@@ -89,6 +91,18 @@ class LowWeights:
         for module in {called: None for model in self._models for called in called_in({"": model}).values()}:
             module.register_forward_pre_hook(self._inputs, prepend=True, with_kwargs=True)
             module.register_forward_hook(CastOutputs())
+
+    def added_since(self) -> list[str]:
+        """Names of parameters in float32 that would have been cast, had they been in the models then."""
+        kept = {id(module) for root in self._kept for module in root.modules()}
+        return [
+            f"{path}.{name}" if path else name
+            for model in self._models
+            for path, module in compat.named_modules_of_user(model).values()
+            if id(module) not in kept
+            for name, tensor in compat.parameters_of(module).items()
+            if tensor is not None and tensor.dtype == torch.float32
+        ]
 
     @contextlib.contextmanager
     def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
