@@ -38,3 +38,76 @@ def test_a_group_that_is_never_cleared(made_late: bool, clears_all: bool, guard:
     else:
         (incident,) = incidents
         assert (incident.cause, incident.step, incident.location.code) == ("missing-zero-grad", 12, "opt.step()")
+
+
+class Unfreezing:
+    """A head is trained first; its body joins in iteration 11."""
+
+    def __init__(self, keeps_gradients: bool = True) -> None:
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.body.requires_grad_(keeps_gradients)
+        self.opt = torch.optim.SGD(self.head.parameters(), lr=0.01)
+        self.opts = [self.opt]
+
+    def backward(self) -> None:
+        (self.head(torch.tanh(self.body(torch.randn(16, 6)))) - 1).pow(2).mean().backward()
+
+    def step(self) -> None:
+        for opt in self.opts:
+            opt.step()
+
+    def clear(self) -> None:
+        for opt in self.opts:
+            opt.zero_grad()
+
+    def join(self) -> None:
+        self.body.requires_grad_(True)
+        self.opt.add_param_group({"params": list(self.body.parameters())})
+
+    def join_another(self) -> None:
+        self.body.requires_grad_(True)
+        self.opts.append(torch.optim.SGD(self.body.parameters(), lr=0.01))
+
+
+@pytest.mark.parametrize("join", ["join", "join_another"])
+def test_gradients_that_piled_up_before_their_parameters_joined(join: str, guard: Guard) -> None:
+    def body() -> None:
+        loop = Unfreezing()
+        for it in range(24):
+            if it == 11:
+                getattr(loop, join)()
+            loop.backward()
+            loop.step()
+            loop.clear()
+
+    (incident,) = guard(body).report.incidents
+    assert (incident.cause, incident.severity, incident.step) == ("missing-zero-grad", "error", 11)
+    assert incident.location.function == join
+    assert incident.evidence["parameters"] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("way", ["cleared first", "cleared by hand", "no gradients", "joins behind a backward pass"])
+@pytest.mark.parametrize("join", ["join", "join_another"])
+def test_parameters_that_join_as_they_should(way: str, join: str, guard: Guard) -> None:
+    def body() -> None:
+        loop = Unfreezing(keeps_gradients=way != "no gradients")
+        for it in range(24):
+            if way == "joins behind a backward pass":
+                for p in loop.body.parameters():
+                    p.grad = None
+            if it == 11 and way != "joins behind a backward pass":
+                getattr(loop, join)()
+                if way == "cleared by hand":
+                    for p in loop.body.parameters():
+                        p.grad.zero_()
+            if way == "cleared first":
+                loop.clear()
+            loop.backward()
+            if it == 11 and way == "joins behind a backward pass":
+                getattr(loop, join)()
+            loop.step()
+            if way != "cleared first":
+                loop.clear()
+
+    assert not guard(body).report.incidents

@@ -359,6 +359,8 @@ class BadResult:
     """The loss was scaled, and an optimizer is about to use the gradients without asking the scaler."""
     is_replaced: bool = False
     """The script has put finite gradients in their place, before the scaler looks at them or the optimizer uses them."""
+    is_passed_over: bool = False
+    """The script gives the step up by itself: the scaler is not asked, and does not lower the scale."""
     is_suspected: bool = False
     """That it has is only supposed: told if a replay shows it."""
     is_late: bool = False

@@ -72,6 +72,7 @@ class GradientJudge:
         since: int = 0,
         is_past_scaler: bool = False,
         is_replaced: bool = False,
+        is_passed_over: bool = False,
     ) -> None:
         """Gradients are not finite. What a bad loss brought about is no news, nor what an earlier step left there."""
         parameters = self._with_gradient(parameters, is_replaced)
@@ -97,6 +98,7 @@ class GradientJudge:
             is_past_scaler=is_past_scaler,
             has_ended_run=self.is_ended_by_numbers,
             is_replaced=is_replaced,
+            is_passed_over=is_passed_over and loss_scale is not None,
         )
         self._report(self.behind_graph(bad))
         self.spoilt.note(parameters)

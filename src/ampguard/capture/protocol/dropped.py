@@ -8,14 +8,16 @@ pass, before they are cleared, and at the end of the run; in an ordinary iterati
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from threading import get_ident
+from typing import Any
 
 from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
-from ampguard.capture.record import BackwardCall, RootCall
+from ampguard.capture.record import BackwardCall, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
 from ampguard.protocol.events import Breach
@@ -28,6 +30,9 @@ STUCK_LOOKS = 3
 
 SETTLING_LOOKS = 20
 """The same where a scaler would skip a step: till then, an accumulation window that has grown may yet come to its end."""
+ONE_IN = 0.1
+"""Of the iterations: what is given up more seldom costs little."""
+
 LIVE_LOOKS = 100
 """From here on it is told while the run goes on, without waiting for that end."""
 
@@ -46,6 +51,7 @@ class DroppedGradients:
         """Bad gradients that nobody has cleared: one of them, since which step, and how many looks ago."""
         self._has_stepped = False
         self._first_looks = FIRST_LOOKS
+        self._passed_over = PassedOver(recorder, moves)
 
     def stepped(self) -> None:
         """An optimizer's step was attempted."""
@@ -58,8 +64,11 @@ class DroppedGradients:
                 self._moves.listener.on_suspicion(("stuck", watch), None, 0)
             self._left.clear()
 
-    def look(self) -> None:
-        """The step that was due is passed over: have bad gradients judged, while the record of their making is there."""
+    def look(self, cleared_at: Line | None = None) -> None:
+        """The step that was due is passed over: have bad gradients judged, while the record of their making is there.
+
+        `cleared_at`: where the script is about to clear them, so no later step is to use them.
+        """
         recorder = self._recorder
         if recorder.turns.thread != get_ident():
             return  # the record is of another thread's step
@@ -83,7 +92,9 @@ class DroppedGradients:
             return
         scaler = recorder.scaling.scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-        recorder.judge.gradients.are_bad(held, scale, is_held_off=True)
+        recorder.judge.gradients.are_bad(held, scale, is_held_off=True, is_passed_over=cleared_at is not None)
+        if scaler is not None and scale is not None and cleared_at is not None:
+            self._passed_over.note(scaler, scale, bad, cleared_at)
         if not self._has_stepped:
             return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
         for watch in self._moves.mine():
@@ -126,6 +137,39 @@ class DroppedGradients:
             if isinstance(event, RootCall):
                 return False
         return False
+
+
+class PassedOver:
+    """Steps that the script gives up before the scaler sees their gradients: nothing lowers the scale then.
+
+    `if not all finite: zero_grad(); continue` throws away one iteration after another at a scale that does not fit.
+    """
+
+    def __init__(self, recorder: FlightRecorder, moves: Moves) -> None:
+        self._recorder = recorder
+        self._moves = moves
+        self._scale = 0.0
+        """That of the first of them; a lower one since begins anew."""
+        self._count = 0
+        self._since = 0
+
+    def note(self, scaler: Any, scale: float, bad: Iterable[int], cleared_at: Line) -> None:
+        """One more, at this scale, with the bad gradients of these parameters (by identity)."""
+        step = self._recorder.steps.count
+        if not self._count or scale < self._scale:
+            self._scale, self._count, self._since = scale, 0, step
+        self._count += 1
+        is_rare = self._count < ONE_IN * (step - self._since)
+        if scale <= 1.0 or self._count < STUCK_LOOKS or is_rare:
+            return
+        bad = set(bad)
+        watch = next((w for w in self._moves.mine() if any(id(p) in bad for p in w.parameters())), None)
+        last = self._moves.machine.last_backward
+        if watch is None or last is None or last.scale is None:
+            return
+        facts = {"passed_over": self._count, "scale": scale}
+        of = self._moves.watches.scaler(scaler)
+        self._moves.tell([Breach("missing-update", watch, of, last.where, cleared_at, None, facts)], self._since)
 
 
 def _is_finite(gradient: Tensor) -> bool:

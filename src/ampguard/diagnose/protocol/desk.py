@@ -150,7 +150,7 @@ class ProtocolDesk:
         facts = incident.evidence
         poisons = incident.cause == POISONS or bool(facts.get("found_inf") or facts.get("makes_nan"))
         self._cases[key] = case = self._casebook.add(incident, poisons, optimizer)
-        if incident.evidence.get("renewed"):
+        if incident.evidence.get("renewed") or incident.evidence.get("passed_over"):
             overflow = self._casebook.latest("loss-scale-overflow")
             if overflow is not None:
                 self._casebook.merge(overflow, case, overflow.incident.cause)

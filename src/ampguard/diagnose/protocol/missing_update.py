@@ -2,11 +2,13 @@
 
 What happens   scaler.update() is left out, or jumped over by a `continue`; or it is called without a step before it; or, with
                several optimizers, it is called after each of them, as Lightning and Accelerate do. Or it is called, and the
-               scaler is thrown away: a GradScaler that is made anew in each iteration begins at its first scale again.
+               scaler is thrown away: a GradScaler that is made anew in each iteration begins at its first scale again. Or the
+               script itself looks for gradients that are not finite, and gives the iteration up before the scaler is asked.
 Why it hurts   left out: the next iteration's unscale_() or step() "has already been called since the last update()". Once too
                often: "No inf checks were recorded prior to update.", or, where an optimizer's gradients were made before and
                are unscaled after it, they are divided by another scale than theirs, or twice, and nothing is said. Thrown
-               away: where the first scale is too high, every step is skipped, nothing is learned, and nothing is said.
+               away: where the first scale is too high, every step is skipped, nothing is learned, and nothing is said. Given
+               up: nothing lowers a scale that does not fit, and one iteration after another is lost.
 Instead        one scaler.update() at the end of the iteration, after the last optimizer's step, also where a step is skipped.
                One GradScaler, made before the loop.
 Not this       an update after each optimizer that did no harm.
@@ -24,6 +26,8 @@ def missing_update(scene: Scene) -> Telling | None:
     facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
     if facts.get("renewed"):
         return _renewed(scene)
+    if facts.get("passed_over"):
+        return _passed_over(scene)
     once = f"{scaler}.step({name}); {scaler}.update()"
     if facts.get("without_step"):
         since = f"since {at(scene.first)}" if facts.get("repeated") else f"before {at(scene.again)}"
@@ -108,6 +112,28 @@ def _renewed(scene: Scene) -> Telling | None:
     return Telling(
         text, scene.first or scene.again, (order(scene, how, target=scene.scaler), *lower), evidence=evidence
     )
+
+
+def _passed_over(scene: Scene) -> Telling | None:
+    """None where it is not the scale alone that makes gradients overflow: then to give the step up is right."""
+    facts, overflow = scene.facts, scene.told("loss-scale-overflow")
+    if overflow is None or overflow.severity != "info":
+        return None
+    name, scaler = scene.optimizer, scene.scaler
+    text = (
+        f"`{scaler}.step({name})` and `{scaler}.update()` are passed over where gradients are not finite: the script gives such "
+        f"an iteration up by itself, at {at(scene.again)}, and nothing lowers the loss scale. {facts['passed_over']} were given "
+        f"up so far, at a loss scale of {number(facts['scale'])}."
+    )
+    fits = overflow.evidence.get("finite_at_scale")
+    if fits is not None:
+        text += f" At {number(fits)} the gradients are finite."
+    how = (
+        f"leave the check to the scaler, which skips such a step and lowers the scale: {scaler}.step({name}); "
+        f"{scaler}.update() in every iteration, before a `continue` too"
+    )
+    evidence = {"passed_over": facts["passed_over"], "scale": facts["scale"]}
+    return Telling(text, scene.again, (order(scene, how, target=scaler),), evidence=evidence)
 
 
 def _left_out(scene: Scene) -> str:

@@ -3,6 +3,7 @@
 What happens   a loop of backward and step without zero_grad, or with one in some iterations only.
                Or an iteration with bad gradients is left by a `continue` that jumps over zero_grad: NaN plus anything is NaN,
                and no iteration after it comes to its step.
+               Or layers join an optimizer late, with gradients of all iterations till then: nobody had cleared those.
 Why it hurts   every step follows the sum of all gradients so far: the effective learning rate grows until training diverges.
                With a GradScaler the old gradients are unscaled once more in every step and hardly count; the code is as wrong.
 Instead        optimizer.zero_grad() once an iteration, before backward.
@@ -12,7 +13,7 @@ Not this       gradient accumulation: several backward passes and one step, then
 from __future__ import annotations
 
 from ampguard.diagnose.protocol.owners import variable_name
-from ampguard.diagnose.protocol.scene import Scene, at, is_one_line
+from ampguard.diagnose.protocol.scene import Scene, at, is_one_line, listed
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -23,6 +24,8 @@ def missing_zero_grad(scene: Scene) -> Telling:
         return _by_hand(scene)
     if scene.facts.get("is_stuck"):
         return _stuck(scene)
+    if scene.facts.get("joined"):
+        return _joined(scene)
     if scene.facts.get("is_reused"):
         return _reused(scene)
     scaled = bool(scene.facts.get("has_scaler"))
@@ -60,6 +63,23 @@ def _by_hand(scene: Scene) -> Telling:
     how = f"clear each gradient after the update has used it: {one}.grad = None (or {one}.grad.zero_())"
     fix = order(scene, how, target=one)
     return Telling(text, scene.again, (fix,), evidence={"steps": steps, "by_hand": True})
+
+
+def _joined(scene: Scene) -> Telling:
+    """Gradients had piled up before any optimizer held their parameters."""
+    name, count = scene.optimizer, scene.facts["joined"]
+    shown = f"{listed(scene.parameters)}{' and others' if count > len(scene.parameters) else ''}"
+    text = (
+        f"Parameters came to `{name}` with gradients of earlier iterations: {shown}, at {at(scene.first)}. No optimizer held "
+        f"them till then, so no zero_grad cleared them: backward at {at(scene.again)} adds to them, and the next step "
+        f"follows the sum."
+    )
+    how = (
+        f"clear them where they join: {name}.zero_grad() behind that line; or give what is not trained yet no gradients: "
+        f"requires_grad_(False), and True when it joins"
+    )
+    evidence = {"joined": count, "parameters": list(scene.parameters)}
+    return Telling(text, scene.first or scene.again, (order(scene, how),), evidence=evidence)
 
 
 def _reused(scene: Scene) -> Telling:

@@ -140,6 +140,8 @@ class BackwardProbe:
 
     def _before(self, tensors: Any, gradients: Any, frame: FrameType) -> None:
         moves = self._witness.moves
+        if self._witness.joined.are_there:
+            self._witness.joined.before_backward(frame)
         if self._witness.own_updates.is_open:
             self._witness.own_updates.settle()
         if moves.looks_closely or self._looks < FIRST_LOOKS:

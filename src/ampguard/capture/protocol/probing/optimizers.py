@@ -17,6 +17,7 @@ from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Frame
 from ampguard.capture.protocol.probing.witness import Call, Witness
 from ampguard.capture.protocol.scans import LOOKS
+from ampguard.capture.protocol.script_lines import script_line
 from ampguard.protocol.events import Clear
 
 
@@ -48,17 +49,23 @@ class OptimizerProbe:
     def _made(self, frame: Frame, optimizer: Optimizer, *_: Any) -> None:
         self._witness.moves.created(optimizer, frame)
         self._witness.unfrozen.built.optimizer_made(optimizer, frame)
+        self._bring(optimizer, optimizer.param_groups, frame)
+
+    def _bring(self, optimizer: Optimizer, groups: list[dict[str, Any]], frame: Frame) -> None:
+        if not self._witness.dropped.waiting:  # (else perhaps gradients of the iteration that is under way)
+            self._witness.joined.joined(optimizer, [p for group in groups for p in group["params"]], frame)
 
     def _joined(self, frame: Frame, optimizer: Optimizer, group: Any = None) -> None:
         """Parameters join an optimizer that trains: those that stand for all of its parameters are chosen anew."""
         watch = self._witness.moves.watches.by_id.get(id(optimizer))
         if watch is not None:
             watch.lost_one = watch.steps > 0
+            self._bring(optimizer, optimizer.param_groups[-1:], frame)
 
-    def _passed_over(self) -> None:
+    def _passed_over(self, frame: Frame) -> None:
         dropped = self._witness.dropped
         if dropped.waiting >= dropped.usual:
-            dropped.look()
+            dropped.look(script_line(frame))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         witness, moves = self._witness, self._witness.moves
@@ -136,7 +143,7 @@ class OptimizerProbe:
             if get_ident() != training.ident and not guarded(training.hears, optimizer):
                 return original(optimizer, *args, **kwargs)
             if dropped.waiting >= dropped.usual and recorder.active and not recorder.paused:
-                guarded(dropped.look)
+                guarded(dropped.look, script_line(sys._getframe(1)))
             result = original(optimizer, *args, **kwargs)
             if recorder.paused:
                 guarded(training.missed)
@@ -170,7 +177,7 @@ class OptimizerProbe:
                 return original(module, *args, **kwargs)
             if window.is_open and not is_other:
                 guarded(window.close)
-            guarded(self._passed_over)
+            guarded(self._passed_over, sys._getframe(1))
             result = original(module, *args, **kwargs)
             guarded(moves.cleared_by_module, module, sys._getframe(1))
             return result

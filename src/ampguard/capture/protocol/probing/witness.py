@@ -16,6 +16,7 @@ from ampguard.capture.protocol.averages import Averages
 from ampguard.capture.protocol.dropped import DroppedGradients
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.habits import Habits
+from ampguard.capture.protocol.joined import JoinedParameters
 from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.listener import BreachListener
 from ampguard.capture.protocol.models import Models
@@ -61,6 +62,7 @@ class Witness:
         self.window = ReadWindow(self.moves, self.guarded, self.kept, self.own_updates.wrote)
         close.on_gradient = self.window.arrives
         self.dropped = DroppedGradients(recorder, self.moves)
+        self.joined = JoinedParameters(self.moves)
         self.moves.refusals.explain = self.scans.explain_refusal
         recorder.on_raise = self.scans.raised
         recorder.on_written = Averages(self.moves, self.models).written
