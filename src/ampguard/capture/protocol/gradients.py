@@ -99,6 +99,7 @@ class OptimizerWatch:
         "set_by_hand",
         "stepped",
         "steps",
+        "sums_on_purpose",
         "taken",
         "thread",
         "usually_touched",
@@ -121,6 +122,8 @@ class OptimizerWatch:
         self.resumed_at: Line | None = None
         self.piled_since: int | None = None
         """The first iteration that stepped on top of gradients of an earlier one."""
+        self.sums_on_purpose: bool | None = None
+        """Whether its weights are a function of the sum of all gradients; None: nobody has looked."""
         self.lost_one = False
         """A parameter that stands for others had gradients and has none any more."""
         self.stepped = False

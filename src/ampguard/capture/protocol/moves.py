@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ampguard import compat
 from ampguard.capture.frames import user_line
+from ampguard.capture.protocol import meant_sums
 from ampguard.capture.protocol.carried_scales import CarriedScales
 from ampguard.capture.protocol.clipped import ClippedGradients
 from ampguard.capture.protocol.close_look import CloseLook
@@ -453,7 +454,7 @@ class Moves:
                 self.read_scaled = breach
             if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
-            if self._is_rare(breach):
+            if self._is_rare(breach) or self._is_sum_meant(breach):
                 continue
             self._count_steps(breach)
             if breach.facts.get("zeros") and not self._steps_with_zeros(breach.optimizer):
@@ -465,6 +466,16 @@ class Moves:
         """Whether the gradients that it has just stepped with are 0, and nobody else trains: the script may also have put others
         in place, or freeze a part of the model for a time."""
         return len(self.watches.optimizers) == 1 and bool(watch.are_zero())
+
+    @staticmethod
+    def _is_sum_meant(breach: Breach) -> bool:
+        """Whether gradients pile up because the optimizer computes its weights from their sum."""
+        watch = breach.optimizer
+        if breach.cause != "missing-zero-grad" or "in_all" not in breach.facts or not isinstance(watch, OptimizerWatch):
+            return False
+        if watch.sums_on_purpose is None:
+            watch.sums_on_purpose = meant_sums.are_meant(watch.parameters())
+        return watch.sums_on_purpose
 
     @staticmethod
     def _is_rare(breach: Breach) -> bool:
