@@ -42,7 +42,7 @@ def test_trainings_of_what_lies_outside_of_the_wrapper(two_ranks: Ranks, tmp_pat
     assert "a fault of its own" not in ended[0].err + ended[1].err
     for name, (module, code) in outside.items():
         (incident,) = read_report(tmp_path / name).incidents
-        assert (incident.cause, incident.severity, incident.step) == ("rank-divergence", "warning", 0), name
+        assert (incident.cause, incident.severity, incident.step) == ("rank-divergence", "error", 0), name
         assert incident.module == module, name
         assert incident.location is not None
         assert incident.location.code.startswith(code), name

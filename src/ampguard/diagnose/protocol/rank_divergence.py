@@ -156,7 +156,7 @@ def rank_divergence(difference: Difference, digest: str) -> Incident:
         rank=difference.rank,
         mode="train",
         phase="optimizer",
-        severity="error" if forgotten is None else "warning",  # each rank may train a part of its own on purpose
+        severity="error" if forgotten is None or forgotten.by_wrapper else "warning",
         cause="rank-divergence",
         module=past.part if past is not None else _owner(forgotten.names) if forgotten is not None else None,
         op=None,
