@@ -87,6 +87,24 @@ def test_gradients_that_piled_up_before_their_parameters_joined(join: str, guard
     assert incident.evidence["parameters"] == ["weight", "bias"]
 
 
+def test_one_iteration_left_by_the_phase_before_is_not_worth_a_word(guard: Guard) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 1)
+        for phase in range(3):
+            opt = torch.optim.SGD(net.parameters(), lr=0.01)
+            for _ in range(12):
+                if phase != 1:
+                    opt.zero_grad()
+                (net(torch.randn(16, 6)) - 1).pow(2).mean().backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                opt.step()
+                if phase == 1:
+                    opt.zero_grad()
+
+    assert not guard(body).report.incidents
+
+
 @pytest.mark.parametrize("way", ["cleared first", "cleared by hand", "no gradients", "joins behind a backward pass"])
 @pytest.mark.parametrize("join", ["join", "join_another"])
 def test_parameters_that_join_as_they_should(way: str, join: str, guard: Guard) -> None:

@@ -26,6 +26,8 @@ from ampguard.protocol.events import Breach
 COMPARED = 4
 """Parameters of which a few gradient elements are kept, to see whether somebody clears them by hand."""
 ELEMENTS = 256
+WRITES = 3
+"""To a gradient since it was made, at least: one iteration's may have been divided and clipped for another optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class JoinedParameters:
         if not self._moves.recorder.steps.count:
             return
         with torch.no_grad(), compat.unseen():
-            held = [(p, p.grad) for p in parameters if p.grad is not None and _is_plain(p.grad)]
+            held = [(p, p.grad) for p in parameters if p.grad is not None and _has_piled_up(p.grad)]
             old = [_Old(weakref.ref(p), weakref.ref(grad), _some_of(grad)) for p, grad in held[:COMPARED]]
             old = [one for one in old if bool(one.values.any()) and is_finite(one.values)]
         if old:
@@ -84,8 +86,9 @@ class JoinedParameters:
                 self._moves.tell([breach], self._moves.recorder.steps.count)
 
 
-def _is_plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.layout == torch.strided and compat.has_values(gradient)
+def _has_piled_up(gradient: Tensor) -> bool:
+    is_plain = type(gradient) is Tensor and gradient.layout == torch.strided and compat.has_values(gradient)
+    return is_plain and compat.version_of(gradient) >= WRITES
 
 
 def _some_of(gradient: Tensor) -> Tensor:
