@@ -49,7 +49,7 @@ class GuardedFunction:
         except BaseException as error:
             _end_with(held, error)
             raise  # as it is by now: without our frames
-        held.finish(None)
+        _end_well(held)
         return result
 
 
@@ -68,7 +68,7 @@ class GuardedRun:
         except BaseException as error:
             _end_with(held, error)
             raise
-        held.finish(None)
+        _end_well(held)
 
 
 def _begin(given: GivenGuard) -> HeldSession:
@@ -83,10 +83,18 @@ def _end_with(held: HeldSession, error: BaseException) -> None:
     from ampguard.errors import StopRun
     from ampguard.run.ending import hide_our_frames
 
-    held.finish(error)
+    status = held.finish(error)
     hide_our_frames(error)
     if isinstance(error, StopRun):
         sys.exit(error.status)
+    if status and isinstance(error, SystemExit):
+        sys.exit(status)
+
+
+def _end_well(held: HeldSession) -> None:
+    """The process' function has returned; the guard may have stopped it for all that, in a thread."""
+    if status := held.finish(None):
+        sys.exit(status)
 
 
 class ChildSession:
@@ -121,10 +129,9 @@ class ChildSession:
         else:
             AfterImport("torch", lambda: seed_torch(seed)).install()
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> int | None:
         self._stop_waiting()
-        if self._session is not None:
-            self._session.finish(error)
+        return self._session.finish(error) if self._session is not None else None
 
     def leave(self) -> None:
         if self._session is not None:

@@ -153,7 +153,8 @@ class LearningDynamics:
         if self._is_sampled:
             sampling.iteration_ended(step, self._situations.rate())
         is_due = not recorder.counting and step + 1 >= sampling.allowance.not_before and sampling.is_due(step + 1)
-        self._is_sampled = recorder.tells_forward = is_due
+        self._is_sampled = is_due
+        recorder.tells_forward = is_due or recorder.ends_run
         if is_due:
             recorder.pace.is_resting = False  # a call without gradients is watched too
 

@@ -36,16 +36,19 @@ class HeldSession:
         """Whether the script forked and this is the child: the report is the parent's."""
         return os.getpid() != self._pid
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> int:
+        """The exit status that the guard asks for; 0: the script's own."""
         if self._session is None or self._finished:
-            return
+            return 0
+        status = None
         with self._sigterm.deferred():
             self._finished = True
             try:
-                self._session.finish(error)
+                status = self._session.finish(error)
             except Exception as fault:
                 say_fault("could not finish its report", fault)
         self._sigterm.uninstall()
+        return status or 0
 
     def leave(self) -> None:
         """From another thread: the main one is blocked, and SIGTERM ends the process."""

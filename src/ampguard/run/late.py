@@ -42,14 +42,16 @@ class LateSession:
             self._waiting = AfterImport("torch", self._start_session)
             self._waiting.install()
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> int | None:
+        status = None
         if self._session is not None:
-            self._session.finish(error)
+            status = self._session.finish(error)
         elif self._waiting is not None and self._waiting.uninstall() and error is None:
             print("ampguard: the script did not import torch; nothing was watched", file=sys.stderr)
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 self._folder.path.rmdir()  # only where nothing was written
+        return status
 
     def leave(self) -> None:
         if self._session is not None:

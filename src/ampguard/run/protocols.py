@@ -15,12 +15,13 @@ class GuardSession(Protocol):
         ours, and the script runs unguarded.
         """
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> int | None:
         """Write the report and say where it is. May be called more than once; only the first call counts.
 
         `error` is what ended the script: None for a normal end, else the exception that left it (a `SystemExit`
         that the script raised, a `StopRun`, a `KeyboardInterrupt`, a `SystemExit(143)` for SIGTERM).
-        Not called in a forked child, nor where the script never started.
+        Not called in a forked child, nor where the script never started. Returns the exit status to end with instead of the
+        script's own, if any (it has stopped the run).
         """
 
     def leave(self) -> None:

@@ -46,7 +46,7 @@ def _run(program: Program, guard: HeldSession) -> int:
         return status
     wait_for_threads()
     try:
-        guard.finish(error)
+        status = guard.finish(error) or status
     except KeyboardInterrupt as interrupt:
         error = interrupt
     if isinstance(error, KeyboardInterrupt):

@@ -41,6 +41,7 @@ from ampguard.run.overrides.asked import OnNonfinite, Overrides
 from ampguard.run.overrides.guard import overrides_under
 from ampguard.run.ranks import RankWatch, watch_ranks
 from ampguard.run.ranks_ending import say_what_others_saw
+from ampguard.run.stopping import Stopping
 
 ISSUES = "https://github.com/ampguard/ampguard/issues"
 
@@ -90,15 +91,21 @@ class Session:
         self._protocol = ProtocolDesk(self._casebook, self._rank, self._note, self._on_taken_back, self._is_own_doing)
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
+        self._stopping = Stopping(self._recorder)
         self._overrides = overrides_under(
-            options.overrides, options.on_nonfinite, self._recorder, self._dynamics, self._casebook, self._examiner
+            options.overrides,
+            options.on_nonfinite,
+            self._recorder,
+            self._dynamics,
+            self._casebook,
+            self._examiner,
+            self._stopping,
         )
         self._dynamics.by_script.somebody_else_does = options.on_nonfinite != "observe"
         self._casebook.past_scaler.may_wait = options.on_nonfinite == "observe"
         self._recorder.gradients.on_device.waits_always = options.on_nonfinite != "observe"
         self._ranks: RankWatch | None = None
         self._children: ChildProcesses | None = None
-        self._stop_at_next_forward: str | None = None
         self._finished = False
         self._told_fault = False
         self._within: Session | None = None
@@ -143,27 +150,40 @@ class Session:
             self._examiner.least_seconds = LEAST_SECONDS_OF_HEALING
             return
         self._overrides = overrides_under(
-            None, "heal", self._recorder, self._dynamics, self._casebook, self._examiner, holds_off=False
+            None,
+            "heal",
+            self._recorder,
+            self._dynamics,
+            self._casebook,
+            self._examiner,
+            self._stopping,
+            holds_off=False,
         )
         if self._overrides is not None and _guarding is self:
             self._overrides.install()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Judge what is left, take the probes out, write the report. Only the first call counts."""
+    def finish(self, error: BaseException | None = None) -> int:
+        """Judge what is left, take the probes out, write the report. Only the first call counts.
+
+        Returns the exit status that the guard asks for, whatever the script has made of its end: it has stopped the run,
+        or was to stop it and finds the error only now, where the script has ended well. 0: the script's own.
+        """
         global _guarding
         if self._finished:
-            return
+            return 0
         self._finished = True
         if self._within is not None:
             self.report = self._within.report or self._within._make_report()
-            return
+            return 0
         _guarding = None
+        status = self._stopping.status
         with heard():
             self._end(error)
+        return status or (self._stopping.status if error is None else 0)
 
     def _end(self, error: BaseException | None) -> None:
         try:
-            if not isinstance(error, StopRun):
+            if not isinstance(error, StopRun) and not self._stopping.has_raised:
                 self._judge_the_rest(error)
         except StopRun:
             pass  # it is ending already
@@ -204,6 +224,7 @@ class Session:
             self._ranks.undo()
         if self._children is not None:
             self._children.undo()
+        self._stopping.undo()
 
     def _conclude(self, error: BaseException | None) -> None:
         """Write the report and say where it is."""
@@ -312,12 +333,10 @@ class Session:
             self._ranks.iteration_ended(step - 1)
         self._examiner.tick(step)
         if self._options.steps is not None and step >= self._options.steps:
-            self._stop_at_next_forward = f"{step} steps, as asked for"
-            self._recorder.tells_forward = self._recorder.ends_run = True
+            self._stopping.at_next_forward(f"{step} steps, as asked for", 0)
 
     def on_forward(self) -> None:
-        if self._stop_at_next_forward is not None:
-            raise StopRun(self._stop_at_next_forward, 0)
+        self._stopping.refuse()
         self._dynamics.root_entering()
         self._calls.forward_begins()
 
@@ -330,7 +349,7 @@ class Session:
         if self._overrides is not None:
             self._overrides.heal(incident)
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
-            raise StopRun(f"{incident.cause} in step {incident.step}", 3)
+            self._stopping.now(f"{incident.cause} in step {incident.step}", 3)
 
     def _is_own_doing(self, breach: Breach) -> bool:
         return self._overrides is not None and self._overrides.is_own_doing(breach)

@@ -22,7 +22,7 @@ class FinishOnSigterm:
     between two bytecodes; where that thread does not come back, a watcher does the rest.
     """
 
-    def __init__(self, finish: Callable[[BaseException], None], leave: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[BaseException], object], leave: Callable[[], None]) -> None:
         """`leave`: write what is known, from another thread."""
         self._finish = finish
         self._pid = os.getpid()

@@ -22,6 +22,7 @@ from ampguard.run.overrides.asked import OnNonfinite, Overrides
 if TYPE_CHECKING:
     from ampguard.run.overrides.gained_scale import GainedScale
     from ampguard.run.overrides.running import RunningOverrides
+    from ampguard.run.stopping import Stopping
 
 
 class Guard:
@@ -95,6 +96,7 @@ def overrides_under(
     dynamics: LearningDynamics,
     casebook: Casebook,
     examiner: Examiner,
+    stopping: Stopping,
     holds_off: bool = True,
 ) -> RunningOverrides | None:
     """The overrides of a guarded run; None where nothing is to be changed.
@@ -109,7 +111,7 @@ def overrides_under(
     if on_nonfinite == "heal":
         examiner.least_seconds = LEAST_SECONDS_OF_HEALING
     examiner.holds_off = on_nonfinite in ("skip", "heal")
-    patience = Patience(lambda: recorder.steps.count, _first_of(casebook)) if holds_off else None
+    patience = Patience(lambda: recorder.steps.count, _first_of(casebook), stopping) if holds_off else None
     running = RunningOverrides(asked or Overrides(), on_nonfinite, Guard(recorder, dynamics), patience)
     casebook.came_back = running.heal_again
     casebook.as_told = running.in_options

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from ampguard.errors import StopRun
 from ampguard.run.overrides.ledger import say
+from ampguard.run.stopping import Stopping
 
 IN_A_ROW = 10
 """Steps held off one after another, after which the run ends: a bad batch is one, and a fault does not go away."""
@@ -24,9 +24,10 @@ GRADIENTS = "gradients"
 class Patience:
     """Counts held-off steps, says them, and loses itself."""
 
-    def __init__(self, step: Callable[[], int], diagnosis: Callable[[], str | None]) -> None:
+    def __init__(self, step: Callable[[], int], diagnosis: Callable[[], str | None], stopping: Stopping) -> None:
         self._step = step
         self._diagnosis = diagnosis
+        self._stopping = stopping
         self._in_a_row: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._futile: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._number = 0
@@ -53,7 +54,7 @@ class Patience:
             reason = f"{in_a_row} steps in a row were not finite"
             known = self._diagnosis()
             say(f"{reason}; the run ends here. " + (known or "Nothing was found that explains them."))
-            raise StopRun(reason, 3)
+            self._stopping.now(reason, 3)
 
     def _tell(self, why: str, what: str, loss_scale: float | None) -> None:
         """Say the first of each kind; count all."""
