@@ -11,6 +11,7 @@ import click
 from ampguard.errors import UsageError
 from ampguard.precisions import usual_name
 from ampguard.run.overrides.asked import AUTOCAST, PRECISIONS
+from ampguard.run.seeds import LARGEST_SEED, LEAST_SEED
 
 if TYPE_CHECKING:
     from ampguard.compare.runs import Subject
@@ -38,7 +39,14 @@ STEPS = 200
     help="Run once, in float32, make every evaluation call again in the other precisions, and compare what each module "
     "returns, the worst first.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="The same for each run.")
+@click.option(
+    "--seed",
+    type=click.IntRange(LEAST_SEED, LARGEST_SEED),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="The same for each run.",
+)
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="For the run folders; new or empty.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [-- ARGS]...")

@@ -13,7 +13,7 @@ from ampguard.run.late import LateSession
 from ampguard.run.overrides.asked import LEVELS, PRECISIONS, overrides_of
 from ampguard.run.protocols import GuardSession
 from ampguard.run.script import ScriptTarget, execute
-from ampguard.run.seeds import seed_everything, seed_torch
+from ampguard.run.seeds import LARGEST_SEED, LEAST_SEED, seed_everything, seed_torch
 
 
 class _RunCommand(click.Command):
@@ -97,7 +97,12 @@ def _level(name: str) -> str:
     help="Run the modules whose path matches in float32 (`blocks.*.attn`). May be repeated.",
 )
 @click.option("--compare-eval", default="", hidden=True, help="Precisions to make evaluation calls again in.")
-@click.option("--seed", type=int, metavar="N", help="Seed Python's, numpy's and torch's random numbers first.")
+@click.option(
+    "--seed",
+    type=click.IntRange(LEAST_SEED, LARGEST_SEED),
+    metavar="N",
+    help="Seed Python's, numpy's and torch's random numbers first.",
+)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def command(
     module: str | None,

@@ -8,6 +8,8 @@ import sys
 from ampguard.run.late import AfterImport
 
 NUMPY_SEEDS = 2**32
+LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
+"""What `torch.manual_seed` takes."""
 
 
 def seed_everything(seed: int) -> None:
