@@ -131,3 +131,18 @@ def test_in_a_folder_that_is_gone(workbench: Workbench, words: str) -> None:
         ended.append((done.returncode, done.stdout, done.stderr))
     assert ended[0] == ended[1]
     assert (ended[0][0] == 0) == (words == "{path}")
+
+
+@pytest.mark.parametrize(
+    "script", [ASK, "import sys\nprint(repr(sys.stdin.read()))", "def f():\n    1/0\nf()", "x = (\n", ""]
+)
+def test_script_on_standard_input(workbench: Workbench, script: str) -> None:
+    def run(*, guarded: bool) -> subprocess.CompletedProcess[str]:
+        command = workbench.command("-", "--lr", "0.1", guarded=guarded)
+        environment = workbench.environment()
+        return subprocess.run(
+            command, input=script, cwd=workbench.folder, env=environment, capture_output=True, text=True
+        )
+
+    plain, guarded = run(guarded=False), run(guarded=True)
+    assert (guarded.returncode, guarded.stdout, guarded.stderr) == (plain.returncode, plain.stdout, plain.stderr)

@@ -15,8 +15,11 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
+
+STDIN = "-"
+"""The name of a script that is read from standard input."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class ScriptTarget:
     @property
     def stem(self) -> str:
         """A short name for folders and headings: `train` for `src/train.py`, `pkg.train` for `-m pkg.train`."""
-        return self.name if self.is_module else Path(self.name).stem or "script"
+        if self.is_module:
+            return self.name
+        return "stdin" if self.name == STDIN else Path(self.name).stem or "script"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ def prepare(target: ScriptTarget) -> Program:
     main = _fresh_main()
     if target.is_module:
         return _prepare_module(target)
+    if target.name == STDIN:
+        return _prepare_stdin(target, main)
     if (importer := pkgutil.get_importer(target.name)) is not None:
         return _prepare_container(target, importer)
     return _prepare_script(target, main)
@@ -73,6 +80,15 @@ def _prepare_script(target: ScriptTarget, main: types.ModuleType) -> Program:
     code = _code_of(loader, path)
     main.__dict__.update(__loader__=loader, __file__=path, __cached__=None)
     _enter(target, argv0=target.name, path0=os.path.dirname(os.path.realpath(path)))
+    return Program(lambda: exec(code, main.__dict__))
+
+
+def _prepare_stdin(target: ScriptTarget, main: types.ModuleType) -> Program:
+    """`python -`: all there is to read is the script, which finds nothing more in it."""
+    path = "<stdin>"  # as Python spells it, in `__file__` too
+    code = compile(sys.stdin.buffer.read() if sys.stdin is not None else b"", path, "exec", dont_inherit=True)
+    main.__dict__.update(__loader__=BuiltinImporter, __file__=path, __cached__=None)
+    _enter(target, argv0=STDIN, path0="")
     return Program(lambda: exec(code, main.__dict__))
 
 
