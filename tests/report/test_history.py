@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -148,6 +150,27 @@ def test_memory_is_bounded_while_nothing_can_be_written(tmp_path: Path, monkeypa
 
 def test_folder_that_cannot_be_written_is_a_problem_and_no_exception(tmp_path: Path) -> None:
     assert len(written(tmp_path / "missing", FULL)) == 1
+
+
+def has_a_step(folder: Path) -> bool:
+    with contextlib.suppress(RunFolderError), read_history(folder) as found:
+        return bool(list(found.steps()))
+    return False
+
+
+def test_a_folder_that_is_deleted_is_said_once(tmp_path: Path) -> None:
+    problems: list[str] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = HistoryWriter(folder, problems.append)
+    writer.step(StepRow(0, loss=1.0))
+    while not has_a_step(folder):
+        time.sleep(0.01)
+    shutil.rmtree(folder)
+    writer.step(StepRow(1, loss=1.0))
+    writer.close()
+    (problem,) = problems
+    assert "it is gone, since the run folder was deleted or moved; the run goes on without it" in problem
 
 
 def test_ranks_have_files_of_their_own(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The run's history: per step what was measured, in `history.sqlite` in the run folder.
 
 The training only appends to a queue; a thread of its own writes twice a second, one statement a batch, so neither a
-slow disk nor a lock is ever waited for. In WAL mode what was written survives `kill -9`. If the disk is full or the
-file stays locked it is said once, and the run goes on without a history.
+slow disk nor a lock is ever waited for. In WAL mode what was written survives `kill -9`. If the disk is full, the
+file stays locked or is deleted it is said once, and the run goes on without a history.
 
     steps        one row an iteration; NULL is "not measured". A value that was not finite is NULL as well, and its
                  column is named in `nonfinite`: no mean taken over a column ever holds an infinity
@@ -167,6 +167,8 @@ class HistoryWriter:
     def _write_waiting(self, database: sqlite3.Connection) -> None:
         if len(self._waiting) >= WAITING_ROWS:
             raise OSError(f"more than {WAITING_ROWS} rows are waiting")
+        if _is_gone(self.path):  # SQLite goes on writing to a file that nobody finds any more
+            raise OSError("it is gone, since the run folder was deleted or moved")
         batches = self._taken()
         if batches:
             with database:
@@ -272,6 +274,16 @@ class History:
             yield from self._database.execute(query, values)
         except sqlite3.Error as error:
             raise RunFolderError(f"cannot read the history {self.path}: {error}") from error
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a disk that does not answer, say
+        return False
+    return False
 
 
 def _create(path: Path) -> sqlite3.Connection:
