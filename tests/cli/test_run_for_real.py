@@ -91,6 +91,28 @@ def test_sigterm_and_steps(python: Python, tmp_path: Path) -> None:
     assert read_report(tmp_path / "short").steps == 2
 
 
+ENDINGS = {
+    "exits past Python": "os._exit(7)",
+    "aborts": "os.abort()",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "quits": "os.kill(os.getpid(), signal.SIGQUIT)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_that_ends_without_a_word_has_written_its_error(python: Python, tmp_path: Path, ending: str) -> None:
+    (tmp_path / "lost.py").write_text(
+        f"{TRAINING}\nimport os\nimport resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n{ENDINGS[ending]}\n"
+    )
+    plain = python("lost.py", "nan")
+    done = python(*GUARD, "--out", "out", "lost.py", "nan")
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    assert done.returncode != 0
+    (incident,) = read_report(tmp_path / "out").incidents
+    assert (incident.step, incident.cause) == (3, "domain-error")
+    assert [file.name for file in (tmp_path / "out").iterdir() if file.name.startswith(".report")] == []
+
+
 def test_two_ranks_leave_one_report(python: Python, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.05")
     done = python(*launcher, *GUARD, "--out", "both", "train.py", "nan", is_real=True)

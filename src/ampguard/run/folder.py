@@ -73,18 +73,21 @@ class RunFolder:
         """
         if not self.launch.shares:
             return write_report(self.path, report)
-        waits = MERGE_WITHIN_S if is_last else 0.0
-        return write_rank_report(self.path, report, self.launch.rank, self.launch.restart, waits)
+        return write_rank_report(self.path, report, self.launch.rank, self.launch.restart, _waits(is_last))
 
-    def write_beside_children(self, report: Report) -> str | None:
+    def write_beside_children(self, report: Report, is_last: bool = True) -> str | None:
         """Write the report of a process whose children have theirs in this folder, and merge it with them."""
-        return write_rank_report(self.path, report, None)
+        return write_rank_report(self.path, report, None, within_s=_waits(is_last))
 
     def has_children(self) -> bool:
         """Whether processes that this one started have put their names down."""
         with contextlib.suppress(OSError):
             return any(file.name.startswith(_SIGNATURE) for file in self.path.iterdir())
         return False
+
+
+def _waits(is_last: bool) -> float:
+    return MERGE_WITHIN_S if is_last else 0.0
 
 
 def join_run_folder(path: Path, launch: Launch) -> RunFolder:

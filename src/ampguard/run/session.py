@@ -262,13 +262,17 @@ class Session:
             return problem, read_report(self._folder.path)
         return problem, report
 
+    def _write_so_far(self, folder: RunFolder, report: Report) -> str | None:
+        """Write the report of a run that goes on. Returns None or what went wrong."""
+        is_alone = self._children is None or not folder.has_children()
+        return folder.write(report, is_last=False) if is_alone else folder.write_beside_children(report, is_last=False)
+
     def leave(self) -> None:
         """Write the report and the history from what is known. To be called where the main thread is blocked for good."""
         if self._within is not None or self._folder is None or self.report is not None:
             return
         report = self._make_report()
-        is_alone = self._children is None or not self._folder.has_children()
-        problem = self._folder.write(report, is_last=False) if is_alone else self._folder.write_beside_children(report)
+        problem = self._write_so_far(self._folder, report)
         if self._dynamics.history is not None:
             self._dynamics.history.close()
         if report.incidents:
@@ -344,8 +348,8 @@ class Session:
         from ampguard.report.terminal import print_incident  # with rich, which most runs need not load
 
         print_incident(incident)
-        if self._ranks is not None and self._folder is not None and incident.severity == "error":
-            self._folder.write(self._make_report(), is_last=False)  # this rank may be killed before it ends
+        if self._folder is not None and incident.severity == "error":
+            self._write_so_far(self._folder, self._make_report())  # the process may be killed before it ends
         if self._overrides is not None:
             self._overrides.heal(incident)
         if self._options.on_nonfinite == "stop" and incident.severity == "error":
