@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the process dies as it would without us, after the session was finished."""
+"""Ctrl-C, SIGTERM and SIGHUP: the process dies as it would without us, after the session was finished."""
 
 from __future__ import annotations
 
@@ -39,13 +39,18 @@ def signalled(
     return Outcome(process.returncode, stdout, stderr)
 
 
-def test_sigterm_writes_the_report_and_is_still_the_cause_of_death(workbench: Workbench) -> None:
+both = pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+
+
+@both
+def test_the_report_is_written_and_the_signal_still_is_the_cause_of_death(workbench: Workbench, signum: int) -> None:
     workbench.write("train.py", READY + "ready()")
     started = time.monotonic()
-    assert signalled(workbench, "train.py") == signalled(workbench, "train.py", guarded=False)
-    outcome = signalled(workbench, "train.py")
-    assert outcome == Outcome(-signal.SIGTERM, "", "")
-    assert workbench.session_saw() == ["start", "finish SystemExit(143)"]
+    outcome = signalled(workbench, "train.py", signum=signum)
+    assert outcome == signalled(workbench, "train.py", signum=signum, guarded=False)
+    assert outcome == Outcome(-signum, "", "")
+    signalled(workbench, "train.py", signum=signum)
+    assert workbench.session_saw() == ["start", f"finish SystemExit({128 + signum})"]
     assert time.monotonic() - started < 20
 
 
@@ -59,10 +64,11 @@ def ready():
 """
 
 
-def test_sigterm_ends_a_process_that_is_blocked_in_c(workbench: Workbench) -> None:
+@both
+def test_a_signal_ends_a_process_that_is_blocked_in_c(workbench: Workbench, signum: int) -> None:
     workbench.write("train.py", WAITS_IN_C + "ready()")
     started = time.monotonic()
-    assert signalled(workbench, "train.py") == Outcome(-signal.SIGTERM, "", "")
+    assert signalled(workbench, "train.py", signum=signum) == Outcome(-signum, "", "")
     assert workbench.session_saw() == ["start", "leave"]
     assert time.monotonic() - started < 20
 
@@ -117,27 +123,30 @@ def test_a_report_that_cannot_be_written_holds_nobody_up(workbench: Workbench) -
     assert time.monotonic() - started < 15
 
 
-def test_the_scripts_own_sigterm_handler_stands(workbench: Workbench) -> None:
-    workbench.write("train.py", READY + "signal.signal(signal.SIGTERM, lambda *a: sys.exit('saved'))\nready()")
-    assert signalled(workbench, "train.py") == Outcome(1, "", "saved\n")
+@both
+def test_the_scripts_own_handler_stands(workbench: Workbench, signum: int) -> None:
+    workbench.write("train.py", READY + f"signal.signal({int(signum)}, lambda *a: sys.exit('saved'))\nready()")
+    assert signalled(workbench, "train.py", signum=signum) == Outcome(1, "", "saved\n")
     assert workbench.session_saw() == ["start", "finish SystemExit('saved')"]
 
 
-def test_sigterm_looks_unhandled_to_the_script(workbench: Workbench) -> None:
+@both
+def test_a_signal_looks_unhandled_to_the_script(workbench: Workbench, signum: int) -> None:
     """Lightning, for one, installs its handlers only where it finds the default."""
     workbench.write(
         "train.py",
-        "import signal\nprint(signal.getsignal(signal.SIGTERM) in (None, signal.SIG_DFL))\n"
-        "print(signal.signal(signal.SIGTERM, print) == signal.SIG_DFL)",
+        f"import signal\nprint(signal.getsignal({int(signum)}) in (None, signal.SIG_DFL))\n"
+        f"print(signal.signal({int(signum)}, print) == signal.SIG_DFL)",
     )
     assert workbench.guarded("train.py").stdout == workbench.plain("train.py").stdout == "True\nTrue\n"
 
 
-def test_ignored_sigterm_stays_ignored(workbench: Workbench) -> None:
-    workbench.write("train.py", "import signal\nprint(repr(signal.getsignal(signal.SIGTERM)))")
+@both
+def test_an_ignored_signal_stays_ignored(workbench: Workbench, signum: int) -> None:
+    workbench.write("train.py", f"import signal\nprint(repr(signal.getsignal({int(signum)})))")
     workbench.write(
         "nohup.py",
-        "import os, signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.execv(sys.argv[1], sys.argv[1:])",
+        f"import os, signal, sys\nsignal.signal({int(signum)}, signal.SIG_IGN)\nos.execv(sys.argv[1], sys.argv[1:])",
     )
     command = workbench.command("train.py", guarded=True)
     assert "SIG_IGN" in workbench.plain("nohup.py", *command).stdout

@@ -1,8 +1,8 @@
-"""A SIGTERM that finds the main thread blocked in C++: in a collective that waits for a rank which is gone.
+"""A SIGTERM or SIGHUP that finds the main thread blocked in C++: in a collective that waits for a rank which is gone.
 
 A Python handler runs between two bytecodes of the main thread, and there is no next one. The interpreter's own C handler
 writes the signal's number to the wakeup file at once, wherever the main thread is. A thread that sleeps on that file
-gives the Python handler a moment, and then has what is known written down and ends the process by SIGTERM.
+gives the Python handler a moment, and then has what is known written down and ends the process by the signal.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NO_SIGNAL = b"\0"
 
 
 class BlockedWatcher:
-    """Ends the process by SIGTERM where the Python handler cannot."""
+    """Ends the process by the signal where the Python handler cannot."""
 
-    def __init__(self, stands: Callable[[], bool], leave: Callable[[], None]) -> None:
-        """`stands`: whether SIGTERM still is the guard's to handle. `leave`: write what is known, from another thread."""
+    def __init__(self, stands: Callable[[int], bool], leave: Callable[[], None]) -> None:
+        """`stands`: whether a signal still is the guard's to handle. `leave`: write what is known, from another thread."""
         self._stands = stands
         self._leave = leave
         self._begun = threading.Event()
@@ -94,13 +94,13 @@ class BlockedWatcher:
         self._native_id = threading.get_native_id()
         with contextlib.suppress(OSError):
             while numbers := os.read(read, 64):
-                if signal.SIGTERM in numbers and self._stands():
-                    self._end()
+                for number in filter(self._stands, numbers.replace(NO_SIGNAL, b"")):
+                    self._end(number)
                 if NO_SIGNAL in numbers:
                     break
         self._rests.set()
 
-    def _end(self) -> None:
+    def _end(self, signum: int) -> None:
         if self._begun.wait(BEGINS_WITHIN_S):
             time.sleep(ENDS_WITHIN_S)
         self._leaving = True
@@ -113,7 +113,7 @@ class BlockedWatcher:
 
         _thread.start_new_thread(leave, ())
         written.wait(WRITES_WITHIN_S)
-        _die_by_sigterm()
+        _die_by(signum)
 
 
 def _until_gone(thread: int) -> None:
@@ -124,14 +124,14 @@ def _until_gone(thread: int) -> None:
         time.sleep(0.001)
 
 
-def _die_by_sigterm() -> None:
+def _die_by(signum: int) -> None:
     """Restore the default action and send the signal again. `signal.signal` is for the main thread only."""
     try:
         import ctypes
 
         set_action = ctypes.pythonapi.PyOS_setsig
         set_action.argtypes, set_action.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-        set_action(signal.SIGTERM, None)
+        set_action(signum, None)
     except (ImportError, AttributeError):
-        os._exit(128 + signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(128 + signum)
+    os.kill(os.getpid(), signum)

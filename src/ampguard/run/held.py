@@ -7,17 +7,17 @@ import os
 from ampguard.errors import AmpguardError
 from ampguard.run.ending import say_fault
 from ampguard.run.protocols import GuardSession
-from ampguard.run.sigterm import FinishOnSigterm
+from ampguard.run.signals import FinishOnSignals
 
 
 class HeldSession:
-    """Started once, finished once: by the script's end, or by SIGTERM."""
+    """Started once, finished once: by the script's end, or by a signal."""
 
     def __init__(self, session: GuardSession | None) -> None:
         self._session = session
         self._pid = os.getpid()
         self._finished = False
-        self._sigterm = FinishOnSigterm(self.finish, self.leave)
+        self._signals = FinishOnSignals(self.finish, self.leave)
 
     def start(self) -> None:
         if self._session is None:
@@ -30,7 +30,7 @@ class HeldSession:
             self._session = None
             say_fault("could not start; the script runs unguarded", fault)
             return
-        self._sigterm.install()
+        self._signals.install()
 
     def is_other_process(self) -> bool:
         """Whether the script forked and this is the child: the report is the parent's."""
@@ -41,16 +41,16 @@ class HeldSession:
         if self._session is None or self._finished:
             return 0
         status = None
-        with self._sigterm.deferred():
+        with self._signals.deferred():
             self._finished = True
             try:
                 status = self._session.finish(error)
             except Exception as fault:
                 say_fault("could not finish its report", fault)
-        self._sigterm.uninstall()
+        self._signals.uninstall()
         return status or 0
 
     def leave(self) -> None:
-        """From another thread: the main one is blocked, and SIGTERM ends the process."""
+        """From another thread: the main one is blocked, and a signal ends the process."""
         if self._session is not None:
             self._session.leave()

@@ -19,12 +19,13 @@ class GuardSession(Protocol):
         """Write the report and say where it is. May be called more than once; only the first call counts.
 
         `error` is what ended the script: None for a normal end, else the exception that left it (a `SystemExit`
-        that the script raised, a `StopRun`, a `KeyboardInterrupt`, a `SystemExit(143)` for SIGTERM).
+        that the script raised, a `StopRun`, a `KeyboardInterrupt`, a `SystemExit(143)` for SIGTERM, with 129
+        for SIGHUP).
         Not called in a forked child, nor where the script never started. Returns the exit status to end with instead of the
         script's own, if any (it has stopped the run).
         """
 
     def leave(self) -> None:
-        """Write what is known already. Called from another thread, where SIGTERM ends a process whose main thread is
+        """Write what is known already. Called from another thread, where a signal ends a process whose main thread is
         blocked; `finish` may be at work there. Nothing is judged, and nobody is waited for.
         """

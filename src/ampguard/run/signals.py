@@ -1,4 +1,6 @@
-"""SIGTERM: the scheduler wants the process gone. The report is written first, then the default action ends it."""
+"""SIGTERM (a scheduler wants the process gone) and SIGHUP (its terminal is gone). The report is written first, then the
+default action ends it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from types import FrameType
 
 from ampguard.run.blocked import BlockedWatcher
 
+SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))  # one on Windows
 
-class FinishOnSigterm:
-    """A SIGTERM handler that writes the report and then dies by SIGTERM, so that the parent sees the true cause.
 
-    To the script the signal still looks unhandled: the handler compares (and looks up in `signal`'s own table) as
+class FinishOnSignals:
+    """A handler that writes the report and then dies by the signal itself, so that the parent sees the true cause.
+
+    To the script a signal still looks unhandled: the handler compares (and looks up in `signal`'s own table) as
     `SIG_DFL`. Lightning, for one, installs its own handlers only where it finds the default. A handler that the
     script installs replaces this one and stands. Like any Python handler it runs when the main thread is next
     between two bytecodes; where that thread does not come back, a watcher does the rest.
@@ -27,53 +31,55 @@ class FinishOnSigterm:
         self._finish = finish
         self._pid = os.getpid()
         self._deferring = False
-        self._arrived = False
+        self._arrived: int | None = None
         self._watcher = BlockedWatcher(self._stands, leave)
 
     def install(self) -> None:
-        """Take SIGTERM over, unless somebody (nohup, a host program) has decided about it already."""
-        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        """Take the signals over about which nobody else (nohup, a host program) has decided already."""
+        free = [signum for signum in SIGNALS if signal.getsignal(signum) == signal.SIG_DFL]
+        if not free:
             return
         with contextlib.suppress(ValueError):  # not the main thread: signals are not ours to handle
-            signal.signal(signal.SIGTERM, self)
+            for signum in free:
+                signal.signal(signum, self)
             self._watcher.install()
             if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self.uninstall)  # a worker is ended by SIGTERM, silently
+                os.register_at_fork(after_in_child=self.uninstall)  # a worker is ended silently
 
     def uninstall(self) -> None:
         """Back to the default, unless the script has put a handler of its own in place."""
         with contextlib.suppress(ValueError):
             self._watcher.uninstall()
-            if self._stands():
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for signum in filter(self._stands, SIGNALS):
+                signal.signal(signum, signal.SIG_DFL)
 
-    def _stands(self) -> bool:
-        """Whether the script has left it at this handler. (`signal.getsignal` shows it as `SIG_DFL`.)"""
-        return bool(_signal.getsignal(signal.SIGTERM) is self)
+    def _stands(self, signum: int) -> bool:
+        """Whether the signal is left at this handler. (`signal.getsignal` shows it as `SIG_DFL`.)"""
+        return bool(_signal.getsignal(signum) is self)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Let a SIGTERM that arrives meanwhile wait: the report is being written."""
+        """Let a signal that arrives meanwhile wait: the report is being written."""
         self._deferring = True
         try:
             yield
         finally:
             self._deferring = False
-            if self._arrived:
-                self._die()
+            if self._arrived is not None:
+                self._die(self._arrived)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self._arrived = True
+        self._arrived = signum
         self._watcher.handler_runs()
         if self._deferring:
             return
         if os.getpid() == self._pid:
-            self._finish(SystemExit(128 + signal.SIGTERM))
-        self._die()
+            self._finish(SystemExit(128 + signum))
+        self._die(signum)
 
-    def _die(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def _die(self, signum: int) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
         while True:  # to another thread, perhaps: this one does nothing more
             time.sleep(1)
 
