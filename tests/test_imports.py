@@ -15,7 +15,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
 
-GROUND = {"compat", "errors", "incident", "numerics"}
+GROUND = {"compat", "errors", "incident", "numerics", "stderr"}
 MAY_IMPORT = {
     "_version": set[str](),
     "compat": set[str](),
@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "incident": set[str](),
     "numerics": {"compat"},
     "precisions": set[str](),
+    "stderr": set[str](),
     "protocol": set[str](),
-    "report": {"errors", "incident"},
+    "report": {"errors", "incident", "stderr"},
     "capture": GROUND | {"protocol"},
     "replay": GROUND | {"capture"},
     "diagnose": GROUND | {"protocol", "capture", "replay"},
@@ -39,7 +40,19 @@ MAY_IMPORT = {
 }
 """By room; "" is the front door, which nobody inside goes through."""
 
-WITHOUT_TORCH = {"", "__main__", "_version", "cli", "compare", "errors", "incident", "precisions", "protocol", "report"}
+WITHOUT_TORCH = {
+    "",
+    "__main__",
+    "_version",
+    "cli",
+    "compare",
+    "errors",
+    "incident",
+    "precisions",
+    "protocol",
+    "report",
+    "stderr",
+}
 
 PYTHONS_OWN = {
     "_args", "_exit", "_getframe", "_make", "_fields", "_reconstructor", "_replace", "_run_module_as_main", "_shutdown",

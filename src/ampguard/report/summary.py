@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampguard.incident import Incident, Location, Report, Severity, status_of
+from ampguard.stderr import stream
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,9 +30,10 @@ def print_summary(report: Report, path: Path | None, console: Console | None = N
     A closed or broken stderr is no reason to disturb a training.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if console is None and not sys.stderr.isatty():
-            for line in _summary_lines(report, path):
-                print("".join(text for text, _ in line), file=sys.stderr)
+        out = stream()
+        if console is None and (out is None or not out.isatty()):
+            for line in _summary_lines(report, path) if out is not None else ():
+                print("".join(text for text, _ in line), file=out)
             return
         from rich.text import Text
 

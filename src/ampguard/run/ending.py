@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ampguard.errors import AmpguardError, StopRun, message_of
+from ampguard.stderr import say
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -68,8 +69,7 @@ def hide_our_frames(error: BaseException) -> None:
 
 def say_fault(what: str, fault: Exception) -> None:
     """One line about a fault of our own."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"ampguard: {what} ({type(fault).__name__}: {message_of(fault)})", file=sys.stderr)
+    say(f"{what} ({type(fault).__name__}: {message_of(fault)})")
 
 
 def _exit_status(error: SystemExit) -> int:

@@ -8,6 +8,7 @@ from ampguard.errors import AmpguardError
 from ampguard.run.ending import say_fault
 from ampguard.run.protocols import GuardSession
 from ampguard.run.signals import FinishOnSignals
+from ampguard.stderr import keep
 
 
 class HeldSession:
@@ -22,6 +23,7 @@ class HeldSession:
     def start(self) -> None:
         if self._session is None:
             return
+        keep()  # for as long as the process lives
         try:
             self._session.start()
         except AmpguardError:

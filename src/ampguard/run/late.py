@@ -19,6 +19,7 @@ from typing import Any
 from ampguard.run.ending import say_fault
 from ampguard.run.folder import RunFolder, reserve_run_folder
 from ampguard.run.protocols import GuardSession
+from ampguard.stderr import say
 
 
 class LateSession:
@@ -47,7 +48,7 @@ class LateSession:
         if self._session is not None:
             status = self._session.finish(error)
         elif self._waiting is not None and self._waiting.uninstall() and error is None:
-            print("ampguard: the script did not import torch; nothing was watched", file=sys.stderr)
+            say("the script did not import torch; nothing was watched")
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 self._folder.path.rmdir()  # only where nothing was written

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from ampguard.errors import RunFolderError, StopRun
 from ampguard.incident import Incident
 from ampguard.report.merging import in_words
 from ampguard.report.store import read_report
+from ampguard.stderr import say
 
 
 def say_what_others_saw(folder: Path, rank: int, error: BaseException | None) -> None:
@@ -22,7 +22,7 @@ def say_what_others_saw(folder: Path, rank: int, error: BaseException | None) ->
     first = next((i for i in incidents if i.severity == "error" and rank not in _ranks_of(i)), None)
     if first is not None:
         what = f"{first.cause} in step {first.step}: {first.explanation.split('. ')[0].rstrip('.')}."
-        print(f"ampguard: {in_words(_ranks_of(first))} saw an error before this rank ended; {what}", file=sys.stderr)
+        say(f"{in_words(_ranks_of(first))} saw an error before this rank ended; {what}")
 
 
 def _ranks_of(incident: Incident) -> list[int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from ampguard.run.overrides.guard import overrides_under
 from ampguard.run.ranks import RankWatch, watch_ranks
 from ampguard.run.ranks_ending import say_what_others_saw
 from ampguard.run.stopping import Stopping
+from ampguard.stderr import keep, say, stream
 
 ISSUES = "https://github.com/ampguard/ampguard/issues"
 
@@ -92,6 +92,7 @@ class Session:
         self._calls = CallProbes(self._recorder, self._protocol)
         self._protocol.attach(self._calls.models)
         self._stopping = Stopping(self._recorder)
+        self._release_stderr: Callable[[], None] = lambda: None
         self._overrides = overrides_under(
             options.overrides,
             options.on_nonfinite,
@@ -116,14 +117,15 @@ class Session:
         """Make the run folder and install the probes. Raises UsageError or RunFolderError before anything is patched."""
         global _guarding
         if _guarding is not None:
-            print("ampguard: a guard is on already; this one stays out of its way", file=sys.stderr)
+            say("a guard is on already; this one stays out of its way")
             self._within = _guarding
             return
         self._folder = self._options.joins or make_run_folder(self._options.out, self._options.script_name)
         _guarding = self
+        self._release_stderr = keep()
         launch = self._folder.launch
         rank = self._rank if launch.shares else None
-        self._dynamics.start(self._folder.path, lambda problem: print(f"ampguard: {problem}", file=sys.stderr), rank)
+        self._dynamics.start(self._folder.path, say, rank)
         if rank is not None:
             self._ranks = watch_ranks(
                 *(self._recorder, self._dynamics, self._casebook, self._folder.path, rank),
@@ -179,6 +181,7 @@ class Session:
         status = self._stopping.status
         with heard():
             self._end(error)
+        self._release_stderr()
         return status or (self._stopping.status if error is None else 0)
 
     def _end(self, error: BaseException | None) -> None:
@@ -214,6 +217,7 @@ class Session:
         self._finished, _guarding = True, None
         self._take_out()
         self._dynamics.undo()
+        self._release_stderr()
 
     def _take_out(self, has_failed: bool = False) -> None:
         if self._overrides is not None:
@@ -232,7 +236,7 @@ class Session:
         problem, shown = self._write(self.report)
         path = self._folder.report_path if self._folder is not None and problem is None else None
         if problem is not None:
-            print(f"ampguard: {problem}", file=sys.stderr)
+            say(problem)
         is_told = (
             self._ranks is None or self._rank == 0 or self.report.incidents
         )  # of many ranks not all say "no incident"
@@ -249,7 +253,7 @@ class Session:
             and not self._recorder.steps.count
         ):
             running = self._children.still_running() if self._children is not None else 0
-            print(f"ampguard: {going_on(running) if running else unwatched(made)}", file=sys.stderr)
+            say(f"{going_on(running) if running else unwatched(made)}")
 
     def _write(self, report: Report) -> tuple[str | None, Report]:
         """Write the report. What went wrong, and what is to be shown: the report of the children too."""
@@ -360,7 +364,7 @@ class Session:
 
     def _on_taken_back(self, incident: Incident) -> None:
         """What was told has turned out to be nothing: whoever reads along is to know."""
-        print(f"ampguard: {incident.cause}, told of step {incident.step}, is taken back", file=sys.stderr)
+        say(f"{incident.cause}, told of step {incident.step}, is taken back")
 
     def _note(self, incident: Incident) -> None:
         self._dynamics.note(EventRow(incident.step, incident.cause, incident.explanation))
@@ -389,8 +393,8 @@ class Session:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         told = f"({type(fault).__name__}: {message_of(fault)}, {Path(last.filename).name}:{last.lineno}); {what_now}."
         if is_out_of_memory(fault):
-            print(f"ampguard: no memory is left for what it does beside the script {told}", file=sys.stderr)
+            say(f"no memory is left for what it does beside the script {told}")
         else:
-            print(f"ampguard: a fault of its own {told} Please report it: {ISSUES}", file=sys.stderr)
+            say(f"a fault of its own {told} Please report it: {ISSUES}")
         if os.environ.get("AMPGUARD_DEBUG"):
-            traceback.print_exception(fault, file=sys.stderr)
+            traceback.print_exception(fault, file=stream())

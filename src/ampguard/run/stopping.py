@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.errors import StopRun
-from ampguard.run.overrides.ledger import say
+from ampguard.stderr import say
 
 
 class Stopping:

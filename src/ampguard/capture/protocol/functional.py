@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
+from ampguard.stderr import say
 
 UNDER_VMAP = (
     "this run differentiates by torch.func under vmap, and what is not finite there does not come again when one member is "
@@ -152,7 +152,7 @@ class FunctionalTraining:
     def _tell_without_operator(self, loss: Tensor) -> None:
         if not self._has_said:
             self._has_said = True
-            print(f"ampguard: {UNDER_VMAP}", file=sys.stderr)
+            say(UNDER_VMAP)
         if not math.isfinite(float(loss.double().sum())):
             self._recorder.judge.judge_losses([loss])
 

@@ -16,8 +16,9 @@ from ampguard import compat
 from ampguard.engine.casting import tensors_in
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.gradients import all_finite
-from ampguard.run.overrides.ledger import Ledger, say
+from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.moment import Moment
+from ampguard.stderr import say
 
 
 class Again:

@@ -13,8 +13,9 @@ from ampguard.engine.force_fp32 import ForcedModules
 from ampguard.engine.patterns import called_in, nearest, outermost
 from ampguard.errors import PatternError
 from ampguard.replay.names import parts_by_name, paths_in_holders
-from ampguard.run.overrides.ledger import Ledger, say
+from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.plan import Plan
+from ampguard.stderr import say
 
 
 class Forced:

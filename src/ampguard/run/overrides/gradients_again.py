@@ -16,9 +16,9 @@ from ampguard import compat
 from ampguard.capture.record import BackwardCall, RootCall
 from ampguard.numerics import is_finite
 from ampguard.run.overrides.gradients import all_finite
-from ampguard.run.overrides.ledger import say
 from ampguard.run.overrides.lower_scale import LowerScale
 from ampguard.run.overrides.remaking import Part, Remaking
+from ampguard.stderr import say
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ from ampguard.engine.force_fp32.modules import is_forced
 from ampguard.incident import Fix, Incident, Location
 from ampguard.run.overrides.forced import Forced
 from ampguard.run.overrides.healed_ranks import Healed, HealedRanks
-from ampguard.run.overrides.ledger import Ledger, say
+from ampguard.run.overrides.ledger import Ledger
 from ampguard.run.overrides.lines import LinesInFloat32
 from ampguard.run.overrides.plan import Plan
 from ampguard.run.overrides.regions import any_low_dtype
 from ampguard.run.overrides.roots import RootCalls
+from ampguard.stderr import say
 
 SMALLEST_FIRST = ("force-fp32", "use-bf16", "disable-amp")
 AS_IN_FLOAT32 = 0.02

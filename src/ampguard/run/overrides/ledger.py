@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import Any
+
+from ampguard.stderr import say
 
 
 class Ledger:
@@ -47,9 +47,3 @@ class Ledger:
             "steps_made_again": sorted(self.made_again),
             "steps_at_lower_loss_scale": sorted(self.at_lower_scale),
         }
-
-
-def say(what: str) -> None:
-    """One line on stderr."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"ampguard: {what}", file=sys.stderr, flush=True)

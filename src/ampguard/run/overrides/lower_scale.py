@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.run.overrides.gradients import all_finite
-from ampguard.run.overrides.ledger import Ledger, say
+from ampguard.run.overrides.ledger import Ledger
+from ampguard.stderr import say
 
 Gradients = list["Tensor | None"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from ampguard.run.overrides.ledger import say
 from ampguard.run.stopping import Stopping
+from ampguard.stderr import say
 
 IN_A_ROW = 10
 """Steps held off one after another, after which the run ends: a bad batch is one, and a fault does not go away."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +42,7 @@ from ampguard.run.overrides.roots import RootCalls
 from ampguard.run.overrides.scalers import Scalers
 from ampguard.run.overrides.step_again import StepAgain
 from ampguard.run.overrides.updates import Listener, Updates
+from ampguard.stderr import stream
 
 GAINED = "gained autocast around calls of the script's models"
 
@@ -269,7 +269,7 @@ class RunningOverrides:
     def _on_fault(self, fault: Exception) -> None:
         self.ledger.failed(f"anything from here on: a fault of ampguard's own ({type(fault).__name__}: {fault})")
         if os.environ.get("AMPGUARD_DEBUG"):
-            traceback.print_exception(fault, file=sys.stderr)
+            traceback.print_exception(fault, file=stream())
 
     def _on_gain(self) -> None:
         if self._regions.of_script:  # the first call of a model that opens them itself

@@ -14,9 +14,9 @@ from torch import Tensor
 from ampguard import compat
 from ampguard.capture.record import Ref
 from ampguard.numerics import is_finite
-from ampguard.run.overrides.ledger import say
 from ampguard.run.overrides.live_values import live_results, may_be_healed, take_values
 from ampguard.run.overrides.remaking import Remaking
+from ampguard.stderr import say
 
 
 class StepAgain:
