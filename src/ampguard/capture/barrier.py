@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 from ampguard import compat
-from ampguard.compat import dispatch_modes_on, function_modes_on, is_default_device
+from ampguard.compat import asked_classes, classes_are_asked, dispatch_modes_on, function_modes_on, is_default_device
 
 T = TypeVar("T")
 
@@ -52,6 +52,9 @@ class FaultBarrier:
         if self.tripped or self._captures:
             return None
         try:
+            if asked_classes and classes_are_asked():
+                with compat.past_classes():
+                    return self.call(function, *args)
             depth, modes = function_modes_on(), dispatch_modes_on()
             if not (depth or modes) or self.is_hiding:
                 return function(*args)

@@ -22,6 +22,7 @@ from ampguard.capture.probing.functions import FunctionProbe
 from ampguard.capture.probing.loading import LoadingProbe
 from ampguard.capture.probing.modules import ModuleProbe
 from ampguard.capture.probing.swapping import SwappingProbe
+from ampguard.capture.probing.tensor_classes import TensorClassProbe
 from ampguard.capture.probing.updates import UpdateProbe
 from ampguard.capture.probing.warnings_shown import WarningProbe
 from ampguard.capture.recorder import FlightRecorder
@@ -39,6 +40,7 @@ PROBES = (
     SwappingProbe,
     WarningProbe,
     DeviceGraphProbe,
+    TensorClassProbe,
 )
 
 

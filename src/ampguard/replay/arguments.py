@@ -62,7 +62,8 @@ class Values:
                     return self.replaced[leaf].clone()
                 made = self._result(leaf)
                 with torch.set_grad_enabled(self.keeps_graph), self.mode:
-                    return made.clone() if self.mode.sees_operators else as_laid_out(made, made)
+                    copy = made.clone() if self.mode.sees_operators else as_laid_out(made, made)
+                    return compat.in_class_of(copy, made)
             return self._leaf(leaf, grad) if isinstance(leaf, Held) else leaf
 
         return map_leaves(tree, value)
@@ -79,7 +80,8 @@ class Values:
             if isinstance(leaf, Held):
                 if self.keeps_graph and leaf.tensor.requires_grad:
                     return self._leaf(leaf, grad=True) if leaf.tensor.is_leaf else self._computed(leaf)
-                return self.replaced.get(id(leaf.tensor), self._to_be_written(leaf)).detach()
+                given = self.replaced.get(id(leaf.tensor), self._to_be_written(leaf)).detach()
+                return compat.in_class_of(given, leaf.tensor)
             return leaf.restored() if isinstance(leaf, HeldGenerator) else leaf
 
         return map_leaves(tree, value)
@@ -96,7 +98,7 @@ class Values:
         return own
 
     def _detached(self, made: Tensor) -> Tensor:
-        detached = made.detach()
+        detached = compat.in_class_of(made.detach(), made)
         self.mode.stands_for(detached, made)
         return detached
 
@@ -147,7 +149,7 @@ class Values:
         other = low_to(source, self.mode.variant.convert)
         if isinstance(source, nn.Parameter) and other is source:
             return self.stand_ins.get(id(held.tensor), source)
-        copy = as_laid_out(other.detach(), held.tensor)
+        copy = compat.in_class_of(as_laid_out(other.detach(), held.tensor), held.tensor)
         self.mode.stand_ins[compat.storage_key(copy)] = (copy, held.tensor)
         if wants:
             self.stand_ins[id(held.tensor)] = copy.requires_grad_()

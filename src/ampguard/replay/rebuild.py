@@ -32,6 +32,7 @@ from ampguard.replay.forgiving import forgiving_hooks
 from ampguard.replay.forward_mode import ChangedOperands, differentiated_in, tangents_in
 from ampguard.replay.keeping import StateKeeper
 from ampguard.replay.names import names_of_called, parameter_names
+from ampguard.replay.operators import flat_tensors
 from ampguard.replay.other_ranks import answered, check_what_was_sent
 from ampguard.replay.outcome import Outcome
 from ampguard.replay.roots import run_root, swap_state, traced_modules
@@ -401,7 +402,7 @@ class Replayer:
         if op.rng is not None:
             set_streams(op.rng)
         with torch.set_grad_enabled(op.grad and self.keeps_graph), mode:
-            output = op.func(*args, **kwargs)
+            output = _computed(op, args, kwargs)
         if isinstance(output, Tensor):
             return [output]
         return [t for t in output if isinstance(t, Tensor)] if isinstance(output, (tuple, list)) else []
@@ -413,6 +414,19 @@ class Replayer:
             yield
         finally:
             self._recorder.paused = paused
+
+
+def _computed(op: GlueOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, as the class of its tensors computes it; past one that knows only the function that the
+    script called, and not the operators that it is made of."""
+    try:
+        with compat.asking_classes():
+            return op.func(*args, **kwargs)
+    except Exception:
+        given = [tensor for tensor in flat_tensors(args, kwargs) if compat.is_asked(type(tensor))]
+        if not given:
+            raise
+    return map_tensors(op.func(*args, **kwargs), lambda made: compat.in_class_of(made, given[0]))
 
 
 def _never_unpacked(_: Any) -> Any:

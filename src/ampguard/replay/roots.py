@@ -64,7 +64,7 @@ def run_root(
         if training != root.training:
             module.train(root.training)
         set_streams(root.rng)
-        with casts.of_call(root), modes_of(root.modes), mode:
+        with casts.of_call(root), modes_of(root.modes), mode, compat.asking_classes():
             output = module(*args, **kwargs)
         for identity, (owner, name) in sandbox.stand_ins.items():
             tensor = owner.get(name)
@@ -151,8 +151,15 @@ def traced_modules(mode: ReplayMode) -> Iterator[None]:
     """Every module call of the replay goes through the mode, so that it knows where it is."""
     current = nn.Module.__call__
 
+    def with_classes(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with compat.asking_classes():
+            return current(module, *args, **kwargs)
+
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return mode.call_module(current, self, args, kwargs)
+        if not compat.asked_classes:
+            return mode.call_module(current, self, args, kwargs)
+        with compat.past_classes():
+            return mode.call_module(with_classes, self, args, kwargs)
 
     nn.Module.__call__ = __call__  # type: ignore[method-assign]
     try:

@@ -164,7 +164,7 @@ class ReplayMode(compat.DispatchMode):
         low = next((t.dtype for t in flat_tensors(args, kwargs) if numerics.is_low_precision(t.dtype)), None)
         if low is None or any(enabled for _, enabled in before):
             return output  # autocast casts again where it wants to
-        return map_tensors(output, lambda t: t.to(low) if t.dtype == torch.float32 else t)
+        return map_tensors(output, lambda t: compat.in_class_of(t.to(low), t) if t.dtype == torch.float32 else t)
 
     def _locate(self) -> None:
         """The innermost module that is running and that the user's code names: its dotted name and its identity."""

@@ -108,7 +108,7 @@ class Captured:
 
 def widened(tensor: Tensor) -> Tensor:
     """Low precision to float32; anything else as it is."""
-    return tensor.float() if numerics.is_low_precision(tensor.dtype) else tensor
+    return compat.in_class_of(tensor.float(), tensor) if numerics.is_low_precision(tensor.dtype) else tensor
 
 
 def converted(func: Any, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

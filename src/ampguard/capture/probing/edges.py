@@ -78,18 +78,18 @@ class EdgeProbe(Probe):
 
     def _watch_printing(self) -> None:
         """A number that is printed as a tensor is read as one that is read by `item()`: PyTorch does it out of our sight."""
-        recorder, watching, look = self._recorder, self._is_watching, self._look_at_array
-        guarded = recorder.barrier.call
+        watching, read, look = self._is_watching, self._read_printed, self._look_at_array
+        guarded = self._recorder.barrier.call
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def __repr__(self: Any, **kwargs: Any) -> Any:  # noqa: N807
                 text = original(self, **kwargs)
-                is_bad = type(self) is torch.Tensor and text.startswith(_NOT_FINITE) and self.dim() == 0 and self.is_cpu
-                if is_bad and watching():
-                    guarded(recorder.judge.read, self, math.nan)
-                elif type(self) is torch.Tensor and ("nan" in text or "inf" in text) and watching():
-                    look(self)
+                if type(self) is torch.Tensor and ("nan" in text or "inf" in text) and watching():
+                    if text.startswith(_NOT_FINITE):
+                        guarded(read, self)
+                    else:
+                        look(self)
                 return text
 
             return __repr__
@@ -108,7 +108,7 @@ class EdgeProbe(Probe):
                 if watching() and type(self) is torch.Tensor:
                     if _is_bad_number(value):
                         guarded(recorder.judge.read, self, math.nan)
-                    elif self.dim():
+                    elif type(value) is list or getattr(value, "ndim", False):
                         look(self)
                 return value
 
@@ -116,6 +116,12 @@ class EdgeProbe(Probe):
 
         for name in ("numpy", "tolist"):
             self._patches.replace(torch.Tensor, name, watch)
+
+    def _read_printed(self, number: torch.Tensor) -> None:
+        if number.is_cpu:
+            self._recorder.judge.read(number, math.nan)
+        else:
+            self._look_at_array(number)
 
     def _look_at_array(self, array: torch.Tensor) -> None:
         recorder = self._recorder
