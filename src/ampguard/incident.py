@@ -170,6 +170,8 @@ class Report(msgspec.Struct, frozen=True):
     """What the run was made to do otherwise than the script says (docs/overrides.md); absent where nothing was."""
     ranks: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """With several ranks: how many `reported`, and which did not (`missing`, at most 64 of them, and `missing_count`)."""
+    off_since_step: int | msgspec.UnsetType = msgspec.UNSET
+    """The step in which a fault of the guard's own has switched it off: nothing after that was watched. Absent else."""
 
 
 def status_of(incidents: tuple[Incident, ...]) -> Literal["clean", "incidents"]:

@@ -696,6 +696,26 @@ def test_fault_of_what_waits_for_weights(guard: Callable[..., Watched], monkeypa
     assert run.result == bare
 
 
+def test_a_run_that_the_guard_did_not_see_to_its_end_is_not_clean(
+    guard: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body() -> None:
+        seed_everything()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 3:
+                monkeypatch.setattr(log.EventLog, "named_argument", raises)
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 1
+    assert (run.report.status, run.report.off_since_step, run.report.incidents) == ("incidents", 3, ())
+    assert "3 steps, no incident until the guard went off in step 3; nothing after that was watched" in run.stderr
+
+
 def test_every_entry_that_probes_call_is_tested() -> None:
     """The list above is compared with what the probes and the tape really call through the barrier."""
     import inspect

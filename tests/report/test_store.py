@@ -142,6 +142,13 @@ def test_a_clean_rank_does_not_make_the_run_clean(tmp_path: Path) -> None:
     assert read_report(tmp_path).status == "incidents"
 
 
+def test_a_guard_that_went_off_on_one_rank_is_told_of_the_run() -> None:
+    off = msgspec.structs.replace(a_report(), status="incidents", off_since_step=4)
+    merged = merge([a_report(), off])
+    assert (merged.status, merged.off_since_step) == ("incidents", 4)
+    assert merge([a_report(), a_report()]).off_since_step is msgspec.UNSET
+
+
 def test_ranks_that_finish_at_once_all_get_in(tmp_path: Path) -> None:
     def finish(rank: int) -> str | None:
         return write_rank_report(tmp_path, a_report(an_incident(rank=rank), world_size=8), rank)

@@ -274,6 +274,12 @@ def test_a_clean_summary_is_one_line() -> None:
     assert summary(a_report(steps=1), None) == "ampguard: 1 step, no incident\n"
 
 
+def test_a_summary_of_a_guard_that_went_off() -> None:
+    report = msgspec.structs.replace(a_report(steps=9), status="incidents", off_since_step=9)
+    expected = "ampguard: 9 steps, no incident until the guard went off in step 9; nothing after that was watched\n"
+    assert summary(report, None) == expected
+
+
 def test_a_long_summary_is_cut() -> None:
     lines = summary(a_report(*[OVERFLOW] * 50), None).splitlines()
     assert len(lines) == 22

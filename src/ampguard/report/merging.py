@@ -24,16 +24,18 @@ def merge(reports: Sequence[Report], ranks: Sequence[int | None] | None = None) 
     world_size = max(report.environment.world_size for report in reports)
     steps = max(report.steps for report in reports)
     known = {rank: report for rank, report in zip(ranks or (), reports, strict=ranks is not None) if rank is not None}
+    off = [report.off_since_step for report in reports if isinstance(report.off_since_step, int)]
     seen = _same_seen_by(incident for report in reports for incident in report.incidents)
     incidents = [_with_the_others(incident, known, world_size) for incident in _without_consequences(seen)]
     return Report(
-        status=status_of(tuple(incidents)),
+        status="incidents" if off else status_of(tuple(incidents)),
         environment=msgspec.structs.replace(first.environment, world_size=world_size),
         steps=steps,
         incidents=tuple(sorted(incidents, key=_importance)),
         schema=first.schema,
         run=first.run,
         ranks=_who_reported(known, world_size),
+        off_since_step=min(off) if off else msgspec.UNSET,
     )
 
 

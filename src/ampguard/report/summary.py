@@ -66,9 +66,12 @@ def _module_of(incident: Incident) -> str:
 def _summary_lines(report: Report, path: Path | None) -> Iterator[list[Part]]:
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     counted = [_count(report.incidents)] if report.incidents else []
-    if report.status == "incidents" and status_of(report.incidents) == "clean":
+    is_off = isinstance(report.off_since_step, int)
+    if report.status == "incidents" and status_of(report.incidents) == "clean" and not is_off:
         counted.append("bad losses that were not looked into")
     outcome = ", ".join(counted) or "no incident"
+    if is_off:
+        outcome += f" until the guard went off in step {report.off_since_step}; nothing after that was watched"
     style = "bold green" if report.status == "clean" else "bold"
     yield [("ampguard: ", style), (f"{steps}, ", ""), (outcome, style)]
     for incident in report.incidents[:_MAX_SUMMARY_LINES]:

@@ -109,6 +109,8 @@ class Session:
         self._children: ChildProcesses | None = None
         self._finished = False
         self._told_fault = False
+        self._off_since: int | None = None
+        """The step in which a fault of our own has ended the watching before the run did."""
         self._within: Session | None = None
         """The guard that was on already, where there was one."""
         self.report: Report | None = None
@@ -319,10 +321,13 @@ class Session:
         if self._options.joins is not None:
             size = self._options.joins.launch.world_size
         environment = Environment(torch.__version__.split("+")[0], platform.python_version(), device, size)
-        status = "incidents" if self._casebook.has_unseen else status_of(incidents)
+        is_partly_unseen = self._casebook.has_unseen or self._off_since is not None
+        status = "incidents" if is_partly_unseen else status_of(incidents)
         report = Report(status, environment, self._recorder.steps.count, incidents)
         if self._overrides is not None:
             report = msgspec.structs.replace(report, run=self._overrides.as_dict())
+        if self._off_since is not None:
+            report = msgspec.structs.replace(report, off_since_step=self._off_since)
         return report
 
     # --- what the recorder tells --------------------------------------------------------------------------------------
@@ -383,6 +388,8 @@ class Session:
 
     def _on_fault(self, fault: Exception) -> None:
         """Something in ampguard itself went wrong: say it once, step aside."""
+        if not self._finished:
+            self._off_since = self._recorder.steps.count
         self._recorder.active = False
         self._recorder.paused = False
         with contextlib.suppress(Exception):
