@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from watching import Watched
 
+from ampguard.incident import Fix
+
 Guard = Callable[..., Watched]
 
 
@@ -53,3 +55,81 @@ def test_the_model_is_what_leaves_autocast(guard: Guard) -> None:
     assert fix.verified
     assert fix.target == ""
     assert 'torch.autocast("cpu", enabled=False)(net)(x)' in fix.how
+
+
+Step = Callable[[nn.Module, Tensor], Tensor]
+OFF = 'torch.autocast("cpu", enabled=False)'
+
+
+def squared(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).pow(2).sum()
+
+
+def squared_in_two(net: nn.Module, x: Tensor) -> Tensor:
+    out = net(x)
+    return out.pow(2).sum()
+
+
+def multiplied(net: nn.Module, x: Tensor) -> Tensor:
+    out = net(x)
+    return (out @ out.t()).sum()
+
+
+def called_twice(net: nn.Module, x: Tensor) -> Tensor:
+    first = net[0](x * 30)
+    second = net[1](first) + 1
+    return second.sum()
+
+
+def fix_of(guard: Guard, step: Step, net: nn.Module) -> Fix:
+    """Of a training whose fourth batch is too large, with a loss scale."""
+
+    def body() -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+        for number in range(5):
+            x = torch.randn(2, 4) * (1e4 if number == 3 else 1)
+            with torch.autocast("cpu", torch.float16):
+                loss = step(net, x)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    return next(fix for fix in run.first.fixes if fix.action == "force-fp32")
+
+
+def test_a_statement_is_rewritten_once(guard: Guard) -> None:
+    fix = fix_of(guard, squared, nn.Linear(4, 4))
+    assert fix.verified
+    assert fix.how == f"leave autocast for this one call: return {OFF}(net)(x).pow(2).sum()"
+
+
+def test_what_the_gradients_need_may_be_enough(guard: Guard) -> None:
+    """The square overflows, and so does its derivative where the model's own result is low: in float32 both are cured."""
+    fix = fix_of(guard, squared_in_two, nn.Linear(4, 4))
+    assert fix.verified
+    code, _, place = fix.how.partition("  # ")
+    assert code == f"with {OFF}: out = net(x)"
+    assert place.startswith("test_region_of_a_chain.py:")
+    assert fix.target == ""
+
+
+def test_a_product_is_low_again_under_autocast(guard: Guard) -> None:
+    fix = fix_of(guard, multiplied, nn.Linear(4, 4))
+    assert "return (out.float() @ out.float().t()).sum()" in fix.how
+
+
+def test_each_statement_has_its_own_line_and_place(guard: Guard) -> None:
+    net = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    fix = fix_of(guard, called_twice, net)
+    assert fix.verified
+    head, first, second = fix.how.splitlines()
+    assert head == "leave autocast in each of these statements:"
+    assert first.startswith(f"first = {OFF}(net[0])(x * 30)  # test_region_of_a_chain.py:")
+    assert second.startswith(f"second = {OFF}(net[1])(first.float()) + 1  # test_region_of_a_chain.py:")
+    assert fix.target is not None
+    assert all(fix.target.split(", "))

@@ -124,6 +124,13 @@ def test_code_in_a_fix_has_its_own_line() -> None:
     assert lines[-3:] == ["fix, untried: x: y = f(x)", "more: ampguard explain fp16-overflow", ""]
 
 
+def test_the_place_of_a_statement_stays_beside_it() -> None:
+    how = 'with torch.autocast("cpu", enabled=False): features = backbone(images)  # train.py:8'
+    lines = rendered(msgspec.structs.replace(OVERFLOW, fixes=(Fix("force-fp32", None, how, True),))).splitlines()
+    first = lines.index('fix, verified: with torch.autocast("cpu", enabled=False):')
+    assert lines[first + 1] == "    features = backbone(images)  # train.py:8"
+
+
 def test_a_colon_in_code_that_a_sentence_quotes_begins_no_code() -> None:
     how = "keep the weights that are loaded in `model.load_state_dict({key: v.float()})` (ema.py:24) in float32"
     lines = rendered(msgspec.structs.replace(OVERFLOW, fixes=(Fix("force-fp32", None, how),))).splitlines()

@@ -14,6 +14,9 @@ from ampguard.incident import Location
 from ampguard.numerics import KIND_NAMES, dtype_name
 from ampguard.replay.trace import TracedOp
 
+ROOT = "the root module"
+"""What a model is called that has no name in another."""
+
 
 def number(value: float | None) -> str:
     """A number as a person would write it.

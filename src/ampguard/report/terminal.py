@@ -276,8 +276,11 @@ def _fix_lines(fix: Fix, width: int, can_be_replayed: bool) -> Iterator[Text]:
     first, *rest = fix.how.splitlines() or [fix.action]
     if len(label) + 2 + len(first) > width:
         first, place, where = first.partition("  # ") if _PLACED.search(first) else (first, "", "")
-        rest = [f"# {where}", *rest] if place else rest
         first, *code = _words_and_code(first, fix.action)
+        if place and code and len(code[-1]) + len(where) + 8 <= width:
+            code[-1] += f"  # {where}"
+        elif place:
+            code.append(f"# {where}")
         rest = [*code, *rest]
     if first:
         yield from _folded(Text(f"{label}: ", style), first, width, indent=4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
@@ -18,7 +19,7 @@ from ampguard.diagnose import words
 from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.fixes.float_code import in_float32
-from ampguard.diagnose.fixes.region_code import call_outside_autocast, forward_outside_autocast
+from ampguard.diagnose.fixes.region_code import ONE_CALL, call_outside_autocast, forward_outside_autocast
 from ampguard.diagnose.fixes.script_casts import casts, casts_behind, made_from, sorted_casts
 from ampguard.diagnose.gradients import GradientEvidence, locate_gradient
 from ampguard.diagnose.locate.locating import chain_of
@@ -38,8 +39,30 @@ MAX_REGIONS = 24
 MAX_UPSTREAM = 4
 """Lines and modules that are added because they made what the accused operator was given."""
 
+CAST_BY_AUTOCAST = (
+    "mm",
+    "mv",
+    "bmm",
+    "addmm",
+    "addmv",
+    "addr",
+    "baddbmm",
+    "addbmm",
+    "conv",
+    "linear",
+    "prelu",
+    "scaled_dot",
+)
+"""How the names of operators begin that autocast runs in low precision, whatever they are given."""
+
 Region: TypeAlias = tuple[str, int | tuple[str, int]]
 """("module", id of the module) or ("line", (file, line number))."""
+
+
+_PLACED = re.compile(r"  # \S+:\d+$")
+
+Place: TypeAlias = tuple[TracedOp, str, int | None]
+"""An operator, the name of the region that it stands for, and the module that this is, if it is one."""
 
 
 def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, str, Variant, Outcome] | None:
@@ -82,6 +105,7 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         if _with_finite_gradients(members, replayer, budget, evidence.trace):
             members = _without_inner(members, replayer.names)
             outcome = attempt(evidence.bad, replayer, _variant(members))
+            members, outcome = _with_none_to_spare(evidence, members, outcome, budget)
     names = [_name(region, replayer.names) for region in members]
     owners = [place if isinstance(place, int) else None for _, place in members]
     how = advice(evidence, list(members.values()), names, owners)
@@ -99,7 +123,7 @@ def smallest_float32_region(evidence: Evidence, budget: Budget) -> tuple[str, st
         by_text, by_region = sorted_casts(own_casts)
         how += f"\nand leave out the cast to {words.precision(evidence)} in: {by_text}" if by_text else ""
         how += f"\nand write enabled=False in: {by_region}" if by_region else ""
-    return ", ".join(names), how, variant, outcome
+    return target_of(names), how, variant, outcome
 
 
 def _casts_without_operator(evidence: Evidence, members: dict[Region, TracedOp]) -> tuple[Line, ...]:
@@ -139,6 +163,37 @@ def _with_finite_gradients(members: dict[Region, TracedOp], replayer: Replayer, 
             break
         widened[region] = op
     return False  # not enough: the forward pass needs none of them
+
+
+def _with_none_to_spare(
+    evidence: Evidence, members: dict[Region, TracedOp], outcome: Outcome, budget: Budget
+) -> tuple[dict[Region, TracedOp], Outcome]:
+    """Without the regions that are not needed any more once those that the gradients begin in are in float32."""
+    replayer = evidence.replayer
+    for region in list(members):
+        if replayer is None or len(members) < 2 or budget.is_spent:
+            break
+        if _is_cast_anew(evidence.trace, region):
+            continue
+        fewer = {r: o for r, o in members.items() if r != region}
+        smaller = attempt(evidence.bad, replayer, _variant(fewer))
+        if not smaller.is_bad and has_finite_gradients(replayer, _variant(fewer)):
+            members, outcome = fewer, smaller
+    return members, outcome
+
+
+def _is_cast_anew(trace: Trace, region: Region) -> bool:
+    """Whether autocast casts what a line outside modules is given: one that is float32 by then would be low again.
+
+    The replay runs the operators that were recorded, and has no cast there where the operand was low already.
+    """
+    kind, place = region
+    ops = [
+        op
+        for op in trace.ops
+        if op.root is None and not op.in_backward and op.short_name.lstrip("_").startswith(CAST_BY_AUTOCAST)
+    ]
+    return kind == "line" and any((line.code.co_filename, line.number) == place for op in ops if (line := op.line))
 
 
 def region_of(op: TracedOp) -> Region | None:
@@ -183,6 +238,11 @@ def _name(region: Region, names: dict[int, str]) -> str:
     return names.get(place, "")
 
 
+def target_of(names: list[str]) -> str:
+    """Several regions by name; the root module, whose name is empty, in words where others stand beside it."""
+    return ", ".join(name or words.ROOT for name in names) if len(names) > 1 else "".join(names)
+
+
 def advice(
     evidence: Evidence, ops: list[TracedOp], names: list[str] | None = None, owners: list[int | None] | None = None
 ) -> str:
@@ -197,9 +257,11 @@ def advice(
         (op, names[i] if names is not None else op.module or "", owners[i] if owners is not None else op.owner)
         for i, op in enumerate(ops)
     ]
-    written = _as_called(evidence, roots, places) if is_used else None
+    apart = [place for place in places if not _stands_in_another(evidence, place, places)] if is_used else places
+    written = _as_called(evidence, roots, apart) if is_used else None
     bodies: dict[str, dict[str, None]] = {}
-    for op, name, _ in places:
+    lines: dict[str, None] = {}
+    for op, name, _ in apart:
         off = f'with torch.autocast("{op.device}", enabled=False): ' if is_used else ""
         root = next((r for r in roots if r.index == op.root), None) if not name else None
         if root is not None and _enters_by_itself(root):
@@ -222,11 +284,30 @@ def advice(
             written_out = in_float32(evidence, op.line) if op.line is not None and not without else None
             body = written_out or f"{code}  # on .float() operands{without}"
         bodies.setdefault(off, {})[body] = None
-    others = "; ".join(f"{off}{'; '.join(lines)}" for off, lines in bodies.items())
-    return "\n".join(part for part in (written, others) if part)
+        lines[off + _with_place(body, op.line)] = None
+    calls = [_with_place(call.removeprefix(ONE_CALL), evidence.op.line) for call in written or ()]
+    if calls and len(calls) + len(lines) > 1 and not any("\n" in call for call in calls):
+        return "\n".join(["leave autocast in each of these statements:", *calls, *lines])
+    others = "; ".join(f"{off}{'; '.join(parts)}" for off, parts in bodies.items())
+    return "\n".join([*(written or ()), *([others] if others else [])])
 
 
-def _as_called(evidence: Evidence, roots: list[RootCall], places: list[tuple[TracedOp, str, int | None]]) -> str | None:
+def _with_place(code: str, line: Line | None) -> str:
+    """A statement with its place behind it, if it does not say one."""
+    if line is None or _PLACED.search(code):
+        return code
+    return f"{code}{', ' if '  # ' in code else '  # '}{words.line_name(line)}"
+
+
+def _stands_in_another(evidence: Evidence, place: Place, places: list[Place]) -> bool:
+    """Whether a module is called, and nowhere else, in a statement that leaves autocast as a whole."""
+    op, _, owner = place
+    calls = evidence.trace.calls.get(owner, []) if op.root is not None and owner is not None else []
+    whole = {(line.code, words.code_at(line)) for other, _, _ in places if other.root is None and (line := other.line)}
+    return bool(calls) and all(call.line and (call.line.code, words.code_at(call.line)) in whole for call in calls)
+
+
+def _as_called(evidence: Evidence, roots: list[RootCall], places: list[Place]) -> list[str] | None:
     """The code for the modules among these places; None where it cannot be written."""
     modules: dict[int, tuple[nn.Module, str, str]] = {}
     for op, name, owner in places:
@@ -239,9 +320,10 @@ def _as_called(evidence: Evidence, roots: list[RootCall], places: list[tuple[Tra
         modules[id(module)] = (module, name, op.device)
     calls = [call_outside_autocast(evidence, *found) for found in modules.values()]
     if not modules or all(call is not None for call in calls):
-        return "\n".join(call for call in calls if call is not None)
+        return [call for call in calls if call is not None]
     device = next(iter(modules.values()))[2]
-    return forward_outside_autocast(evidence, [(module, name) for module, name, _ in modules.values()], device)
+    lines = forward_outside_autocast(evidence, [(module, name) for module, name, _ in modules.values()], device)
+    return [lines] if lines is not None else None
 
 
 def _enters_by_itself(root: RootCall) -> bool:

@@ -23,6 +23,8 @@ from ampguard.replay.module_calls import ModuleCall
 from ampguard.replay.variables import attribute_path, expression_of
 
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
+ONE_CALL = "leave autocast for this one call: "
+
 Found = tuple[LineOfCode, ast.Call, ast.stmt | None]
 """A call in the text: its line, its node, and its statement (None in the head of a compound statement)."""
 
@@ -50,7 +52,7 @@ def call_outside_autocast(evidence: Evidence, module: nn.Module, name: str, devi
     is_short = statement.lineno == statement.end_lineno
     shown: ast.stmt | ast.expr = statement if is_short else node
     text = joined_lines(spliced(line.source.text, *line.source.span(shown), edits))
-    return f"leave autocast for this one call: {text}{place}"
+    return f"{ONE_CALL}{text}{place}"
 
 
 def forward_outside_autocast(evidence: Evidence, modules: list[tuple[nn.Module, str]], device: str) -> str | None:

@@ -6,6 +6,7 @@ import shlex
 
 import msgspec
 
+from ampguard.diagnose.words import ROOT
 from ampguard.incident import Fix, Incident
 
 
@@ -25,11 +26,16 @@ def _as_option(fix: Fix, precision: str, is_gained: bool, scale_is_gained: bool)
         how = f"use bfloat16, which has float32's range: --precision bf16 in place of {precision}"
     elif fix.action == "disable-amp":
         how = f"compute in float32: --precision fp32 in place of {precision}"
-    elif fix.action == "force-fp32" and is_gained and fix.target and ":" not in fix.target:
-        options = " ".join(f"--force-fp32 {shlex.quote(target)}" for target in fix.target.split(", "))
+    elif fix.action == "force-fp32" and is_gained and _are_patterns(names := (fix.target or "").split(", ")):
+        options = " ".join(f"--force-fp32 {shlex.quote(name)}" for name in names)
         how = f"beside --precision {precision}: {options}\n# or, in the code:\n{fix.how}"
     elif fix.action == "lower-loss-scale" and scale_is_gained:
         how = (
             f"beside --precision {precision}: --on-nonfinite heal, which makes such a step again at the scale that fits"
         )
     return fix if how is None else msgspec.structs.replace(fix, how=how)
+
+
+def _are_patterns(names: list[str]) -> bool:
+    """Whether a fix is aimed at modules that have names; neither at lines nor at a whole model."""
+    return not any(not name or ":" in name or name == ROOT for name in names)
