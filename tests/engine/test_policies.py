@@ -257,3 +257,74 @@ def test_a_batch_that_is_rolled_back_is_left_out_by_all_optimizers(mode: str) ->
         skipped += [amp.step("body").skipped, amp.step("head").skipped]
         assert torch.equal(before, head.weight) is (number == 2)
     assert skipped == [False] * 4 + [True] * 2 + [False] * 2
+
+
+def _of_two(mode: str, on_nonfinite: str | Rollback, **options: object) -> tuple[ampguard.Amp, list[torch.nn.Module]]:
+    torch.manual_seed(0)
+    nets = [torch.nn.Linear(6, 3), torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))]
+    optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in zip("ab", nets, strict=True)}
+    return ampguard.Amp(nets, optimizers, mode, on_nonfinite=on_nonfinite, init_scale=256.0, **options), nets
+
+
+def _losses_of_two(amp: ampguard.Amp, nets: list[torch.nn.Module], bad: str) -> list[torch.Tensor]:
+    with amp.autocast():
+        return [
+            net(torch.randn(4, 6)).float().square().mean() * (NAN if name == bad else 1.0)
+            for name, net in zip("ab", nets, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("bad", "first", "second"), [("b", "a", "b"), ("a", "b", "a")])
+@pytest.mark.parametrize(("mode", "window"), [("fp16", 1), ("fp16", 2), ("O2", 2), ("O3", 2)])
+def test_a_bad_loss_is_known_to_the_optimizer_that_it_has_reached(
+    mode: str, window: int, bad: str, first: str, second: str, at_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever has stepped since the backward passes: it is no loss scale that settles."""
+
+    def iteration(bad: str) -> list[ampguard.StepResult]:
+        losses = _losses_of_two(amp, nets, bad)
+        if at_once:
+            amp.backward(losses)
+        else:
+            for name, loss in zip("ab", losses, strict=True):
+                amp.backward(loss, name)
+        return [amp.step(first), amp.step(second)]
+
+    amp, nets = _of_two(mode, "skip", accumulate=window)
+    for micro_step in range(window):
+        results = iteration(bad if not micro_step else "")
+    assert [result.skipped for result in results] == [False, True]
+    assert f"`{bad}`: the loss is not finite" in caplog.text
+    amp, nets = _of_two(mode, "raise", accumulate=window)
+    with pytest.raises(NonfiniteError, match=f"`{bad}`: the loss is not finite"):
+        for micro_step in range(window):
+            iteration(bad if not micro_step else "")
+
+
+def test_a_bad_loss_is_forgotten_with_its_gradients() -> None:
+    """The next bad step of the optimizer may be no more than a loss scale that settles."""
+    amp, nets = _of_two("fp16", "raise")
+    losses = _losses_of_two(amp, nets, "b")
+    amp.backward(losses[0], "a")
+    amp.backward(losses[1], "b")
+    amp.step("a")
+    amp.optimizers["b"].zero_grad()
+    losses = _losses_of_two(amp, nets, "")
+    amp.backward(losses[1], "b")
+    nets[1][0].weight.grad[0, 0] = torch.inf
+    assert amp.step("b").skipped
+
+
+def test_a_bad_loss_whose_gradients_the_loop_carries_on() -> None:
+    body, head = torch.nn.Linear(6, 4), torch.nn.Linear(4, 1)
+    optimizers = {"body": torch.optim.SGD(body.parameters(), 0.1), "head": torch.optim.SGD(head.parameters(), 0.1)}
+    amp = ampguard.Amp([body, head], optimizers, "fp16", on_nonfinite="raise", init_scale=256.0)
+    with amp.autocast():
+        features = body(torch.ones(2, 6))
+        cut = features.detach().requires_grad_()
+        loss = head(cut).float().mean() * NAN
+    amp.backward(loss)
+    features.backward(cut.grad)
+    with pytest.raises(NonfiniteError, match="`body`: the loss is not finite"):
+        amp.step("body")

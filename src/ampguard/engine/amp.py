@@ -112,7 +112,6 @@ class Amp:
         patience = patience or (PATIENCE_WITH_SCALE if self.mode.scales_loss else PATIENCE)
         all_agree = self.ranks.all_agree if self.policy.waits else bool
         self.verdicts = Verdicts(patience, self._stepped, self._skipped, all_agree)
-        self._losses: list[Tensor] = []
         self._has_begun = False
         self._checkpoint = Checkpoint(self)
         self._statistics = Statistics(self.models)
@@ -170,7 +169,6 @@ class Amp:
         if self.mode.keeps_masters:
             self.mode.average_first(self.ranks.wrappers())
         self.stepper.backward(losses, only, retain_graph=retain_graph, create_graph=create_graph)
-        self._losses += [one.detach() for one in losses]
 
     # --- step ---------------------------------------------------------------------------------------------------------
 
@@ -220,7 +218,8 @@ class Amp:
         names = nonfinite_names(parameters, self.name_of, check.found_inf, self._name_nonfinite)
         self.stepper.apply(chosen, check)
         self.stepper.end_iteration(chosen, check.found_inf)
-        return self._judged(StepResult(check.norm, check.found_inf, before, names), chosen, check.found_inf)
+        result = StepResult(check.norm, check.found_inf, before, names)
+        return self._judged(result, chosen, check.found_inf, self.stepper.rules.losses_of(chosen))
 
     def _left_out(self, chosen: Sequence[Holding]) -> StepResult:
         """The batch was given up since its backward pass: all went back to an earlier state."""
@@ -240,13 +239,14 @@ class Amp:
         if not self.mode.takes_closures:
             raise closures.refusal(chosen[0].name, self.mode)
         self.verdicts.settle()
-        norm, undone, self._losses = self.stepper.evaluate(chosen[0], closure)
-        return self._judged(StepResult(norm, undone), chosen, undone)
+        norm, undone, losses = self.stepper.evaluate(chosen[0], closure)
+        return self._judged(StepResult(norm, undone), chosen, undone, losses)
 
-    def _judged(self, result: StepResult, chosen: Sequence[Holding], flag: Tensor) -> StepResult:
+    def _judged(
+        self, result: StepResult, chosen: Sequence[Holding], flag: Tensor, losses: Sequence[Tensor]
+    ) -> StepResult:
         self.stepper.clear(chosen)
         self._statistics.end_window()
-        losses, self._losses = self._losses, []
         if compat.cuda_is_capturing():  # nothing has run yet; each replay is a step, of which nobody is told
             return result
         self.verdicts.add(Verdict(result, tuple(h.name for h in chosen), losses, flag), self.policy.waits)

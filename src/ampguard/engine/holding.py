@@ -48,6 +48,8 @@ class Holding:
         """Whether its gradients are gone because the run went back to an earlier state."""
         self.writes_own = False
         """Whether the loop has called `amp.unscale_` before there was any gradient: it writes its own, without a scale."""
+        self.losses: list[Tensor] = []
+        """Those whose gradients are here, detached: a bad one is the reason of every bad step that it has reached."""
         self.foreign_writes_told = False
         self.misses_more = False
         """Whether more parameters than ever before are without a gradient: a layer may have been replaced."""
@@ -166,6 +168,7 @@ class Holding:
         """Gradients become None; those that share a buffer become 0 in place, or the buffer would lose them."""
         in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
         self.micro_steps, self.is_new, self.leaves_out, self.writes_own = 0, False, False, False
+        self.losses = []
         if not in_place:
             for p in self.parameters:
                 p.grad = None

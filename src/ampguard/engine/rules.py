@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ampguard.engine import misuse
@@ -55,6 +56,7 @@ class Rules:
         self._backward_at: Line | None = None
         self._backward_for: tuple[str, ...] | None = None
         """The optimizers that the last backward pass was for; None: for all."""
+        self._last_losses: list[Tensor] = []
         self.others = OtherBackwards(self._scale.__float__, self.is_held)
         if is_scaled:
             self.others.watch(holdings)
@@ -83,6 +85,7 @@ class Rules:
                 if holding.micro_steps:
                     raise misuse.cleared_in_window(holding.name, holding.micro_steps, self._window)
                 self._machine.feed(Clear(holding.name))
+                holding.losses = []
         self._before = {h.name: h.fingerprint() for h in self._holdings}
 
     def _refuse_foreign_gradients(self, holding: Holding) -> None:
@@ -121,8 +124,8 @@ class Rules:
             return None
         return float(self._scale) if self._is_scaled else None
 
-    def after_backward(self, only: Sequence[Holding] | None) -> None:
-        """Whose gradients have changed has been reached. `only`: whose could; None: anybody's."""
+    def after_backward(self, only: Sequence[Holding] | None, losses: Sequence[Tensor]) -> None:
+        """Whose gradients have changed has been reached by the losses. `only`: whose could; None: anybody's."""
         for holding in self._holdings if only is None else only:
             holding.is_new, holding.leaves_out, holding.writes_own = True, False, False
         now = {h.name: h.fingerprint() for h in self._holdings}
@@ -136,6 +139,9 @@ class Rules:
         )
         for holding in self._holdings:
             holding.note_missing(now[holding.name])
+            if holding.name in changed or (not holding.sees_all() and holding.has_gradients()):
+                holding.losses += losses
+        self._last_losses = list(losses)
         self._backward_at = misuse.calling_line()
         self._backward_for = None if only is None else tuple(holding.name for holding in only)
         scale = self._scale if self._is_scaled else None
@@ -145,6 +151,11 @@ class Rules:
     def _may_be_reached(self, holding: Holding) -> bool:
         """Gradients among those that are not glanced at."""
         return self.stage(holding) is Stage.EMPTY and holding.has_gradients()
+
+    def losses_of(self, chosen: Sequence[Holding]) -> list[Tensor]:
+        """Those whose gradients these hold. Where they were carried on by the loop itself: of the last backward pass."""
+        reached = {id(loss): loss for holding in chosen for loss in holding.losses}
+        return list(reached.values()) or self._last_losses
 
     def unscale(self, holding: Holding) -> None:
         """`amp.unscale_`, before it divides. Where there is no gradient yet, the loop is about to write its own."""

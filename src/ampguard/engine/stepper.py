@@ -86,7 +86,7 @@ class Stepper:
         with self._mode.computing(), self._mode.adding(), self.rules.others.ours():
             torch.autograd.backward([self._scaled(loss) for loss in losses], inputs=inputs, **options)
         self._mode.after_backward()
-        self.rules.after_backward(only)
+        self.rules.after_backward(only, [loss.detach() for loss in losses])
 
     def _inputs_of(self, only: Sequence[Holding]) -> list[Tensor]:
         inputs = [p for holding in only for p in holding.inputs()]
