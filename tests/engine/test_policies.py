@@ -297,9 +297,10 @@ def test_a_bad_loss_is_known_to_the_optimizer_that_it_has_reached(
     assert [result.skipped for result in results] == [False, True]
     assert f"`{bad}`: the loss is not finite" in caplog.text
     amp, nets = _of_two(mode, "raise", accumulate=window)
+    if window > 1:
+        iteration(bad)
     with pytest.raises(NonfiniteError, match=f"`{bad}`: the loss is not finite"):
-        for micro_step in range(window):
-            iteration(bad if not micro_step else "")
+        iteration(bad if window == 1 else "")
 
 
 def test_a_bad_loss_is_forgotten_with_its_gradients() -> None:
@@ -328,3 +329,62 @@ def test_a_bad_loss_whose_gradients_the_loop_carries_on() -> None:
     features.backward(cut.grad)
     with pytest.raises(NonfiniteError, match="`body`: the loss is not finite"):
         amp.step("body")
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "O2", "bf16-true"])
+def test_a_loss_that_was_computed_before_a_rollback_is_left_out(mode: str, later: bool) -> None:
+    """It is differentiated afterwards; with `later` something is computed from it first."""
+    amp, nets = _of_two(mode, Rollback(every=1))
+    skipped = []
+    for number in range(4):
+        loss_a, loss_b = _losses_of_two(amp, nets, "a" if number == 1 else "")
+        amp.backward(loss_a, "a")
+        skipped.append(amp.step("a").skipped)
+        before = weights(amp)
+        amp.backward(loss_b * 0.5 if later else loss_b, "b")
+        skipped.append(amp.step("b").skipped)
+        assert same(before, weights(amp)) is (number == 1)
+    assert skipped == [False, False, True, True, False, False, False, False]
+
+
+def test_the_second_loss_of_a_gan_whose_first_was_rolled_back() -> None:
+    torch.manual_seed(0)
+    generator = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    critic = torch.nn.Linear(4, 1)
+    optimizers = {"g": torch.optim.SGD(generator.parameters(), 0.1), "c": torch.optim.SGD(critic.parameters(), 0.1)}
+    amp = ampguard.Amp([generator, critic], optimizers, "fp32", on_nonfinite=Rollback(every=1))
+    for number in range(4):
+        before = generator[0].weight.detach().clone()
+        with amp.autocast():
+            fake = generator(torch.randn(4, 4))
+            loss_c = critic(fake.detach()).mean() * (NAN if number == 1 else 1.0)
+        amp.backward(loss_c, "c")
+        amp.step("c")
+        with amp.autocast():
+            loss_g = -critic(fake).mean()
+        amp.backward(loss_g, "g")
+        assert amp.step("g").skipped is (number == 1)
+        assert torch.equal(before, generator[0].weight) is (number == 1)
+
+
+def test_an_error_of_the_loops_own_is_no_batch_that_was_left_out() -> None:
+    amp, nets = _of_two("fp32", Rollback(every=1))
+    loss_a, _ = _losses_of_two(amp, nets, "a")
+    amp.backward(loss_a, "a")
+    assert amp.step("a").skipped
+    hidden = nets[0](torch.randn(4, 6)).sigmoid()
+    hidden.data.add_(1), hidden.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        amp.backward(hidden.mean(), "a")
+
+
+def test_a_snapshot_amid_an_iteration_brings_no_gradients_back() -> None:
+    """When it is taken, the other optimizer is still to step: on gradients that turn out to be bad."""
+    amp, nets = _of_two("fp16", Rollback(every=1))
+    skipped = []
+    for number in range(4):
+        losses = _losses_of_two(amp, nets, "a" if number == 1 else "")
+        amp.backward(losses)
+        skipped += [amp.step("b").skipped, amp.step("a").skipped]
+    assert skipped == [False, False, False, True, False, False, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -241,6 +242,17 @@ def first_node_of(losses: Iterable[torch.Tensor], dtype: torch.dtype, at_most: i
         seen.update(inner)
         nodes += inner
     return None
+
+
+def first_number_behind(losses: Iterable[torch.Tensor]) -> float:
+    """The least of the numbers that `node_number` gives of the nodes that the losses were made by."""
+    nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        inner = dict.fromkeys(other for other, _ in node.next_functions if other is not None and other not in seen)
+        seen.update(inner)
+        nodes += inner
+    return min((number for node in nodes if (number := node_number(node)) is not None), default=math.inf)
 
 
 def leaves_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:

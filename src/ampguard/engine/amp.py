@@ -21,6 +21,7 @@ from ampguard.engine.all_ranks import RanksOfModels
 from ampguard.engine.checkpoint import files, sharded
 from ampguard.engine.checkpoint.state import Checkpoint
 from ampguard.engine.followers import Followers
+from ampguard.engine.given_up import GivenUp
 from ampguard.engine.holding import Holding
 from ampguard.engine.policies import BadStep, Policy, policy_named
 from ampguard.engine.precision import mode_named
@@ -113,6 +114,7 @@ class Amp:
         all_agree = self.ranks.all_agree if self.policy.waits else bool
         self.verdicts = Verdicts(patience, self._stepped, self._skipped, all_agree)
         self._has_begun = False
+        self._given_up = GivenUp()
         self._checkpoint = Checkpoint(self)
         self._statistics = Statistics(self.models)
         for note in self.mode.notes:
@@ -166,9 +168,24 @@ class Amp:
         losses = arguments.listed_losses(loss)
         self.follow_groups()
         only = None if optimizers is None else self._chosen_of(optimizers)
+        if self._given_up.holds(losses):
+            self._leave_out(only)
+            return
         if self.mode.keeps_masters:
             self.mode.average_first(self.ranks.wrappers())
-        self.stepper.backward(losses, only, retain_graph=retain_graph, create_graph=create_graph)
+        try:
+            self.stepper.backward(losses, only, retain_graph=retain_graph, create_graph=create_graph)
+        except RuntimeError as error:
+            if not self._given_up.has_broken(error, losses):
+                raise
+            self._leave_out(only)
+
+    def _leave_out(self, only: Sequence[Holding] | None) -> None:
+        """A loss of a batch that was given up: the next step of these optimizers is none."""
+        reached = list(self.holdings.values()) if only is None else only
+        self.stepper.clear(reached)
+        for holding in reached:
+            holding.leaves_out = True
 
     # --- step ---------------------------------------------------------------------------------------------------------
 
@@ -253,6 +270,7 @@ class Amp:
         return result
 
     def _stepped(self, verdict: Verdict) -> None:
+        self._given_up.end()
         self.followers.stepped(verdict.optimizers)
         self.policy.on_good_step(self, self.verdicts.steps)
 
@@ -325,12 +343,15 @@ class Amp:
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams and the count of skipped steps go on.
 
-        Optimizers that are still to step on gradients of the present batch leave it out.
+        Optimizers that are still to step on gradients of the present batch leave it out, and so do those that its
+        other losses are for, which were not differentiated yet. Gradients that the state holds are dropped: they were
+        waiting for an optimizer that is not going to step on them.
         """
         waiting = [holding for holding in self.holdings.values() if holding.has_gradients()]
         self._load(state, rng=False, skips=False)
-        for holding in waiting:
-            holding.leaves_out = True
+        self.stepper.clear(list(self.holdings.values()))
+        self._leave_out(waiting)
+        self._given_up.begin()
 
     def load_without_streams(self, state: Mapping[str, Any]) -> None:
         """As `load_state_dict`, but the random streams go on: the state is another process's."""
