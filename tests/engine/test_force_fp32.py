@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -212,6 +212,39 @@ def test_it_compiles_away() -> None:
     compiled = torch.compile(model, backend="eager")
     with torch.autocast("cpu", dtype=torch.float16):
         torch.testing.assert_close(compiled(inputs()), model(inputs()), atol=2e-3, rtol=2e-3)
+
+
+@ampguard.force_fp32
+def scaled_product(a: Tensor, b: Tensor) -> Tensor:
+    return (a @ b.T) * 1e-3
+
+
+class _ByMethod(nn.Module):
+    @ampguard.force_fp32
+    def scores(self, x: Tensor) -> Tensor:
+        return (x @ x.T) * 1e-3
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        return self.scores(x)
+
+
+@ampguard.force_fp32
+class _ByClass(nn.Module):
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        return (x @ x.T) * 1e-3
+
+
+@pytest.mark.parametrize("made", [lambda: scaled_product, _ByMethod, _ByClass], ids=["function", "method", "class"])
+def test_decorators_leave_no_graph_break(made: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> None:
+    torch.compiler.reset()
+    x = torch.full((4, 8), 300.0, dtype=torch.float16)  # the products do not fit float16
+    function = made()
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(x, x)
+        wanted = function(x, x)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, torch.full((4, 4), 720.0, dtype=torch.float16))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it

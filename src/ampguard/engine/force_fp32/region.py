@@ -71,8 +71,7 @@ def in_fp32(function: F, cast_back: bool = True) -> F:
 
     @functools.wraps(function)
     def forced(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]  # the `self` of a method
-        low = [(module, dtype) for module in given if (dtype := low_weights_of(module)) is not None]
+        low = _low_among((*args, *kwargs.values()))  # the `self` of a method, too
         if not low:
             return call_in_fp32(function, args, kwargs, cast_back)
         with contextlib.ExitStack() as casts:
@@ -81,6 +80,16 @@ def in_fp32(function: F, cast_back: bool = True) -> F:
             return call_in_fp32(function, args, kwargs, cast_back, low[0][1])
 
     return forced  # type: ignore[return-value]
+
+
+def _low_among(given: tuple[Any, ...]) -> list[tuple[nn.Module, torch.dtype]]:
+    """The modules whose weights are low, each with their type."""
+    low = []
+    for value in given:  # a compiler traces this, and knows no assignment inside a comprehension
+        dtype = low_weights_of(value) if isinstance(value, nn.Module) else None
+        if dtype is not None:
+            low.append((value, dtype))
+    return low
 
 
 def decorated(target: Any, cast_back: bool = True) -> Any:
