@@ -394,3 +394,20 @@ def test_poisoned_statistics_and_moments_are_seen_and_masks_are_not() -> None:
     amp.optimizers["AdamW"].state_dict()["state"][1]["exp_avg"][0] = torch.inf
     with pytest.raises(PoisonedStateError, match=r"optimizers\.AdamW\.state\.1\.exp_avg"):
         amp.state_dict()
+
+
+@pytest.mark.parametrize("saved_by", ["plain", "compiled", "an earlier version"])
+def test_a_compiled_model_and_a_plain_one_load_each_others(saved_by: str) -> None:
+    def made_of_two(is_compiled: bool, names: tuple[str, ...] = ()) -> ampguard.Amp:
+        first, second = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+        models = [torch.compile(first, backend="eager") if is_compiled else first, second]
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+        return ampguard.Amp(dict(zip(names, models, strict=True)) if names else models, optimizer, "bf16")
+
+    old_names = ("OptimizedModule", "Linear") if saved_by == "an earlier version" else ()
+    saved = made_of_two(saved_by != "plain", old_names)
+    amp = made_of_two(saved_by == "plain")
+    assert list(amp.models) == ["Linear 0", "Linear 1"]
+    amp.load_state_dict(saved.state_dict())
+    for mine, other in zip(amp.models.values(), saved.models.values(), strict=True):
+        assert same(list(mine.parameters()), list(other.parameters()))

@@ -17,7 +17,8 @@ T = TypeVar("T")
 def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
     """One thing, several, or a mapping of names to things, as a mapping.
 
-    Things without names get their class as name, with a number where that is not enough. Raises SetupError.
+    Things without names get their class as name, with a number where that is not enough; a module its own class, whatever
+    is wrapped around it (`torch.compile`, DDP). Raises SetupError.
     """
     if isinstance(given, kind):
         given = [given]
@@ -51,7 +52,8 @@ def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
 
 
 def _numbered(things: list[Any]) -> dict[str, Any]:
-    names = [type(thing).__name__ for thing in things]
+    bare = (compat.unwrapped(thing) if isinstance(thing, nn.Module) else thing for thing in things)
+    names = [type(thing).__name__ for thing in bare]
     return {
         name if names.count(name) == 1 else f"{name} {names[:i].count(name)}": thing
         for i, (name, thing) in enumerate(zip(names, things, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,9 +27,24 @@ def check(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
         raise CheckpointError(_not_loaded(f"{what}: it was altered since it was made", "use another one")) from error
 
 
+def models_in(state: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
+    """The saved models by the names that they have here.
+
+    Earlier versions called a model without a name by what was wrapped around it: then their order tells which is which.
+    """
+    saved: Mapping[str, Any] = state["models"]
+    if len(saved) != len(own) or not any(name.partition(" ")[0] in _WRAPPERS for name in saved):
+        return saved
+    return saved if set(saved) == set(own) else dict(zip(own, saved.values(), strict=True))
+
+
+_WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
 def _check_parts(state: Any, own: Mapping[str, Any], amp: Amp) -> None:
-    for name in _same_names(state["models"], own["models"], "models"):
-        _check_model(f"the model `{name}`", state["models"][name], own["models"][name])
+    models = models_in(state, own["models"])
+    for name in _same_names(models, own["models"], "models"):
+        _check_model(f"the model `{name}`", models[name], own["models"][name])
     for name in _same_names(state["optimizers"], own["optimizers"], "optimizers"):
         if state["kinds"].get(name) != own["kinds"][name]:
             kinds = f"{state['kinds'].get(name)}, here it is {own['kinds'][name]}"

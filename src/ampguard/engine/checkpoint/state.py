@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampguard import compat
-from ampguard.engine.checkpoint.check import check
+from ampguard.engine.checkpoint.check import check, models_in
 from ampguard.engine.checkpoint.optimizers import has_own_format, load_optimizer, state_of
 from ampguard.engine.checkpoint.poison import nonfinite_leaves, refuse_poisoned
 from ampguard.engine.checkpoint.rng import rng_state, set_rng_state
@@ -62,8 +62,9 @@ class Checkpoint:
         for name, optimizer in sorted(amp.optimizers.items(), key=lambda pair: pair[0] not in own):
             load_optimizer(optimizer, state["optimizers"][name])
             amp.holdings[name].refresh()
+        models = models_in(state, amp.models)
         for name, model in amp.models.items():
-            compat.unwrapped(model).load_state_dict(state["models"][name])
+            compat.unwrapped(model).load_state_dict(models[name])
         amp.mode.load_state_dict(state["mode"])
         if state["scale"] is not None:
             amp.loss_scale.load_state_dict(state["scale"])
