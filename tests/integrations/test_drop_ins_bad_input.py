@@ -207,3 +207,10 @@ def test_a_config_that_says_false_in_quotes() -> None:
     model = Losses()
     with pytest.raises(SetupError, match="the text 'False'"):
         AMPTrainer.from_config(config, model, [], torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_precision_that_only_amp_has_is_not_to_be_prepared() -> None:
+    with pytest.raises(PrecisionError, match=r"'bf16-true'.*\n  do    use ampguard\.Amp\(.*precision='bf16-true'\)$"):
+        NativeScaler(precision="bf16-true")
+    with pytest.raises(PrecisionError, match=r"ampguard\.precision\('O2'\); p\.prepare"):
+        NativeScaler(precision="O2")

@@ -24,7 +24,7 @@ from ampguard.engine.arguments import refuse_loss, refuse_low_weights
 from ampguard.engine.casting import map_tensors, tensors_in
 from ampguard.engine.options import is_count, refuse_numbers
 from ampguard.engine.other_backwards import OtherBackwards
-from ampguard.engine.own_loop import LoopPrecision
+from ampguard.engine.own_loop import ONLY_WITH_AMP, LoopPrecision
 from ampguard.engine.policies.base import ADVICE, BadStep
 from ampguard.engine.precision import mode_named
 from ampguard.engine.precision.late_optimizers import refuse_late
@@ -317,7 +317,7 @@ def _known(precision: str | LoopPrecision) -> LoopPrecision:
     if isinstance(precision, LoopPrecision):
         return precision
     kind = mode_named(precision)
-    if kind.weights_dtype != torch.float32:
+    if kind.weights_dtype != torch.float32 and kind.name not in ONLY_WITH_AMP:
         raise PrecisionError(
             f"precision {kind.name!r} changes the model and the optimizer, which the scaler cannot do by its name\n"
             f"  do    p = ampguard.precision({kind.name!r}); p.prepare(model, optimizer); give the scaler precision=p"
