@@ -204,3 +204,43 @@ def test_a_layer_that_came_after_the_cast_is_named(mode: str) -> None:
     said = r"(?s)`2\.weight`, `2\.bias`: in the model since Amp.*same dtype.*before"
     with pytest.raises(SetupError, match=said), amp.autocast():
         model(x)
+
+
+@pytest.mark.parametrize("clears", ["amp", "optimizer"])
+def test_a_layer_that_is_added_with_gradients(clears: str) -> None:
+    """It was unfrozen, and reached by a loss, before the optimizer was given it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    amp = ampguard.Amp(model, optimizer, init_scale=256.0)
+
+    def step() -> ampguard.StepResult:
+        with amp.autocast():
+            loss = model(torch.randn(4, 6)).square().mean()
+        amp.backward(loss)
+        return amp.step()
+
+    step()
+    model[0].requires_grad_(True)
+    step()
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(ProtocolError, match=r"given parameters that hold gradients already(.|\n)*amp\.zero_grad\(\)"):
+        step()
+    (amp if clears == "amp" else optimizer).zero_grad()
+    before = model[0].weight.detach().clone()
+    assert step().stepped
+    assert not torch.equal(before, model[0].weight)
+    model(torch.randn(4, 6)).square().mean().backward()  # and this is another error
+    with pytest.raises(ProtocolError, match=r"which amp\.backward\(\) did not make"):
+        step()
+
+
+def test_what_was_added_is_cleared_with_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    amp = ampguard.Amp(model, optimizer, "fp32")
+    amp.backward(model(torch.randn(4, 6)).square().mean())
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    amp.zero_grad()
+    assert all(p.grad is None for p in model.parameters())

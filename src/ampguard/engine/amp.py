@@ -279,6 +279,7 @@ class Amp:
 
     def zero_grad(self, optimizer: Optimizer | str | None = None) -> None:
         """Forget gradients, inside a window too. `step` does this by itself."""
+        self.follow_groups()
         self.stepper.clear(self._chosen(optimizer))
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -393,7 +394,7 @@ class Amp:
                 self.mode.refuse_new_parameters(holding.name)
         refuse_strangers(self.models, self.optimizers, self.mode.parameter_of)
         for holding in changed:
-            holding.refresh()
+            holding.follow_groups()
         self._names = parameter_names(self.models)
 
     def poisoned_buffers(self) -> list[str]:

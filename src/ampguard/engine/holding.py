@@ -53,7 +53,20 @@ class Holding:
         self.foreign_writes_told = False
         self.misses_more = False
         """Whether more parameters than ever before are without a gradient: a layer may have been replaced."""
+        self._added: set[int] = set()
+        """Parameters that the loop has added since gradients were cleared last, by identity."""
         self.refresh()
+
+    def follow_groups(self) -> None:
+        """The loop has changed the optimizer's parameter groups."""
+        known = set(map(id, self.parameters))
+        self.refresh()
+        self._added |= {id(p) for p in self.parameters if id(p) not in known}
+
+    def came_with_gradients(self) -> bool:
+        """Whether gradients are held by parameters alone that were added since."""
+        held = {id(p) for p in self.parameters if p.grad is not None}
+        return bool(held) and held <= self._added
 
     def refresh(self) -> None:
         """The optimizer's parameter groups have changed."""
@@ -169,6 +182,7 @@ class Holding:
         in_place = {id(p) for p in self.flat} | _sharing_memory(self.parameters)
         self.micro_steps, self.is_new, self.leaves_out, self.writes_own = 0, False, False, False
         self.losses = []
+        self._added.clear()
         if not in_place:
             for p in self.parameters:
                 p.grad = None

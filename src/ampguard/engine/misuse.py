@@ -127,6 +127,17 @@ def foreign_gradients(name: str) -> ProtocolError:
     )
 
 
+def added_with_gradients(name: str) -> ProtocolError:
+    return error(
+        "unscaled-backward",
+        f"`{name}` was given parameters that hold gradients already: backward passes from before they were added have left "
+        "them, and those of this loss would be added to them",
+        "add parameters to the optimizer before the first loss that is to train them is computed; what they hold goes with "
+        "amp.zero_grad()",
+        again=calling_line(),
+    )
+
+
 def plain_backward_beside(name: str, scale: float, where: Line | None) -> ProtocolError:
     return error(
         "unscaled-backward",

@@ -97,6 +97,8 @@ class Rules:
             and self._left_over.is_worth_a_look(f"held {holding.name}")
             and holding.has_nonzero_gradients()
         ):
+            if holding.came_with_gradients():
+                raise misuse.added_with_gradients(holding.name)
             raise misuse.foreign_gradients(holding.name)
         self._refuse_multiplied(holding)
 
