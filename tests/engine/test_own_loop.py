@@ -13,7 +13,7 @@ from torch import nn
 
 import ampguard
 import ampguard.engine.own_loop
-from ampguard.errors import CheckpointError, PrecisionError, ProtocolError
+from ampguard.errors import CheckpointError, PrecisionError, ProtocolError, SetupError
 
 
 @pytest.mark.parametrize("name", ["O0", "fp32", "O1", "fp16", "O2", "O3", "bf16", "tf32"])

@@ -388,3 +388,11 @@ def test_a_snapshot_amid_an_iteration_brings_no_gradients_back() -> None:
         amp.backward(losses)
         skipped += [amp.step("b").skipped, amp.step("a").skipped]
     assert skipped == [False, False, False, True, False, False, False, False]
+
+
+def test_a_rollback_counts_steps_as_its_bad_step_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    amp = made("bf16", on_nonfinite=Rollback(every=2))
+    train(amp, range(6), spoil={2: NAN, 3: NAN})
+    told = [record.getMessage() for record in caplog.records if "back to" in record.getMessage()]
+    assert [text.partition(" of ")[0] for text in told] == ["step 2", "step 3"]
+    assert all("back to the state before step 1," in text for text in told)

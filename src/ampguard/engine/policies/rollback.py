@@ -18,6 +18,7 @@ import torch
 from ampguard import compat
 from ampguard.engine.casting import map_tensors
 from ampguard.engine.checkpoint import files
+from ampguard.engine.options import is_count
 from ampguard.engine.policies.base import BadStep, Policy, logger
 from ampguard.errors import PoisonedStateError, SetupError
 
@@ -36,8 +37,10 @@ class Rollback(Policy):
     waits = True
 
     def __init__(self, every: int = 100, folder: str | os.PathLike[str] | None = None) -> None:
-        if not isinstance(every, (int, float)) or not every >= 1:
-            raise SetupError(f"Rollback(every={every!r}): a snapshot is taken every so many steps, so at least 1")
+        if isinstance(every, bool) or not isinstance(every, (int, float)) or not is_count(every):
+            raise SetupError(
+                f"Rollback(every={every!r}): a snapshot is taken every so many steps, so a whole number of at least 1"
+            )
         if not isinstance(folder, (str, os.PathLike, NoneType)):
             raise SetupError(
                 f"Rollback(folder={folder!r}): a folder is named by a path, not by a {type(folder).__name__}"
@@ -47,6 +50,8 @@ class Rollback(Policy):
         self.rollbacks = 0
         self._snapshot: Mapping[str, Any] | None = None
         self._taken_at: int | None = None
+        self._taken_before = 0
+        """The number, as messages count (skipped ones too), of the step that came after the snapshot."""
 
     def prepare(self, amp: Amp) -> None:
         if self.path is None:
@@ -69,10 +74,10 @@ class Rollback(Policy):
         except PoisonedStateError as error:
             why = str(error)
         if not all_agree(state is not None) or state is None:
-            logger.warning("step %d: no snapshot is taken. %s", step, why)
+            logger.warning("no snapshot is taken before step %d. %s", amp.verdicts.attempts, why)
             return
         self._keep(state)
-        self._taken_at = step
+        self._taken_at, self._taken_before = step, amp.verdicts.attempts
 
     def on_bad_step(self, amp: Amp, bad: BadStep) -> None:
         super().on_bad_step(amp, bad)
@@ -84,7 +89,7 @@ class Rollback(Policy):
         amp.roll_back(self._last())
         self.rollbacks += 1
         self._taken_at = amp.steps
-        logger.warning("%s: back to the state after step %d, the batch is left out", bad, amp.steps)
+        logger.warning("%s: back to the state before step %d, the batch is left out", bad, self._taken_before)
 
     def _keep(self, state: Mapping[str, Any]) -> None:
         if self.path is not None:
