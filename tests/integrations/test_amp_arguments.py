@@ -46,7 +46,9 @@ def test_defaults() -> None:
         level("", "O4")
 
 
-@pytest.mark.parametrize("words", ["--disable-amp --amp-opt-level O2", "--disable_amp --enable-amp"])
+@pytest.mark.parametrize(
+    "words", ["--disable-amp --amp-opt-level O2", "--disable_amp --enable-amp", "--enable-amp --amp-opt-level O0"]
+)
 def test_contradictions(words: str) -> None:
     with pytest.raises(UsageError, match="contradict each other"):
         level(words)

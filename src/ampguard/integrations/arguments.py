@@ -51,6 +51,8 @@ def level_of(args: argparse.Namespace) -> str:
             other = f"--amp-opt-level {level}" if level not in (None, "O0") else "--enable-amp"
             raise UsageError(f"--disable-amp and {other} contradict each other: give one of them")
         return "O0"
+    if level == "O0" and getattr(args, "enable_amp", False):
+        raise UsageError("--enable-amp and --amp-opt-level O0 contradict each other: give one of them")
     if level is not None:
         return level
     if getattr(args, "enable_amp", False) and default == "O0":
