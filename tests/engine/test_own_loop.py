@@ -183,3 +183,18 @@ def test_master_weights_of_another_model_are_refused() -> None:
     chosen.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(CheckpointError, match="master weights are missing or others"):
         chosen.load_state_dict({"masters": [torch.zeros(3)]})
+
+
+@pytest.mark.parametrize("state", [None, [], {"masters": None}, {"masters": [1]}, {}])
+def test_what_is_no_state_of_a_precision(state: object) -> None:
+    chosen = ampguard.precision("O2", "cpu")
+    model = nn.Linear(2, 2)
+    chosen.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(CheckpointError, match="the checkpoint was not loaded"):
+        chosen.load_state_dict(state)
+
+
+def test_prepare_in_the_wrong_order_is_told_of_prepare() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(SetupError, match=r"a SGD is no Module\n  do    p\.prepare\(models, optimizers\)"):
+        ampguard.precision("O2", "cpu").prepare(torch.optim.SGD(model.parameters(), 0.1), model)

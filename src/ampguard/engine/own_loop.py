@@ -18,7 +18,7 @@ from ampguard.engine.precision.o2 import O2
 from ampguard.engine.precision.o3 import O3
 from ampguard.engine.setup import named, refuse_strangers
 from ampguard.engine.step import GradientCheck, apply_update
-from ampguard.errors import PrecisionError, ProtocolError
+from ampguard.errors import CheckpointError, PrecisionError, ProtocolError
 
 ONLY_WITH_AMP = ("bf16-true", "float8")
 
@@ -54,8 +54,9 @@ class LoopPrecision:
 
         Raises SetupError where they do not belong together.
         """
-        models_by_name = named(models, nn.Module, "models")
-        optimizers_by_name = named(optimizers, Optimizer, "optimizers")
+        call = "p.prepare(models, optimizers)"
+        models_by_name = named(models, nn.Module, "models", call)
+        optimizers_by_name = named(optimizers, Optimizer, "optimizers", call)
         arguments.refuse_converted(models_by_name, optimizers_by_name)
         arguments.refuse_combinations(self._mode, self._mode, refuse_strangers(models_by_name, optimizers_by_name))
         arguments.refuse_hookless(optimizers_by_name, self._mode)
@@ -86,6 +87,11 @@ class LoopPrecision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """After the model has loaded its weights, and the optimizer its state. Raises CheckpointError for another model's."""
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the checkpoint was not loaded: a {type(state).__name__} is no state of ampguard.precision({self.name!r})\n"
+                "  do    pass what its state_dict() returned, from the checkpoint of a run in this precision"
+            )
         if isinstance(self._mode, O2) and self._is_ready:
             self._mode.check_state(state)
             self._mode.load_state_dict(state)

@@ -14,7 +14,7 @@ from ampguard.errors import SetupError
 T = TypeVar("T")
 
 
-def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
+def named(given: Any, kind: type[T], what: str, call: str = "Amp(models, optimizers, precision)") -> dict[str, T]:
     """One thing, several, or a mapping of names to things, as a mapping.
 
     Things without names get their class as name, with a number where that is not enough; a module its own class, whatever
@@ -36,8 +36,7 @@ def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
                 else f"a {type(thing).__name__} is"
             )
             raise SetupError(
-                f"{what}: {who} no {kind.__name__}\n"
-                "  do    Amp(models, optimizers, precision): one, several, or mappings of names to them"
+                f"{what}: {who} no {kind.__name__}\n  do    {call}: one, several, or mappings of names to them"
             )
     given_twice = [
         name for name, thing in things.items() if any(thing is things[other] for other in things if other != name)
@@ -47,7 +46,7 @@ def named(given: Any, kind: type[T], what: str) -> dict[str, T]:
             f"{what}: {' and '.join(map(repr, given_twice))} are the same {kind.__name__}\n  do    give it once"
         )
     if not things:
-        raise SetupError(f"Amp needs at least one {kind.__name__.lower()}; {what} is empty")
+        raise SetupError(f"{call} needs at least one {kind.__name__.lower()}; {what} is empty")
     return things
 
 
