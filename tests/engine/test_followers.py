@@ -180,3 +180,14 @@ def test_schedulers_that_nobody_else_steps_are_not_spoken_of(caplog: pytest.LogC
         amp.load_state_dict(state)
         train(amp, range(1))
     assert not [line for line in caplog.messages if "schedulers=" in line]
+
+
+def test_one_that_is_given_twice_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    average = AveragedModel(model)
+    with pytest.raises(SetupError, match="schedulers= holds one StepLR twice"):
+        ampguard.Amp(model, optimizer, "fp32", schedulers=[scheduler, scheduler])
+    with pytest.raises(SetupError, match="ema= holds one AveragedModel twice"):
+        ampguard.Amp(model, optimizer, "fp32", ema=[average, average])

@@ -35,7 +35,9 @@ class Followers:
         """`in_float32`: inside it the models' weights are float32, as averages have them."""
         self._in_float32 = in_float32
         self.schedulers = _listed(schedulers)
+        _refuse_twice("schedulers=", self.schedulers)
         self.averages = [_with_model(average, models) for average in _listed_averages(averages)]
+        _refuse_twice("ema=", [average for average, _ in self.averages])
         self._optimizer_of = [_owner(scheduler, optimizers) for scheduler in self.schedulers]
         self._optimizer_of_average = [_trainer(model, optimizers) for _, model in self.averages]
         self._counts: list[int | None] = [None] * len(self.schedulers)
@@ -124,6 +126,14 @@ def _listed(given: Any) -> list[Any]:
     if isinstance(given, Mapping):
         return list(given.values())
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _refuse_twice(option: str, things: list[Any]) -> None:
+    for index, thing in enumerate(things):
+        if any(thing is other for other in things[:index]):
+            raise SetupError(
+                f"{option} holds one {type(thing).__name__} twice: it would move twice with every step\n  do    give it once"
+            )
 
 
 def _listed_averages(given: Any) -> list[Any]:
