@@ -392,7 +392,11 @@ def test_a_snapshot_amid_an_iteration_brings_no_gradients_back() -> None:
 
 def test_a_rollback_counts_steps_as_its_bad_step_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     amp = made("bf16", on_nonfinite=Rollback(every=2))
-    train(amp, range(6), spoil={2: NAN, 3: NAN})
+    train(amp, range(6), spoil={1: NAN, 4: NAN})
     told = [record.getMessage() for record in caplog.records if "back to" in record.getMessage()]
-    assert [text.partition(" of ")[0] for text in told] == ["step 2", "step 3"]
-    assert all("back to the state before step 1," in text for text in told)
+    assert [text.partition(" of ")[0] for text in told] == ["step 1", "step 4"]
+    assert "back to the state before step 0," in told[0]
+    assert "back to the state before step 4," in told[1]
+    for wrong in (1.5, True, math.inf):
+        with pytest.raises(SetupError, match="a whole number of at least 1"):
+            Rollback(every=wrong)
