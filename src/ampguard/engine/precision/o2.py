@@ -83,8 +83,8 @@ class O2(Precision):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         saved, own = state.get("masters"), self.state_dict()["masters"]
-        is_list = isinstance(saved, (list, tuple)) and all(isinstance(t, Tensor) for t in saved)
-        if not is_list or [t.shape for t in saved] != [t.shape for t in own]:
+        are_tensors = isinstance(saved, (list, tuple)) and all(isinstance(t, Tensor) for t in saved)
+        if saved is None or not are_tensors or [t.shape for t in saved] != [t.shape for t in own]:
             raise CheckpointError("the checkpoint was not loaded: its float32 master weights are missing or others")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
