@@ -11,6 +11,7 @@ from types import FrameType
 
 import pytest
 import torch
+from engine_loops import MODES
 from torch import Tensor, nn
 
 import ampguard
@@ -220,6 +221,29 @@ def test_what_cannot_be_healed_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
         assert amp.step().skipped
         assert torch.equal(before, model.weight)
         assert "skipped (1 in a row" in caplog.text
+    finally:
+        session.finish()
+
+
+@pytest.mark.parametrize("precision", MODES)
+def test_a_batch_that_cannot_be_healed_leaves_the_statistics_as_they_were(precision: str, tmp_path: Path) -> None:
+    session = Session(RunOptions(out=tmp_path / "run"))
+    session.start()
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        amp = ampguard.Amp(
+            model, torch.optim.SGD(model.parameters(), 0.1), precision, on_nonfinite="heal", init_scale=8.0
+        )
+        for number in range(4):
+            x = torch.randn(16, 8)
+            x[0, 0] = torch.nan if number == 2 else 0.0
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            with amp.autocast():
+                loss = model(x).float().square().mean()
+            amp.backward(loss)
+            assert amp.step().skipped is (number == 2)
+            unchanged = [torch.equal(buffer, before[name]) for name, buffer in model.named_buffers()]
+            assert all(unchanged) if number == 2 else not any(unchanged)
     finally:
         session.finish()
 
