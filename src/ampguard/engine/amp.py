@@ -142,6 +142,8 @@ class Amp:
                 holding.refuse_moved(self.name_of)
             self.mode.before_forward()
             self._statistics.before_forward()
+        else:
+            self.mode.before_reading()
         is_other = not training and self.evaluation is not self.mode
         region = self.mode.evaluation(self.evaluation) if is_other else self.mode.autocast()
         with (self.evaluation if is_other else self.mode).computing(), region:

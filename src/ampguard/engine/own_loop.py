@@ -107,6 +107,8 @@ class LoopPrecision:
             )
         if torch.is_grad_enabled():
             self._mode.before_forward()
+        else:
+            self._mode.before_reading()
         with self._mode.computing(), self._mode.autocast():
             yield
 

@@ -80,7 +80,7 @@ class Precision:
         return contextlib.nullcontext() if self.low_weights is None else self.low_weights.widened(self.master_of)
 
     def master_of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The float32 tensor that is kept for a model's low-precision weight; None where there is none."""
+        """What a model's low-precision weight is in float32, by what is kept for it; None where nothing is."""
         return None
 
     def average_first(self, wrappers: Sequence[nn.parallel.DistributedDataParallel]) -> None:
@@ -88,6 +88,9 @@ class Precision:
 
     def before_forward(self) -> None:
         """A forward pass in training is about to begin."""
+
+    def before_reading(self) -> None:
+        """The models' weights are about to be read: by an evaluation, or for a checkpoint."""
 
     def before_backward(self) -> None:
         """A backward pass is about to begin."""

@@ -13,20 +13,33 @@ from ampguard import compat
 
 
 class Pairs:
-    """A model's weights and their masters, of one optimizer. Whoever has written to either is seen by their versions."""
+    """A model's weights and their masters, of one optimizer. Whoever has written to either is seen by their versions.
+
+    Where both of a pair were written to, the model's weight is what counts.
+    """
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []
         self.masters: list[Tensor] = []
         self._seen: tuple[list[int], list[int]] = ([], [])
 
-    def add(self, weight: Tensor, master: Tensor) -> None:
+    def add(self, weight: Tensor, master: Tensor) -> int:
+        """Gives the number of the pair."""
         self.weights.append(weight)
         self.masters.append(master)
+        return len(self.weights) - 1
 
     def note(self) -> None:
         """They agree now."""
         self._seen = compat.versions_of(self.weights), compat.versions_of(self.masters)
+
+    def present(self, number: int) -> Tensor:
+        """What a weight is in float32: its master, or what `follow_model` would make of it, which stays as it is here.
+
+        An average may stand in the model for an evaluation only: the master keeps what it holds. Differentiable.
+        """
+        weight, master = self.weights[number], self.masters[number]
+        return master if compat.version_of(weight) == self._seen[0][number] else _with_changes(master, weight)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -35,22 +48,34 @@ class Pairs:
             weight.copy_(master)
         self.note()
 
+    @torch.no_grad()
     def follow_masters(self) -> None:
         """Where somebody has written to a master (SAM climbs, an average is put in its place), the model follows."""
-        if compat.versions_of(self.masters) != self._seen[1]:
-            self.copy_to_model()
+        of_weights, of_masters = self._seen
+        now = compat.versions_of(self.masters)
+        if now == of_masters:
+            return
+        for number, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            if now[number] != of_masters[number] and compat.version_of(weight) == of_weights[number]:
+                weight.copy_(master)
+                of_weights[number], of_masters[number] = compat.version_of(weight), now[number]
 
     @torch.no_grad()
     def follow_model(self) -> None:
         """Where somebody has written to the model (weights are loaded, clipped, begun anew), the masters take what differs."""
-        seen = self._seen[0]
+        of_weights, of_masters = self._seen
         now = compat.versions_of(self.weights)
-        if now == seen:
+        if now == of_weights:
             return
-        for weight, master, version, before in zip(self.weights, self.masters, now, seen, strict=True):
-            if version != before:
-                master.copy_(torch.where(weight != master.to(weight.dtype), weight.to(master.dtype), master))
-        self._seen = now, compat.versions_of(self.masters)
+        for number, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            if now[number] != of_weights[number]:
+                master.copy_(_with_changes(master, weight))
+                of_weights[number], of_masters[number] = now[number], compat.version_of(master)
+
+
+def _with_changes(master: Tensor, weight: Tensor) -> Tensor:
+    """A master with the values of its weight where these are not its own, rounded."""
+    return torch.where(weight != master.to(weight.dtype), weight.to(master.dtype), master)
 
 
 class Masters:
@@ -62,7 +87,7 @@ class Masters:
 
     def __init__(self, optimizers: Sequence[Optimizer], to_cast: set[int]) -> None:
         self.averaged_by: list[DistributedDataParallel] = []
-        self._of: dict[int, Tensor] = {}
+        self._of: dict[int, tuple[Pairs, int]] = {}
         self._model: dict[int, Tensor] = {}
         self._pairs: dict[int, Pairs] = {}
         for optimizer in optimizers:
@@ -80,14 +105,14 @@ class Masters:
         weight.requires_grad_(True)  # a frozen one takes no hook, and may learn later
         weight.register_post_accumulate_grad_hook(_MoveTo(master, self))
         weight.requires_grad_(learns)
-        self._of[id(weight)] = master
+        self._of[id(weight)] = pairs, pairs.add(weight, master)
         self._model[id(master)] = weight
-        pairs.add(weight, master)
         return master
 
-    def of(self, weight: Tensor) -> Tensor | None:
-        """The master of a model's weight."""
-        return self._of.get(id(weight))
+    def present(self, weight: Tensor) -> Tensor | None:
+        """What a model's weight is in float32 (see `Pairs.present`); None where it has no master."""
+        pairs, number = self._of.get(id(weight), (None, 0))
+        return pairs.present(number) if pairs is not None else None
 
     def model_weight(self, master: Tensor) -> Tensor:
         """The model's weight of a master; the tensor itself where it is none."""

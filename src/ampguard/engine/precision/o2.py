@@ -50,6 +50,10 @@ class O2(Precision):
             self._masters.follow_model()
             self._masters.follow_masters()
 
+    def before_reading(self) -> None:
+        if self._masters is not None:
+            self._masters.follow_masters()
+
     def before_backward(self) -> None:
         if self._masters is not None:
             self._masters.follow_model()
@@ -99,7 +103,7 @@ class O2(Precision):
         )
 
     def master_of(self, weight: Tensor) -> Tensor | None:
-        return self._masters.of(weight) if self._masters is not None else None
+        return self._masters.present(weight) if self._masters is not None else None
 
 
 def _castable(models: Sequence[nn.Module]) -> set[int]:

@@ -107,7 +107,7 @@ class LowWeights:
     @contextlib.contextmanager
     def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
         """The weights are float32 inside: `wide(weight)` where it gives one, else the weight's own value."""
-        made = {id(tensor): _in_float32(tensor, wide) for tensor in self.cast}
+        made = self._in_float32(wide)
         dtype, self._inputs.dtype = self._inputs.dtype, torch.float32
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self._inputs, "dtype", dtype)
@@ -124,15 +124,12 @@ class LowWeights:
                     tensor.data = made[id(tensor)].detach()
             yield
 
-
-def _in_float32(tensor: Tensor, wide: Callable[[Tensor], Tensor | None]) -> Tensor:
-    """Differentiable where gradients are on: a model may be trained in evaluation mode."""
-    better = wide(tensor)
-    if better is not None:
-        return better
-    is_on = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(is_on):  # what is written to buffers is seen by versions
-        return tensor.float()
+    def _in_float32(self, wide: Callable[[Tensor], Tensor | None]) -> dict[int, Tensor]:
+        """What stands in for each cast tensor. Differentiable where gradients are on: a model may be trained in evaluation
+        mode."""
+        is_on = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(is_on):  # what is written to them is seen by versions
+            return {id(t): t.float() if (kept := wide(t)) is None else kept for t in self.cast}
 
 
 def parametrizations_in(models: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:

@@ -1,0 +1,120 @@
+"""Weights that are written to by others than the optimizer: loaded, clipped, begun anew, on either side of O2's masters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_loops import batch, made, model_of, same, train
+from torch import Tensor, nn
+
+import ampguard
+
+Write = Callable[[ampguard.Amp], None]
+
+
+def masters(amp: ampguard.Amp) -> list[Tensor]:
+    return [p for group in amp.optimizers["AdamW"].param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def clip_model(amp: ampguard.Amp) -> None:
+    for p in model_of(amp).parameters():
+        p.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def clip_masters(amp: ampguard.Amp) -> None:
+    for p in masters(amp):
+        p.clamp_(-0.05, 0.05)
+
+
+def begin_anew(amp: ampguard.Amp) -> None:
+    nn.init.constant_(model_of(amp).inner.weight, 0.01)
+
+
+def load_others(amp: ampguard.Amp) -> None:
+    model_of(amp).load_state_dict(model_of(made("fp32", seed=7)).state_dict())
+
+
+WRITES = [clip_model, clip_masters, begin_anew, load_others]
+
+
+def in_float32(amp: ampguard.Amp) -> nn.Module:
+    """What the model is by its own weights."""
+    exact = model_of(made("fp32"))
+    exact.load_state_dict(model_of(amp).state_dict())
+    return exact.eval()
+
+
+def evaluated(amp: ampguard.Amp, region: contextlib.AbstractContextManager[None] | None = None) -> Tensor:
+    model_of(amp).eval()
+    with region or torch.no_grad(), amp.autocast():
+        output = model_of(amp)(batch(99)[0])
+    model_of(amp).train()
+    return output
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("eval_precision", [None, "fp32"])
+@pytest.mark.parametrize("write", WRITES)
+def test_an_evaluation_in_o2_is_of_the_weights_that_were_written(
+    write: Write, eval_precision: str | None, region: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    """Early stopping: the best weights are loaded and evaluated, and no training step comes between."""
+    amp = made("O2", eval_precision=eval_precision)
+    train(amp, range(5))
+    write(amp)
+    found = evaluated(amp, region())
+    if write is clip_masters:
+        assert all(m.abs().max() <= 0.05 for m in model_of(amp).parameters())
+    exact = in_float32(amp)(batch(99)[0])
+    torch.testing.assert_close(found.detach(), exact.detach(), rtol=5e-3, atol=5e-3)
+    assert torch.equal(found, evaluated(amp))
+
+
+def test_an_average_that_is_evaluated_in_float32_in_o2_costs_the_masters_nothing() -> None:
+    """It stands in the model for the evaluation only."""
+    amp = made("O2", eval_precision="fp32")
+    train(amp, range(3))
+    before, aside = [p.detach().clone() for p in masters(amp)], copy.deepcopy(model_of(amp).state_dict())
+    own = evaluated(amp)
+    load_others(amp)
+    expected = in_float32(amp)(batch(99)[0])
+    torch.testing.assert_close(evaluated(amp), expected.detach(), rtol=1e-5, atol=1e-5)
+    model_of(amp).load_state_dict(aside)
+    assert torch.equal(evaluated(amp), own)
+    with amp.autocast():
+        model_of(amp)(batch(3)[0])
+    assert same(before, [p.detach() for p in masters(amp)])
+
+
+def test_each_side_of_o2_follows_what_was_written_to_the_other() -> None:
+    """One weight is written to in the model, and another by its master."""
+    amp = made("O2")
+    train(amp, range(2))
+    model = model_of(amp)
+    held = dict(zip((name for name, _ in model.named_parameters()), masters(amp), strict=True))
+    with torch.no_grad():
+        model.inner.weight.fill_(0.25)
+        held["head.weight"].fill_(0.5)
+    with amp.autocast():
+        model(batch(0)[0])
+    assert set(held["inner.weight"].flatten().tolist()) == {0.25}
+    assert set(model.head.weight.flatten().tolist()) == {0.5}
+
+
+def test_training_in_evaluation_mode_goes_on_from_weights_that_were_written() -> None:
+    """In float32, with gradients for the masters of what was written and of what was not."""
+    amp = made("O2", eval_precision="fp32")
+    train(amp, range(2))
+    begin_anew(amp)
+    model_of(amp).eval()
+    before = [p.detach().clone() for p in masters(amp)]
+    train(amp, range(2, 3))
+    after = [p.detach() for p in masters(amp)]
+    assert all(not torch.equal(b, a) for b, a in zip(before, after, strict=True))
+    assert (after[0] - 0.01).abs().max() < 0.02
