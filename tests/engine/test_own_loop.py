@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import ampguard
 import ampguard.engine.own_loop
+from ampguard.engine.setup import parameters_of
 from ampguard.errors import CheckpointError, PrecisionError, ProtocolError, SetupError
 
 
@@ -145,8 +147,11 @@ def test_importing_ampguard_stays_quick() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("side", [None, "model", "optimizer"])
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3", "bf16"])
-def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(name: str, side: str | None) -> None:
+    """Also where weights were clipped just before it was saved: the model's, or what the optimizer holds."""
+
     def begun() -> tuple[ampguard.engine.own_loop.LoopPrecision, nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Net(dropout=0.0)
@@ -158,6 +163,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
     def train(stop: int) -> list[torch.Tensor]:
         chosen, model, optimizer = begun()
         for number in range(8):
+            if number == 4 and side is not None:
+                clip(model.parameters() if side == "model" else parameters_of(optimizer))
             if number == stop:
                 state = copy.deepcopy(
                     [model.state_dict(), optimizer.state_dict(), chosen.scaler.state_dict(), chosen.state_dict()]
@@ -172,9 +179,15 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
             chosen.scaler.scale(loss).backward()
             chosen.scaler.step(optimizer)
             chosen.scaler.update()
-        return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        return [p.detach() for p in parameters_of(optimizer)]
 
     assert all(map(torch.equal, train(-1), train(4)))
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[torch.Tensor]) -> None:
+    for p in parameters:
+        p.clamp_(-0.05, 0.05)
 
 
 def test_master_weights_of_another_model_are_refused() -> None:

@@ -118,3 +118,39 @@ def test_training_in_evaluation_mode_goes_on_from_weights_that_were_written() ->
     after = [p.detach() for p in masters(amp)]
     assert all(not torch.equal(b, a) for b, a in zip(before, after, strict=True))
     assert (after[0] - 0.01).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_checkpoint_of_o2_holds_what_was_written_to_the_weights(write: Write, accumulate: int) -> None:
+    """As a Wasserstein critic does it: clip after the step, then save."""
+    whole = made("O2", accumulate=accumulate)
+    train(whole, range(3))
+    write(whole)
+    state = copy.deepcopy(whole.state_dict())
+    weights, held = state["models"]["Net"].values(), state["mode"]["masters"]
+    if write in (clip_model, clip_masters):
+        assert all(t.abs().max() <= 0.05 for t in held)
+        assert max(t.abs().max() for t in weights if t.dtype == torch.float16 and t.isfinite().all()) <= 0.05
+    losses = train(whole, range(3, 7))
+    resumed = made("O2", seed=3, accumulate=accumulate)
+    train(resumed, range(1))
+    resumed.load_state_dict(state)
+    assert train(resumed, range(3, 7)) == losses
+    assert same(masters(whole), masters(resumed))
+
+
+def test_saving_while_an_average_stands_in_the_model_costs_o2s_masters_nothing() -> None:
+    amp = made("O2")
+    train(amp, range(3))
+    before, aside = [p.detach().clone() for p in masters(amp)], copy.deepcopy(model_of(amp).state_dict())
+    load_others(amp)
+    saved = copy.deepcopy(amp.state_dict())
+    model_of(amp).load_state_dict(aside)
+    with amp.autocast():
+        model_of(amp)(batch(3)[0])
+    assert same(before, [p.detach() for p in masters(amp)])
+    again = made("O2")
+    again.load_state_dict(saved)
+    others = model_of(made("fp32", seed=7)).inner.weight
+    assert torch.equal(model_of(again).inner.weight, others.half())

@@ -83,7 +83,10 @@ class LoopPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model, optimizer and scaler: in O2 the float32 master weights, else nothing."""
-        return self._mode.state_dict() if isinstance(self._mode, O2) and self._is_ready else {}
+        if not (isinstance(self._mode, O2) and self._is_ready):
+            return {}
+        self._mode.before_reading()
+        return self._mode.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """After the model has loaded its weights, and the optimizer its state. Raises CheckpointError for another model's."""

@@ -33,6 +33,7 @@ class Checkpoint:
     def state_dict(self) -> dict[str, Any]:
         """Raises PoisonedStateError."""
         self._amp.follow_groups()
+        self._amp.mode.before_reading()
         judged = self._judged()
         refuse_poisoned(judged, self._known)
         state = {"ampguard": FORMAT, "precision": self._amp.mode.name, **judged, **self._rest()}

@@ -164,16 +164,20 @@ class Masters:
         for weight in self._pairs[id(optimizer)].weights if self.averaged_by else ():
             weight.grad = None
 
+    @torch.no_grad()
     def state(self) -> list[Tensor]:
-        """All masters, in the order of the optimizers and their parameters."""
-        return [master.detach() for _, master in self._all()]
+        """All masters, in the order of the optimizers and their parameters, with what was written to the model since."""
+        return [
+            pairs.present(number).detach() for pairs in self._pairs.values() for number in range(len(pairs.masters))
+        ]
 
     @torch.no_grad()
     def load(self, saved: Sequence[Tensor]) -> None:
-        """Of a state whose weights the model has taken already."""
-        for master, value in zip(self.state(), saved, strict=True):
+        """And what they are rounded to, into the model: its own may have been saved before it followed them."""
+        for (_, master), value in zip(self._all(), saved, strict=True):
             master.copy_(value)
-        self.note()
+        for pairs in self._pairs.values():
+            pairs.copy_to_model()
 
     def _all(self) -> list[tuple[Tensor, Tensor]]:
         return [both for pairs in self._pairs.values() for both in zip(pairs.weights, pairs.masters, strict=True)]
