@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_loops import batch, made, model_of, same, train
+from engine_loops import batch, loss_of, made, model_of, same, train
 from torch import Tensor, nn
 
 import ampguard
@@ -154,3 +154,38 @@ def test_saving_while_an_average_stands_in_the_model_costs_o2s_masters_nothing()
     again.load_state_dict(saved)
     others = model_of(made("fp32", seed=7)).inner.weight
     assert torch.equal(model_of(again).inner.weight, others.half())
+
+
+@pytest.mark.parametrize("spoil", [None, float("nan")])
+@pytest.mark.parametrize("mode", ["fp16", "O2", "O3", "bf16-true"])
+def test_a_write_between_backward_and_step_is_what_the_step_begins_from(mode: str, spoil: float | None) -> None:
+    amp = made(mode)
+    train(amp, range(2))
+    amp.backward(loss_of(amp, 2, spoil))
+    weight = model_of(amp).inner.weight
+    with torch.no_grad():
+        weight.fill_(0.5)
+    result = amp.step()
+    assert result.skipped == (spoil is not None)
+    assert torch.equal(weight, torch.full_like(weight, 0.5)) == result.skipped
+    torch.testing.assert_close(weight, torch.full_like(weight, 0.5), rtol=0, atol=0.02)
+    torch.testing.assert_close(masters(amp)[0].float(), weight.float(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("spoil", [None, float("nan")])
+def test_a_write_between_backward_and_step_of_a_loop_of_ones_own_in_o2(spoil: float | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    chosen = ampguard.precision("O2", "cpu")
+    chosen.prepare(model, optimizer)
+    x, y = batch(0)
+    with chosen.autocast():
+        loss = nn.functional.mse_loss(model(x), y) * (spoil or 1e-3)  # so small that the first loss scale fits
+    chosen.scaler.scale(loss).backward()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    chosen.scaler.step(optimizer)
+    chosen.scaler.update()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 0.5)) == (spoil is not None)
+    torch.testing.assert_close(model.weight, torch.full_like(model.weight, 0.5), rtol=0, atol=0.1)

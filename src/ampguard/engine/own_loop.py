@@ -66,7 +66,9 @@ class LoopPrecision:
         arguments.note_converted(models_by_name, optimizers_by_name, self._mode)
         if isinstance(self._mode, O2):
             mode = self._mode
+            before_step = compat.only_for_others(lambda stepped, *_: mode.before_update(stepped))
             for optimizer in updating:
+                optimizer.register_step_pre_hook(before_step)
                 optimizer.register_step_post_hook(lambda stepped, *_: mode.copy_to_model(stepped))
         if isinstance(self._mode, O3):
             for optimizer in updating:
@@ -74,6 +76,8 @@ class LoopPrecision:
 
     def apply_update(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
         """Update the parameters with checked gradients, which are divided and clipped afterwards, or leave all as it is."""
+        if isinstance(self._mode, O2) and self._is_ready:
+            self._mode.before_update(optimizer)
         if not (isinstance(self._mode, O3) and self._mode.apply_own(optimizer, check, max_norm)):
             apply_update(optimizer, check, max_norm, write_back=True)
 

@@ -127,9 +127,11 @@ class Masters:
         for pairs in self._pairs.values():
             pairs.note()
 
-    def follow_model(self) -> None:
-        for pairs in self._pairs.values():
-            pairs.follow_model()
+    def follow_model(self, optimizer: Optimizer | None = None) -> None:
+        """`optimizer`: only its masters, which are about to be updated."""
+        for key, pairs in self._pairs.items():
+            if optimizer is None or key == id(optimizer):
+                pairs.follow_model()
 
     def follow_masters(self) -> None:
         """Not between a forward pass and its backward pass, which has kept the model's weights."""

@@ -71,8 +71,14 @@ class O2(Precision):
             self._masters.forget_unaveraged(optimizer)
 
     def apply(self, optimizer: Optimizer, check: GradientCheck, max_norm: float | None) -> None:
+        self.before_update(optimizer)
         super().apply(optimizer, check, max_norm)
         self.copy_to_model(optimizer)
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Its masters are about to be updated, and then rounded into the model: follow what was written there until now."""
+        if self._masters is not None:
+            self._masters.follow_model(optimizer)
 
     def copy_to_model(self, optimizer: Optimizer) -> None:
         """Round the updated master weights into the model."""
