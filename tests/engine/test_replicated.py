@@ -37,7 +37,7 @@ def test_tensors_and_what_holds_them_come_back(tmp_path: Path) -> None:
     assert torch.equal(found["state"]["0"]["m"], state["state"]["0"]["m"])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("precision", ["O2", "bf16-true"])
+@pytest.mark.parametrize("precision", ["O2", "O3", "bf16-true"])
 def test_low_weights_go_on_as_if_nothing_had_happened(tmp_path: Path, precision: str) -> None:
     def made(seed: int) -> tuple[nn.Module, ampguard.Amp]:
         torch.manual_seed(seed)

@@ -186,8 +186,8 @@ def _raise_on_all(problem: str | None) -> None:
 
 
 def _has_own_state(amp: Amp) -> bool:
-    """Whether the mode or averages hold tensors that belong to no name in a model."""
-    return bool(amp.mode.state_dict() or amp.followers.averages)
+    """Whether the mode or averages hold tensors that belong to no name in a model, or optimizers in another type."""
+    return bool(amp.mode.low_dtype is not None or amp.mode.state_dict() or amp.followers.averages)
 
 
 def _rest(amp: Amp) -> dict[str, Any]:
