@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,3 +190,56 @@ def test_a_write_between_backward_and_step_of_a_loop_of_ones_own_in_o2(spoil: fl
     chosen.scaler.update()
     assert torch.equal(model.weight, torch.full_like(model.weight, 0.5)) == (spoil is not None)
     torch.testing.assert_close(model.weight, torch.full_like(model.weight, 0.5), rtol=0, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_a_checkpoint_inside_an_evaluation_in_float32_is_of_the_weights_that_train(
+    mode: str, region: Callable[[], contextlib.AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    """`if accuracy > best: amp.save(path)`, one indentation too deep. The evaluation goes on as it began."""
+    amp = made(mode, eval_precision="fp32")
+    train(amp, range(3))
+    seal = amp.state_dict()["seal"]
+    model_of(amp).eval()
+    with region(), amp.autocast():
+        before = model_of(amp)(batch(99)[0])
+        amp.save(tmp_path / "best.pt")
+        amp.save_sharded(tmp_path / "sharded")
+        assert amp.state_dict()["seal"] == seal
+        assert {p.dtype for p in model_of(amp).parameters()} == {torch.float32}
+        assert torch.equal(model_of(amp)(batch(99)[0]), before)
+    assert model_of(amp).inner.weight.dtype == amp.mode.weights_dtype
+    assert amp.state_dict()["seal"] == seal
+    for load in ("load", "load_sharded"):
+        again = made(mode, seed=3, eval_precision="fp32")
+        getattr(again, load)(tmp_path / ("best.pt" if load == "load" else "sharded"))
+        assert torch.equal(evaluated(again), before)
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_what_is_loaded_inside_an_evaluation_in_float32_is_evaluated(mode: str) -> None:
+    amp, other = made(mode, eval_precision="fp32"), made(mode, seed=3, eval_precision="fp32")
+    train(other, range(2))
+    expected, state = evaluated(other), copy.deepcopy(other.state_dict())
+    model_of(amp).eval()
+    with torch.no_grad(), amp.autocast():
+        assert not torch.equal(model_of(amp)(batch(99)[0]), expected)
+        amp.load_state_dict(state)
+        assert torch.equal(model_of(amp)(batch(99)[0]), expected)
+    assert amp.state_dict()["seal"] == state["seal"]
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_an_evaluation_inside_an_evaluation_in_float32(mode: str) -> None:
+    amp = made(mode, eval_precision="fp32")
+    parameters = list(model_of(amp).parameters())
+    model_of(amp).eval()
+    with torch.no_grad(), amp.autocast():
+        before = model_of(amp)(batch(99)[0])
+        with amp.autocast():
+            assert {p.dtype for p in parameters if p.dtype != torch.float32} == {amp.mode.weights_dtype}
+            assert torch.equal(model_of(amp)(batch(99)[0]), before)
+        assert torch.equal(model_of(amp)(batch(99)[0]), before)
+    assert all(a is b for a, b in zip(model_of(amp).parameters(), parameters, strict=True))

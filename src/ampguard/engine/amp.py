@@ -337,7 +337,8 @@ class Amp:
         PoisonedStateError where parameters, statistics or optimizer state hold NaN or Inf.
         """
         self.verdicts.settle()
-        return self._checkpoint.state_dict()
+        with self.mode.as_trained():
+            return self._checkpoint.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`. Raises CheckpointError before anything is changed."""
@@ -361,7 +362,8 @@ class Amp:
         self._load(state, rng=False)
 
     def _load(self, state: Mapping[str, Any], rng: bool = True, skips: bool = True) -> None:
-        self._checkpoint.load(state, rng, skips)
+        with self.mode.as_trained():
+            self._checkpoint.load(state, rng, skips)
         self._statistics.forget()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -377,11 +379,13 @@ class Amp:
 
         It can be loaded with another number of ranks. The random streams are not in it.
         """
-        sharded.save_sharded(self, folder)
+        with self.mode.as_trained():
+            sharded.save_sharded(self, folder)
 
     def load_sharded(self, folder: str | os.PathLike[str]) -> None:
         """Go on from `save_sharded`; every rank has to call this."""
-        sharded.load_sharded(self, folder)
+        with self.mode.as_trained():
+            sharded.load_sharded(self, folder)
 
     def follow_groups(self) -> None:
         """The loop may have added parameters to an optimizer, replaced some or taken some away.

@@ -79,6 +79,10 @@ class Precision:
         """The models' weights are float32 inside, for whoever reads them or calls a model."""
         return contextlib.nullcontext() if self.low_weights is None else self.low_weights.widened(self.master_of)
 
+    def as_trained(self) -> contextlib.AbstractContextManager[None]:
+        """The models' weights are those that are trained, inside `in_float32` too: for checkpoints."""
+        return contextlib.nullcontext() if self.low_weights is None else self.low_weights.narrowed(self.master_of)
+
     def master_of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """What a model's low-precision weight is in float32, by what is kept for it; None where nothing is."""
         return None

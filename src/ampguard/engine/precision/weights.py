@@ -73,6 +73,8 @@ class LowWeights:
 
     def __init__(self, models: Sequence[nn.Module], dtype: torch.dtype, kept: Sequence[nn.Module]) -> None:
         self._models = [unwrapped(model) for model in models]
+        self._widened: contextlib.ExitStack | None = None
+        """Inside `widened`: what puts the models' own back."""
         self._inputs = CastInputs(dtype)
         made = parametrizations_in(self._models)
         ForcedModules({f"parametrization {i}": module for i, module in enumerate(made)}, cast_back=False)
@@ -107,6 +109,34 @@ class LowWeights:
     @contextlib.contextmanager
     def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
         """The weights are float32 inside: `wide(weight)` where it gives one, else the weight's own value."""
+        if self._widened is not None:
+            yield
+            return
+        self._widened = self._widen(wide)
+        try:
+            yield
+        finally:
+            self._narrow()
+
+    @contextlib.contextmanager
+    def narrowed(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+        """The weights are the models' own, inside `widened(wide)` too: for whoever saves or loads them."""
+        if self._widened is None:
+            yield
+            return
+        self._narrow()
+        try:
+            yield
+        finally:
+            self._widened = self._widen(wide)
+
+    def _narrow(self) -> None:
+        widened, self._widened = self._widened, None
+        if widened is not None:
+            widened.close()
+
+    def _widen(self, wide: Callable[[Tensor], Tensor | None]) -> contextlib.ExitStack:
+        """What undoes it."""
         made = self._in_float32(wide)
         dtype, self._inputs.dtype = self._inputs.dtype, torch.float32
         with contextlib.ExitStack() as stack:
@@ -122,7 +152,7 @@ class LowWeights:
                 if id(tensor) not in placed:  # TorchScript keeps its tables to itself
                     stack.callback(setattr, tensor, "data", tensor.data)
                     tensor.data = made[id(tensor)].detach()
-            yield
+            return stack.pop_all()
 
     def _in_float32(self, wide: Callable[[Tensor], Tensor | None]) -> dict[int, Tensor]:
         """What stands in for each cast tensor. Differentiable where gradients are on: a model may be trained in evaluation
