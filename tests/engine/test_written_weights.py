@@ -243,3 +243,84 @@ def test_an_evaluation_inside_an_evaluation_in_float32(mode: str) -> None:
             assert torch.equal(model_of(amp)(batch(99)[0]), before)
         assert torch.equal(model_of(amp)(batch(99)[0]), before)
     assert all(a is b for a, b in zip(model_of(amp).parameters(), parameters, strict=True))
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", ["fp16", "O2", "O3", "bf16-true"])
+def test_what_is_written_inside_an_evaluation_in_float32_stays(
+    mode: str, region: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    amp = made(mode, eval_precision="fp32")
+    train(amp, range(2))
+    others = model_of(made("fp32", seed=7))
+    model_of(amp).eval()
+    with region(), amp.autocast():
+        model_of(amp).load_state_dict(others.state_dict())
+        expected = model_of(amp)(batch(99)[0])
+    written = {name: value.clone() for name, value in model_of(amp).state_dict().items()}
+    for name, value in others.state_dict().items():
+        assert torch.equal(written[name], value.to(written[name].dtype)), name
+    torch.testing.assert_close(evaluated(amp), expected, rtol=2e-2, atol=2e-2)
+    saved = copy.deepcopy(amp.state_dict())
+    train(amp, range(2, 3))
+    assert (masters(amp)[0] - others.inner.weight).abs().max() < 0.03
+    again = made(mode, eval_precision="fp32")
+    again.load_state_dict(saved)
+    train(again, range(2, 3))
+    assert same(masters(amp), masters(again))
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3", "bf16-true"])
+def test_a_parameter_assigned_inside_an_evaluation_in_float32_is_a_value_of_the_models_own(mode: str) -> None:
+    amp = made(mode, eval_precision="fp32")
+    parameters = list(model_of(amp).parameters())
+    others = model_of(made("fp32", seed=7))
+    model_of(amp).eval()
+    with torch.no_grad(), amp.autocast():
+        model_of(amp).inner.weight = nn.Parameter(others.inner.weight.detach().clone())
+    assert model_of(amp).inner.weight is parameters[0]
+    assert torch.equal(parameters[0], others.inner.weight.to(parameters[0].dtype))
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3"])
+def test_a_weight_beyond_float16_that_is_written_inside_an_evaluation_is_the_models_own(mode: str) -> None:
+    amp = made(mode, eval_precision="fp32")
+    weight = model_of(amp).inner.weight
+    model_of(amp).eval()
+    with torch.no_grad(), amp.autocast():
+        model_of(amp).inner.weight.fill_(1e5)
+    assert model_of(amp).inner.weight is weight
+    assert weight.isinf().all()
+
+
+def test_an_average_that_stands_in_the_model_inside_an_evaluation_in_float32_costs_nothing() -> None:
+    """Put in its place and taken out of it again inside the block."""
+    amp = made("O2", eval_precision="fp32")
+    train(amp, range(3))
+    before = [p.detach().clone() for p in masters(amp)]
+    model_of(amp).eval()
+    with torch.no_grad(), amp.autocast():
+        aside = [p.clone() for p in model_of(amp).parameters()]
+        clip_model(amp)
+        model_of(amp)(batch(99)[0])
+        for p, old in zip(model_of(amp).parameters(), aside, strict=True):
+            p.copy_(old)
+    with amp.autocast(training=True):
+        model_of(amp)(batch(3)[0])
+    assert same(before, [p.detach() for p in masters(amp)])
+
+
+@pytest.mark.parametrize("mode", ["O2", "O3"])
+def test_what_is_written_to_a_scripted_module_inside_an_evaluation_in_float32_stays(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = ampguard.Amp(model, optimizer, mode, eval_precision="fp32", init_scale=64.0)
+    model.eval()
+    with torch.no_grad(), amp.autocast():
+        model[0].weight.fill_(0.3)
+        inside = model(batch(0)[0])
+    assert torch.equal(model[0].weight, torch.full((1, 8), 0.3, dtype=torch.float16))
+    with torch.no_grad(), amp.autocast():
+        torch.testing.assert_close(model(batch(0)[0]), inside, rtol=1e-3, atol=1e-3)
+    assert amp.state_dict()["models"]["Sequential"]["0.weight"].dtype == torch.float16

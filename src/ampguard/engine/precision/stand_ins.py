@@ -69,12 +69,12 @@ def _before(place: Place, stand_in: Tensor) -> _Before:
     return compat.version_of(stand_in), stand_in.clone() if may_be_statistics else None
 
 
-def _take_over(buffer: Tensor, stand_in: Tensor, version: int, values: Tensor | None) -> None:
-    """What was written to a buffer's stand-in; elsewhere the buffer keeps what its stand-in cannot hold."""
+def _take_over(own: Tensor, stand_in: Tensor, version: int, values: Tensor | None) -> None:
+    """What was written to a stand-in; elsewhere the model's own keeps what its stand-in cannot hold."""
     if compat.version_of(stand_in) != version:
-        buffer.copy_(stand_in)
+        own.copy_(stand_in)
     elif values is not None:  # compared where they lie: nobody waits for a device
-        buffer.copy_(torch.where(stand_in != values, stand_in.to(buffer.dtype), buffer))
+        own.copy_(torch.where(stand_in != values, stand_in.to(own.dtype), own))
 
 
 def _is_lost_in(buffer: Tensor, stand_in: Tensor, version: int, values: Tensor | None) -> bool:
@@ -103,10 +103,16 @@ class StandIns:
         root: nn.Module,
         standing_in: Iterable[tuple[Place, Tensor]],
         beside: Callable[[], Callable[[], None]] | None = None,
+        *,
+        follows_weights: bool = False,
     ) -> None:
-        """`beside`: what is done too when they are put there; it gives what undoes it."""
+        """`beside`: what is done too when they are put there; it gives what undoes it.
+
+        `follows_weights`: parameters too take over what was written to their stand-ins, not buffers alone.
+        """
         self._standing_in = list(standing_in)
         self._beside = beside
+        self._follows_weights = follows_weights
         self._undo: list[Callable[[], None]] = []
         self._recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
         self._entered: list[_Entered] = []
@@ -127,7 +133,7 @@ class StandIns:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Put the model's own back, and into them what was written to buffers meanwhile."""
+        """Put the model's own back, and into them what was written to buffers meanwhile (and to weights: `follows_weights`)."""
         if self._undo:
             self._undo.pop()()
         entered = self._entered.pop()
@@ -135,11 +141,14 @@ class StandIns:
             now = place.entries.get(place.name)
             if now is stand_in:
                 place.entries[place.name] = place.tensor
-                if not place.is_weight:
+                if not place.is_weight or self._follows_weights:
                     _take_over(place.tensor, stand_in, *before)
-                    if _is_lost_in(place.tensor, stand_in, *before):
-                        place.entries[place.name] = stand_in
+                if not place.is_weight and _is_lost_in(place.tensor, stand_in, *before):
+                    place.entries[place.name] = stand_in
             elif isinstance(now, Tensor) and now.dtype == stand_in.dtype:  # `self.buffer = new`
-                place.entries[place.name] = now.to(place.tensor.dtype)
+                if self._follows_weights and place.is_weight and now.shape == stand_in.shape:
+                    place.entries[place.name] = place.tensor.copy_(now)
+                else:
+                    place.entries[place.name] = now.to(place.tensor.dtype)
         for module, flat in entered.flat:
             vars(module).update(flat)

@@ -108,7 +108,10 @@ class LowWeights:
 
     @contextlib.contextmanager
     def widened(self, wide: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-        """The weights are float32 inside: `wide(weight)` where it gives one, else the weight's own value."""
+        """The weights are float32 inside: `wide(weight)` where it gives one, else the weight's own value.
+
+        What was written to them there is theirs afterwards.
+        """
         if self._widened is not None:
             yield
             return
@@ -145,13 +148,14 @@ class LowWeights:
             for model in self._models:
                 places = [place for place in places_in(model) if id(place.tensor) in made]
                 placed |= {id(place.tensor) for place in places}
-                stand_ins = StandIns(model, [(place, made[id(place.tensor)]) for place in places])
+                pairs = [(place, made[id(place.tensor)]) for place in places]
+                stand_ins = StandIns(model, pairs, follows_weights=True)
                 stand_ins.enter()
                 stack.callback(stand_ins.leave)
             for tensor in self.cast:
                 if id(tensor) not in placed:  # TorchScript keeps its tables to itself
-                    stack.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = made[id(tensor)].detach()
+                    own, tensor.data = tensor.data, made[id(tensor)].detach()
+                    stack.callback(_put_back, tensor, own, compat.version_of(tensor))
             return stack.pop_all()
 
     def _in_float32(self, wide: Callable[[Tensor], Tensor | None]) -> dict[int, Tensor]:
@@ -160,6 +164,15 @@ class LowWeights:
         is_on = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_on):  # what is written to them is seen by versions
             return {id(t): t.float() if (kept := wide(t)) is None else kept for t in self.cast}
+
+
+@torch.no_grad()
+def _put_back(tensor: Tensor, own: Tensor, version: int) -> None:
+    """A tensor's own data, with what was written to it since that version, when it held other data."""
+    now, is_written = tensor.data, compat.version_of(tensor) != version
+    tensor.data = own
+    if is_written:
+        tensor.copy_(now)
 
 
 def parametrizations_in(models: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
