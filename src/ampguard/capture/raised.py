@@ -40,7 +40,8 @@ def refused_values(error: BaseException) -> list[Tensor]:
     if not isinstance(error, Exception) or is_capturing():
         return []
     for frame in reversed(_frames(error.__traceback__)):
-        floating = [v for v in locals_of(frame).values() if isinstance(v, Tensor) and v.is_floating_point()]
+        here = [v for v in locals_of(frame).values() if isinstance(v, Tensor) and v.is_floating_point()]
+        floating = [compat.without_transforms(tensor) for tensor in here]  # whose `vmap` has ended with the error
         if floating:
             return [tensor for tensor in floating if is_refused(tensor)]
     return []
@@ -62,8 +63,11 @@ def refused_tensors(error: Exception) -> Iterator[Tensor]:
     """Those with a NaN or +Inf that the functions had at hand through which an error came, from the innermost on."""
     for frame in reversed(_frames(error.__traceback__)):
         for value in locals_of(frame).values():
-            if type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and is_refused(value):
-                yield value
+            if type(value) not in (Tensor, nn.Parameter) or not value.is_floating_point():
+                continue
+            tensor = compat.without_transforms(value)
+            if is_refused(tensor):
+                yield tensor
 
 
 def is_same_error(error: BaseException, before: BaseException | None) -> bool:
