@@ -266,10 +266,17 @@ class KeptEvents:
         return made_by is not None and self._pending.is_written_since(tensor, made_by)
 
     def _can_run_again(self, event: Event) -> bool:
-        """Whether a call of a finished step still has all that it was given (an RNN's hidden state was made by glue)."""
+        """Whether a call of a finished step still has all that it was given (an RNN's hidden state was made by glue, which
+        is about to be forgotten where it is still there)."""
         return event.index in self.ahead.kept or (
-            isinstance(event, RootCall) and all(self._record.event(ref.event) is not None for ref in refs_of(event))
+            isinstance(event, RootCall) and all(self._is_kept(ref.event) for ref in refs_of(event))
         )
+
+    def _is_kept(self, index: int) -> bool:
+        event = self._record.event(index)
+        if event is None or index >= self.iteration_start or index in self.ahead.kept:
+            return event is not None
+        return isinstance(event, RootCall) and self._can_run_again(event)
 
     def define(self, tensor: Tensor, ref: Ref) -> weakref.ref[Tensor]:
         """A module has returned this tensor; perhaps it is one that it was given, and has written to."""
