@@ -12,6 +12,9 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell: children would inherit a Ctrl-C that does nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored in (signal.SIGHUP, signal.SIGQUIT):  # by nohup, and by a shell
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -290,3 +290,16 @@ def test_what_runs_after_its_call_is_refused() -> None:
     for function in (powers, power):
         with pytest.raises(SetupError, match="its lines run when the call has returned already"):
             ampguard.force_fp32(function)
+
+
+def test_many_decorated_functions_are_compiled_each_for_itself() -> None:
+    """A compiler gives up a piece of code that it has compiled too often: they must not share one."""
+    torch._dynamo.reset()
+    for factor in range(torch._dynamo.config.recompile_limit + 4):
+
+        @ampguard.force_fp32
+        def scaled(x: torch.Tensor, factor: int = factor) -> torch.Tensor:
+            return (x * x).sum() * factor
+
+        with torch.autocast("cpu", torch.float16):
+            assert torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(3)).item() == 3 * factor

@@ -58,6 +58,8 @@ class DroppedGradients:
         if self.waiting > self.usual:
             self.usual = self.waiting
         self.waiting = 0
+        if not self._has_stepped:
+            self._passed_over.begin()
         self._has_stepped = True
         if self._left:
             for watch in self._left:
@@ -94,7 +96,7 @@ class DroppedGradients:
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
         recorder.judge.gradients.are_bad(held, scale, is_held_off=True, is_passed_over=cleared_at is not None)
         if scaler is not None and scale is not None and cleared_at is not None:
-            self._passed_over.note(scaler, scale, bad, cleared_at)
+            self._passed_over.note(scaler, scale, bad, cleared_at, self._has_stepped)
         if not self._has_stepped:
             return  # perhaps the first window of an accumulation, in which the loss scale is too high yet
         for watch in self._moves.mine():
@@ -153,7 +155,13 @@ class PassedOver:
         self._count = 0
         self._since = 0
 
-    def note(self, scaler: Any, scale: float, bad: Iterable[int], cleared_at: Line) -> None:
+    def begin(self) -> None:
+        """The first step of the run is attempted: what came before may have been a warm-up (of a CUDA graph)."""
+        if self._count:
+            self._moves.listener.on_suspicion(("passed over",), None, 0)
+        self._count = 0
+
+    def note(self, scaler: Any, scale: float, bad: Iterable[int], cleared_at: Line, has_stepped: bool) -> None:
         """One more, at this scale, with the bad gradients of these parameters (by identity)."""
         step = self._recorder.steps.count
         if not self._count or scale < self._scale:
@@ -169,7 +177,11 @@ class PassedOver:
             return
         facts = {"passed_over": self._count, "scale": scale}
         of = self._moves.watches.scaler(scaler)
-        self._moves.tell([Breach("missing-update", watch, of, last.where, cleared_at, None, facts)], self._since)
+        breach = Breach("missing-update", watch, of, last.where, cleared_at, None, facts)
+        if has_stepped:
+            self._moves.tell([breach], self._since)
+        else:
+            self._moves.listener.on_suspicion(("passed over",), breach, self._since)
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -59,7 +59,10 @@ def optimizer_underflow(situation: Situation) -> Incident | None:
     asked = [o for o in situation.optimizers if incident is not None or not is_of_the_script(o)]
     is_behind = incident is not None
     found = next((p for o in asked if (p := poisoned(o, is_behind)) is not None), None)
-    return None if found is None else told(found, situation)
+    if found is not None:
+        return told(found, situation)
+    starved = next((s for o in asked if is_behind and (s := starved_state(o)) is not None), None)
+    return None if starved is None else told_of_state(starved, situation)
 
 
 def is_of_the_script(optimizer: Optimizer) -> bool:
@@ -90,6 +93,87 @@ def poisoned(optimizer: Optimizer, is_behind: bool) -> Poisoned | None:
             continue
         return Poisoned(optimizer, parameter, group, bad, own)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Starved:
+    """A parameter that an optimizer of the script's made non-finite exactly where a state of low precision is 0."""
+
+    optimizer: Optimizer
+    parameter: Tensor
+    bad: Tensor
+    key: str
+    state: Tensor
+    max_abs_gradient: float | None
+    """None where the gradients that made it are gone."""
+
+
+def starved_state(optimizer: Optimizer) -> Starved | None:
+    """Where elements went bad, and hardly anywhere else, a state in low precision is 0.
+
+    A second moment is not 0 where there was a gradient, in numbers with enough range.
+    """
+    if not is_of_the_script(optimizer):
+        return None
+    for parameter in watchable(optimizer):
+        if is_finite(parameter):
+            continue
+        bad = (~torch.isfinite(parameter.detach())).reshape(-1).nonzero().reshape(-1)
+        for key, state in optimizer.state.get(parameter, {}).items():
+            if not isinstance(state, Tensor) or not is_low_precision(state.dtype) or state.shape != parameter.shape:
+                continue
+            zeros = int((state == 0).sum())
+            if not bool(state.reshape(-1)[bad].any()) and zeros <= 2 * bad.numel() and zeros < state.numel():
+                return Starved(optimizer, parameter, bad, str(key), state, _largest_gradient(parameter, bad))
+    return None
+
+
+def _largest_gradient(parameter: Tensor, elements: Tensor) -> float | None:
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided or not is_finite(gradient):
+        return None
+    return float(gradient.detach().reshape(-1)[elements].abs().max())
+
+
+def told_of_state(found: Starved, situation: Situation) -> Incident:
+    parameter, dtype = found.parameter, dtype_name(found.state.dtype)
+    kind = type(found.optimizer).__name__
+    name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
+    count, peak = found.bad.numel(), found.max_abs_gradient
+    line = situation.lines.get(id(found.optimizer))
+    least = number(float(torch.finfo(found.state.dtype).smallest_normal))
+    where = f", where gradients reach {number(peak)}" if peak is not None else ""
+    text = (
+        f"{kind}'s update of {name} is not finite although its gradients are: {count} of {parameter.numel()} elements became NaN "
+        f"or Inf. Its state `{found.key}` is kept in {dtype}, and is 0 in all of these{where}: it fell below what {dtype} holds, "
+        f"and the update divides by it. An eps far below {least} is 0 in {dtype} as well."
+    )
+    evidence = {
+        "name": name,
+        "bad_elements": count,
+        "elements": parameter.numel(),
+        "state": found.key,
+        "state_dtype": dtype,
+        "state_zeros": count,
+        "max_abs_gradient": peak,
+    }
+    wider = Fix("fp32-parameters", None, f"keep `{found.key}` in float32, and divide in float32", None)
+    eps = Fix("add-epsilon", None, f"an eps that {dtype} has, added before the division: {SAFE_EPS:g}", None)
+    return Incident(
+        step=max(0, situation.failure.step - 1) if situation.failure is not None else situation.step,
+        rank=situation.rank,
+        mode="train",
+        phase="optimizer",
+        severity="error",
+        cause="optimizer-underflow",
+        module=name.rpartition(".")[0] if situation.name_of(parameter) is not None else None,
+        op=None,
+        dtype=dtype,
+        location=line.location() if line is not None else None,
+        explanation=text,
+        evidence=evidence,
+        fixes=(wider, eps),
+    )
 
 
 def is_finite_wide(optimizer: Optimizer, parameter: Tensor, elements: Tensor) -> bool:
