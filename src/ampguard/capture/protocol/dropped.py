@@ -8,15 +8,14 @@ pass, before they are cleared, and at the end of the run; in an ordinary iterati
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from threading import get_ident
-from typing import Any
 
 from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
+from ampguard.capture.protocol.passed_over import PassedOver
 from ampguard.capture.record import BackwardCall, Line, RootCall
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.numerics import is_finite
@@ -30,9 +29,6 @@ STUCK_LOOKS = 3
 
 SETTLING_LOOKS = 20
 """The same where a scaler would skip a step: till then, an accumulation window that has grown may yet come to its end."""
-ONE_IN = 0.1
-"""Of the iterations: what is given up more seldom costs little."""
-
 LIVE_LOOKS = 100
 """From here on it is told while the run goes on, without waiting for that end."""
 
@@ -139,49 +135,6 @@ class DroppedGradients:
             if isinstance(event, RootCall):
                 return False
         return False
-
-
-class PassedOver:
-    """Steps that the script gives up before the scaler sees their gradients: nothing lowers the scale then.
-
-    `if not all finite: zero_grad(); continue` throws away one iteration after another at a scale that does not fit.
-    """
-
-    def __init__(self, recorder: FlightRecorder, moves: Moves) -> None:
-        self._recorder = recorder
-        self._moves = moves
-        self._scale = 0.0
-        """That of the first of them; a lower one since begins anew."""
-        self._count = 0
-        self._since = 0
-
-    def begin(self) -> None:
-        """The first step of the run is attempted: what came before may have been a warm-up (of a CUDA graph)."""
-        if self._count:
-            self._moves.listener.on_suspicion(("passed over",), None, 0)
-        self._count = 0
-
-    def note(self, scaler: Any, scale: float, bad: Iterable[int], cleared_at: Line, has_stepped: bool) -> None:
-        """One more, at this scale, with the bad gradients of these parameters (by identity)."""
-        step = self._recorder.steps.count
-        if not self._count or scale < self._scale:
-            self._scale, self._count, self._since = scale, 0, step
-        self._count += 1
-        is_rare = self._count < ONE_IN * (step - self._since)
-        if scale <= 1.0 or self._count < STUCK_LOOKS or is_rare:
-            return
-        bad = set(bad)
-        watch = next((w for w in self._moves.mine() if any(id(p) in bad for p in w.parameters())), None)
-        last = self._moves.machine.last_backward
-        if watch is None or last is None or last.scale is None:
-            return
-        facts = {"passed_over": self._count, "scale": scale}
-        of = self._moves.watches.scaler(scaler)
-        breach = Breach("missing-update", watch, of, last.where, cleared_at, None, facts)
-        if has_stepped:
-            self._moves.tell([breach], self._since)
-        else:
-            self._moves.listener.on_suspicion(("passed over",), breach, self._since)
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -136,44 +136,17 @@ def _largest_gradient(parameter: Tensor, elements: Tensor) -> float | None:
 
 
 def told_of_state(found: Starved, situation: Situation) -> Incident:
-    parameter, dtype = found.parameter, dtype_name(found.state.dtype)
-    kind = type(found.optimizer).__name__
-    name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
-    count, peak = found.bad.numel(), found.max_abs_gradient
-    line = situation.lines.get(id(found.optimizer))
+    dtype, peak = dtype_name(found.state.dtype), found.max_abs_gradient
     least = number(float(torch.finfo(found.state.dtype).smallest_normal))
     where = f", where gradients reach {number(peak)}" if peak is not None else ""
-    text = (
-        f"{kind}'s update of {name} is not finite although its gradients are: {count} of {parameter.numel()} elements became NaN "
-        f"or Inf. Its state `{found.key}` is kept in {dtype}, and is 0 in all of these{where}: it fell below what {dtype} holds, "
-        f"and the update divides by it. An eps far below {least} is 0 in {dtype} as well."
+    because = (
+        f"because its state `{found.key}`, which is kept in {dtype}, is 0 in all of these{where}: it fell below what {dtype} "
+        f"holds, and the update divides by it. An eps far below {least} is 0 in {dtype} as well."
     )
-    evidence = {
-        "name": name,
-        "bad_elements": count,
-        "elements": parameter.numel(),
-        "state": found.key,
-        "state_dtype": dtype,
-        "state_zeros": count,
-        "max_abs_gradient": peak,
-    }
+    facts = {"state": found.key, "state_dtype": dtype, "state_zeros": found.bad.numel(), "max_abs_gradient": peak}
     wider = Fix("fp32-parameters", None, f"keep `{found.key}` in float32, and divide in float32", None)
     eps = Fix("add-epsilon", None, f"an eps that {dtype} has, added before the division: {SAFE_EPS:g}", None)
-    return Incident(
-        step=max(0, situation.failure.step - 1) if situation.failure is not None else situation.step,
-        rank=situation.rank,
-        mode="train",
-        phase="optimizer",
-        severity="error",
-        cause="optimizer-underflow",
-        module=name.rpartition(".")[0] if situation.name_of(parameter) is not None else None,
-        op=None,
-        dtype=dtype,
-        location=line.location() if line is not None else None,
-        explanation=text,
-        evidence=evidence,
-        fixes=(wider, eps),
-    )
+    return _incident(found, situation, because, facts, (wider, eps), dtype, None)
 
 
 def is_finite_wide(optimizer: Optimizer, parameter: Tensor, elements: Tensor) -> bool:
@@ -201,35 +174,48 @@ def gradient_in_place(parameter: Tensor) -> float | None:
 
 
 def told(found: Poisoned, situation: Situation) -> Incident:
-    parameter, optimizer = found.parameter, found.optimizer
-    dtype = dtype_name(parameter.dtype)
-    wider = is_finite_wide(optimizer, parameter, found.bad[:ELEMENTS])
+    wider = is_finite_wide(found.optimizer, found.parameter, found.bad[:ELEMENTS])
     cure = (
         "The same update in float32 is finite." if wider else f"With an eps of {SAFE_EPS:g} the same update is finite."
     )
-    name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
-    kind = type(optimizer).__name__
     zeros, facts = zeros_of(found)
-    step = situation.step if situation.failure is None else max(0, situation.failure.step - 1)
-    line = situation.lines.get(id(optimizer))
-    of = f"{found.bad.numel()} of {parameter.numel()} elements"
+    dtype = dtype_name(found.parameter.dtype)
+    return _incident(
+        found, situation, f"because {zeros}. {cure}", facts, fixes(found), dtype, found.update.first_bad_op
+    )
+
+
+def _incident(
+    found: Poisoned | Starved,
+    situation: Situation,
+    because: str,
+    facts: dict[str, Any],
+    cures: tuple[Fix, ...],
+    dtype: str | None,
+    op: str | None,
+) -> Incident:
+    """A parameter that became non-finite in an update, and why."""
+    parameter, failure = found.parameter, situation.failure
+    name = situation.name_of(parameter) or tensor_called(parameter, "parameter")
+    line = situation.lines.get(id(found.optimizer))
+    count, size = found.bad.numel(), parameter.numel()
     return Incident(
-        step=step,
+        step=situation.step if failure is None else max(0, failure.step - 1),
         rank=situation.rank,
         mode="train",
         phase="optimizer",
         severity="error",
         cause="optimizer-underflow",
         module=name.rpartition(".")[0] if situation.name_of(parameter) is not None else None,
-        op=found.update.first_bad_op,
+        op=op,
         dtype=dtype,
         location=line.location() if line is not None else None,
         explanation=(
-            f"{kind}'s update of {name} is not finite although its gradients are: {of} of it became NaN or Inf, because "
-            f"{zeros}. {cure}"
+            f"{type(found.optimizer).__name__}'s update of {name} is not finite although its gradients are: {count} of {size} "
+            f"elements of it became NaN or Inf, {because}"
         ),
-        evidence={"name": name, "bad_elements": found.bad.numel(), "elements": parameter.numel(), **facts},
-        fixes=fixes(found),
+        evidence={"name": name, "bad_elements": count, "elements": size, **facts},
+        fixes=cures,
     )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from ampguard.diagnose.protocol.framework import is_updated_by_framework, update_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number, statement
 from ampguard.diagnose.protocol.telling import Telling, breach, order
+from ampguard.incident import Incident
 
 
 @breach("missing-update")
@@ -92,19 +93,28 @@ def missing_update(scene: Scene) -> Telling | None:
     return Telling(text, line, tuple(fixes), evidence=_evidence(scene))
 
 
+def _overflow_of_scale(scene: Scene) -> Incident | None:
+    """What was told of gradients that overflow for the loss scale alone."""
+    overflow = scene.told("loss-scale-overflow")
+    return overflow if overflow is not None and overflow.severity == "info" else None
+
+
+def _where_it_fits(overflow: Incident) -> str:
+    fits = overflow.evidence.get("finite_at_scale")
+    return f" At a loss scale of {number(fits)} the gradients are finite." if fits is not None else ""
+
+
 def _renewed(scene: Scene) -> Telling | None:
     """None where it is not the scale alone that makes the steps fail: then another scaler would not help."""
-    facts, overflow = scene.facts, scene.told("loss-scale-overflow")
-    if overflow is None or overflow.severity != "info":
+    facts, overflow = scene.facts, _overflow_of_scale(scene)
+    if overflow is None:
         return None
     text = (
         f"`{scene.scaler}.update()` lowers the scale in vain: the scaler is thrown away, and a new one begins at "
         f"{number(facts['scale'])} again, made at {at(scene.first)}. {facts['skipped']} steps of `{scene.optimizer}` in a row "
         f"were skipped, and none was made: nothing is learned."
     )
-    fits = overflow.evidence.get("finite_at_scale")
-    if fits is not None:
-        text += f" At a loss scale of {number(fits)} the gradients are finite."
+    text += _where_it_fits(overflow)
     made = statement(scene.first) or f"{scene.scaler} = GradScaler(...)"
     how = f"make the scaler once, before the loop, and go on with it: {made.strip()}"
     lower = [fix for fix in overflow.fixes if fix.action == "lower-loss-scale"]
@@ -116,8 +126,8 @@ def _renewed(scene: Scene) -> Telling | None:
 
 def _passed_over(scene: Scene) -> Telling | None:
     """None where it is not the scale alone that makes gradients overflow: then to give the step up is right."""
-    facts, overflow = scene.facts, scene.told("loss-scale-overflow")
-    if overflow is None or overflow.severity != "info":
+    facts, overflow = scene.facts, _overflow_of_scale(scene)
+    if overflow is None:
         return None
     name, scaler = scene.optimizer, scene.scaler
     text = (
@@ -125,9 +135,7 @@ def _passed_over(scene: Scene) -> Telling | None:
         f"an iteration up by itself, at {at(scene.again)}, and nothing lowers the loss scale. {facts['passed_over']} were given "
         f"up so far, at a loss scale of {number(facts['scale'])}."
     )
-    fits = overflow.evidence.get("finite_at_scale")
-    if fits is not None:
-        text += f" At {number(fits)} the gradients are finite."
+    text += _where_it_fits(overflow)
     how = (
         f"leave the check to the scaler, which skips such a step and lowers the scale: {scaler}.step({name}); "
         f"{scaler}.update() in every iteration, before a `continue` too"
