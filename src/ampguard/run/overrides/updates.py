@@ -127,8 +127,8 @@ class Updates:
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or compat.in_backward():
-                return original(tensors, *args, **kwargs)
+            if torch.compiler.is_compiling() or compat.in_backward() or self._listener.recorder.paused:
+                return original(tensors, *args, **kwargs)  # also a replay's, of a fix that was tried
             losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
             if self._plan.scales_loss:
                 guarded(self._see_thrown_away)
