@@ -81,14 +81,14 @@ def called_twice(net: nn.Module, x: Tensor) -> Tensor:
     return second.sum()
 
 
-def fix_of(guard: Guard, step: Step, net: nn.Module) -> Fix:
+def fix_of(guard: Guard, step: Step, net: nn.Module, too_large: float = 1e4) -> Fix:
     """Of a training whose fourth batch is too large, with a loss scale."""
 
     def body() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         optimizer = torch.optim.SGD(net.parameters(), 1e-4)
         for number in range(5):
-            x = torch.randn(2, 4) * (1e4 if number == 3 else 1)
+            x = torch.randn(2, 4) * (too_large if number == 3 else 1)
             with torch.autocast("cpu", torch.float16):
                 loss = step(net, x)
             scaler.scale(loss).backward()
@@ -133,3 +133,24 @@ def test_each_statement_has_its_own_line_and_place(guard: Guard) -> None:
     assert second.startswith(f"second = {OFF}(net[1])(first.float()) + 1  # test_region_of_a_chain.py:")
     assert fix.target is not None
     assert all(fix.target.split(", "))
+
+
+def test_a_product_that_has_not_left_autocast_makes_what_it_is_given_low(guard: Guard) -> None:
+    """The model overflows already; in float32 alone it would hand on numbers that autocast casts back for the product."""
+    fix = fix_of(guard, multiplied, nn.Linear(4, 4), too_large=3e5)
+    assert fix.verified
+    assert f"with {OFF}: out = net(x)" in fix.how
+    assert "return (out.float() @ out.float().t()).sum()" in fix.how
+
+
+def multiplied_outside(net: nn.Module, x: Tensor) -> Tensor:
+    out = net(x)
+    with torch.autocast("cpu", enabled=False):
+        return (out.float() @ out.float().t()).sum()
+
+
+def test_a_product_outside_of_autocast_takes_what_it_is_given(guard: Guard) -> None:
+    fix = fix_of(guard, multiplied_outside, nn.Linear(4, 4), too_large=3e5)
+    assert fix.verified
+    assert fix.how.startswith(f"with {OFF}: out = net(x)")
+    assert "\n" not in fix.how

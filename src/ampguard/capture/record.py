@@ -246,6 +246,8 @@ class GlueOp:
     """The number of autograd's next node as it ran: its own have smaller ones."""
     within: ModulesAround | None = None
     """Under a transform of `torch.func`, which runs modules that are taped as they come: those that it ran in."""
+    may_be_cast: bool = field(default=False, kw_only=True)
+    """Whether it ran within a region of autocast, which casts what such an operator is given if it is switched on."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ampguard import compat, numerics
+from ampguard.capture.events.autocasting import is_in_region
 from ampguard.capture.record import Event, Modes, RootCall
 from ampguard.replay.trace import Trace
 
@@ -26,7 +27,7 @@ class WeightCasts:
     """
 
     def __init__(self) -> None:
-        self._is_ours = not _is_inside_a_region()
+        self._is_ours = not is_in_region()
         self._region = NO_REGION
 
     @contextlib.contextmanager
@@ -90,12 +91,6 @@ class WeightCasts:
             if is_nested:
                 torch.autocast_decrement_nesting()
             torch.set_autocast_cache_enabled(before)
-
-
-def _is_inside_a_region() -> bool:
-    depth: int = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth > 0
 
 
 @contextlib.contextmanager

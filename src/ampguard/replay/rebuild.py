@@ -73,6 +73,8 @@ class Replayer:
         """Whether the script has been within a region of autocast: calls outside modules do not say whether they were."""
         self._sandboxes = contextlib.ExitStack()
         self._casts = WeightCasts()
+        self._ran_in: dict[int, torch.dtype] = {}
+        """By event: the low precision that operators outside modules were given, which autocast may cast to."""
         self.keeps_graph = any(isinstance(event, BackwardCall) for event in self.events)
         self._differentiated_by = {
             ref for event in self.events if isinstance(event, BackwardCall) for ref in refs_in(event.args[2])
@@ -402,10 +404,26 @@ class Replayer:
         if op.rng is not None:
             set_streams(op.rng)
         with torch.set_grad_enabled(op.grad and self.keeps_graph), mode:
+            if op.may_be_cast:
+                args = self._cast_again(op, args, mode)
             output = _computed(op, args, kwargs)
         if isinstance(output, Tensor):
             return [output]
         return [t for t in output if isinstance(t, Tensor)] if isinstance(output, (tuple, list)) else []
+
+    def _cast_again(self, op: GlueOp, args: tuple[Any, ...], mode: ReplayMode) -> tuple[Any, ...]:
+        """What autocast does to operands that were low when the step ran, and are float32 in a variant of it.
+
+        There is no cast in the record then: a module that leaves autocast hands on float32 to an operator that has not left it.
+        """
+        if mode.is_as_it_ran:
+            types = {t.dtype for t in flat_tensors(args, {}) if t.is_floating_point()}
+            if len(types) == 1 and types <= numerics.LOW_PRECISION:
+                self._ran_in[op.index] = types.pop()
+        dtype = self._ran_in.get(op.index)
+        if dtype is None or mode.computes_in_other(op):
+            return args
+        return tuple(map_tensors(a, lambda t: t.to(dtype) if t.dtype == torch.float32 else t) for a in args)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

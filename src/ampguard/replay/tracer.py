@@ -321,6 +321,18 @@ class ReplayMode(compat.DispatchMode):
         in_region = line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
         return torch.float32 if in_region else None
 
+    @property
+    def is_as_it_ran(self) -> bool:
+        """Whether the variant changes no operator."""
+        return not (self._may_convert or self._intervenes)
+
+    def computes_in_other(self, op: GlueOp) -> bool:
+        """Whether the variant itself says in which type this operator outside modules computes."""
+        if self.variant.convert is not None:
+            return True
+        line = op.line
+        return line is not None and (line.code.co_filename, line.number) in self.variant.fp32_lines
+
     def _note_own_cast(self, frame: FrameType) -> None:
         line = self._line(frame) if not is_autocast_on() else None
         if line is not None:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from ampguard import compat
 from ampguard.capture.events.arguments import MAX_COPY
+from ampguard.capture.events.autocasting import is_cast_by_autocast, is_in_region
 from ampguard.capture.events.forgetting_log import ForgettingLog
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import modules_around, user_line
@@ -207,6 +208,7 @@ class EventLog(ForgettingLog):
             compat.derivative_number(),
             compat.next_node_number(),
             modules_around(frame) if self.runs_modules else None,
+            may_be_cast=is_cast_by_autocast(func) and is_in_region(),
         )
         self.next_index = index + 1
         self.append_named(op)

@@ -39,22 +39,6 @@ MAX_REGIONS = 24
 MAX_UPSTREAM = 4
 """Lines and modules that are added because they made what the accused operator was given."""
 
-CAST_BY_AUTOCAST = (
-    "mm",
-    "mv",
-    "bmm",
-    "addmm",
-    "addmv",
-    "addr",
-    "baddbmm",
-    "addbmm",
-    "conv",
-    "linear",
-    "prelu",
-    "scaled_dot",
-)
-"""How the names of operators begin that autocast runs in low precision, whatever they are given."""
-
 Region: TypeAlias = tuple[str, int | tuple[str, int]]
 """("module", id of the module) or ("line", (file, line number))."""
 
@@ -173,27 +157,11 @@ def _with_none_to_spare(
     for region in list(members):
         if replayer is None or len(members) < 2 or budget.is_spent:
             break
-        if _is_cast_anew(evidence.trace, region):
-            continue
         fewer = {r: o for r, o in members.items() if r != region}
         smaller = attempt(evidence.bad, replayer, _variant(fewer))
         if not smaller.is_bad and has_finite_gradients(replayer, _variant(fewer)):
             members, outcome = fewer, smaller
     return members, outcome
-
-
-def _is_cast_anew(trace: Trace, region: Region) -> bool:
-    """Whether autocast casts what a line outside modules is given: one that is float32 by then would be low again.
-
-    The replay runs the operators that were recorded, and has no cast there where the operand was low already.
-    """
-    kind, place = region
-    ops = [
-        op
-        for op in trace.ops
-        if op.root is None and not op.in_backward and op.short_name.lstrip("_").startswith(CAST_BY_AUTOCAST)
-    ]
-    return kind == "line" and any((line.code.co_filename, line.number) == place for op in ops if (line := op.line))
 
 
 def region_of(op: TracedOp) -> Region | None:
