@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,3 +70,28 @@ def test_fabrics_wrapper_is_looked_through() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     model = fabric.setup(Net())
     assert names(model) == {"", "encoder", "head"}
+
+
+def test_a_wrapper_whose_forward_is_called_gives_no_prefix(guard: Callable[..., Any]) -> None:
+    """`loss = model.forward(x)` goes past what `nn.Module.__call__` does, and to the module within by its own call."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(3, 3), nn.Softplus())
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(x)).square().square().mean()  # type: ignore[no-any-return]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.DataParallel(Model())
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(4):
+            optimizer.zero_grad()
+            model.forward(torch.randn(4, 3) * (1e12 if step == 2 else 1.0)).backward()
+            optimizer.step()
+
+    incident = guard(body).first
+    assert (incident.cause, incident.step, incident.module) == ("overflow", 2, "")

@@ -177,14 +177,17 @@ class Prefixes:
 
 
 def find_prefix(module: nn.Module, frame: Any) -> str:
-    """The dotted path of `module` from the nearest calling method's own module, "" where there is none."""
+    """The dotted path of `module` from the nearest calling method's own module, "" where there is none.
+
+    A wrapper (DistributedDataParallel) whose `forward` was called past its hooks gives no name.
+    """
     depth = 0
     while frame is not None and depth < 12:
         owner = _owner_of(frame)
         if isinstance(owner, nn.Module) and owner is not module and compat.is_built(owner):
-            for name, child in owner.named_modules():
-                if child is module and name:
-                    return str(name)
+            name, _ = compat.named_modules_of_user(owner).get(id(module), ("", module))
+            if name:
+                return name
         frame = frame.f_back
         depth += 1
     return ""
