@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampguard.capture.protocol.gradients import OptimizerWatch
@@ -129,8 +130,7 @@ class Verdict:
         """A limit for true gradients was applied to scaled ones: by how much does the update differ?"""
         facts: dict[str, Any] = {"by_hand": True, "by_comparison": clip.by_comparison}
         if not (clip.limits_values or clip.by_comparison):
-            factor = abs(float(clip.factor))
-            factor = 1.0 / factor if clip.is_division and factor else factor
+            factor = _smallest(clip.factor, clip.is_division)
             wanted = min(1.0, factor * self._found.scale)
             if not factor:  # their norm has overflowed: by how much they are wrong, another step will show
                 return {clip.watch}
@@ -183,3 +183,12 @@ class Verdict:
 def _distinct(numbers: list[Number]) -> list[Number]:
     """One of those read at the same place."""
     return list({(n.watch, n.power, *((id(s.code), s.line) for s in n.spots)): n for n in numbers}.values())
+
+
+def _smallest(factor: Any, is_division: bool) -> float:
+    """By what gradients were multiplied; the smallest where there is a factor a row. 0: their norm has overflowed in all rows."""
+    factors = torch.as_tensor(factor).detach().abs().flatten().double()
+    if is_division:
+        factors = torch.where(factors == 0, 0.0, factors.reciprocal())
+    some = factors[(factors > 0) & factors.isfinite()]
+    return float(some.min()) if some.numel() else 0.0
