@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,45 @@ def test_a_hook_that_halves_all_gradients_is_no_clipping(behind: bool, guard: Gu
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_limit_that_knows_the_scale(behind: bool, guard: Guard) -> None:
     assert is_silent(guard(hooked(0.05 * SCALE, behind, by_norm=True)))
+
+
+def test_a_hook_that_runs_no_code_of_the_scripts_is_placed_where_it_was_put(guard: Guard) -> None:
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        for p in model.parameters():
+            p.register_hook(functools.partial(torch.clamp, min=-0.5, max=0.5))  # <- here
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(4):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(opt)
+            scaler.update()
+
+    incident = only(guard(body))
+    assert incident.cause == "clip-before-unscale"
+    assert incident.location is not None
+    assert incident.location.code.endswith("# <- here")
+
+
+def test_rows_that_are_clipped_one_by_one(guard: Guard) -> None:
+    """Adaptive clipping: the gradient of each row stays below a share of the row's norm."""
+
+    def body() -> None:
+        model, scaler = Net(), new_scaler()
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(4):
+            opt.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            for p in (p for p in model.parameters() if p.ndim == 2):
+                assert p.grad is not None
+                limit = 0.5 * p.detach().norm(dim=1, keepdim=True)
+                p.grad.mul_((limit / p.grad.norm(dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1.0))
+            scaler.step(opt)
+            scaler.update()
+
+    incident = only(guard(body))
+    assert (incident.cause, incident.severity, incident.step) == ("clip-before-unscale", "error", 0)
+    assert 10 < incident.evidence["update_too_small_by"] <= SCALE
 
 
 # --- a scale of the script's own -----------------------------------------------------------------------------------------

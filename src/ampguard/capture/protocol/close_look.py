@@ -88,6 +88,11 @@ class CloseLook:
             moves.second_looks.ask(*moves.mine())
         return moves.looks_closely
 
+    def hook_on_leaf(self, hook: Any, frame: Frame) -> None:
+        """The script puts a hook on a parameter."""
+        self.graph_hooks.on_leaf(hook)
+        self._hooks.note(hook, script_line(frame))
+
     def forget(self) -> None:
         """The scale may have changed: an iteration is over."""
         self._shared.forget()

@@ -84,10 +84,9 @@ class GraphHooks:
         """What to register in the place of a hook on a computed tensor; the hook itself where nobody looks."""
         return self._seen(hook, lambda gradient: (gradient,))
 
-    def on_leaf(self, hook: Any) -> Any:
-        """The same hook, on a parameter: what those do is seen from the outside, in an iteration that is looked at."""
+    def on_leaf(self, hook: Any) -> None:
+        """A hook on a parameter: what those do is seen from the outside, in an iteration that is looked at."""
         self._code_to_watch(hook)
-        return hook
 
     def on_module(self, hook: Any) -> Any:
         """The same of a module's hook, which gets the module and tuples of gradients."""

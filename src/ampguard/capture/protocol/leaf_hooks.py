@@ -7,9 +7,10 @@ such hooks and what comes out is compared, for the few parameters that stand for
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
+from ampguard.capture.protocol.graph_hooks import code_of
+from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import Line
 
 SMALLEST_LIMIT = 1e-3
@@ -100,8 +103,16 @@ class LeafHooks:
         """`arrives` is told of each gradient that the script's hooks are about to get."""
         self._arrives = arrives
         self._passages: list[_Passage] = []
+        self._put_at: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()
+        """Where hooks were put on parameters that run no code of the script's: `functools.partial(torch.clamp, max=1)`."""
         self.left: list[Tensor] = []
         """What each of the script's hooks has made of a gradient in the last pass."""
+
+    def note(self, hook: Any, line: Line | None) -> None:
+        """The script puts this hook on a parameter, at a line of its own."""
+        if line is not None and _line_of(hook) is None:
+            with contextlib.suppress(TypeError):  # an object of which there is no weak reference, or no hash
+                self._put_at[hook] = line
 
     def begin(self, watches: Iterable[OptimizerWatch]) -> None:
         """Put a look before and behind the script's hooks. Most scripts have none."""
@@ -111,10 +122,28 @@ class LeafHooks:
                 before, behind = compat.hooks_of_leaf(p), compat.hooks_behind_leaf(p)
                 if before:
                     passage = _Passage(watch, p, [], False, self._arrives)
-                    self._passages.append(_watched(before, passage, p.register_hook))
+                    self._passages.append(self._watched(before, passage, p.register_hook))
                 if behind:
                     passage = _Passage(watch, p, [], True, self._arrives)
-                    self._passages.append(_watched(behind, passage, p.register_post_accumulate_grad_hook))
+                    self._passages.append(self._watched(behind, passage, p.register_post_accumulate_grad_hook))
+
+    def _watched(self, hooks: Any, passage: _Passage, put: Any) -> _Passage:
+        """Looks before, between and behind the hooks: autograd goes by the order in which they were put in."""
+        own = dict(hooks)
+        passage.hooks = [_line_of(hook) or self._noted(hook) for hook in own.values()]
+        see = passage.see_complete if passage.is_complete else passage.see
+        passage.handles.append(put(see))
+        for identity, hook in own.items():
+            del hooks[identity]
+            hooks[identity] = hook
+            passage.handles.append(put(see))
+        return passage
+
+    def _noted(self, hook: Any) -> Line | None:
+        try:
+            return self._put_at.get(hook)
+        except TypeError:
+            return None
 
     @property
     def are_there(self) -> bool:
@@ -159,22 +188,10 @@ def clip_of(watch: OptimizerWatch, changes: Sequence[tuple[Line | None, Tensor, 
     return by_norm[0] if by_norm else None
 
 
-def _watched(hooks: Any, passage: _Passage, put: Any) -> _Passage:
-    """Looks before, between and behind the hooks: autograd goes by the order in which they were put in."""
-    own = dict(hooks)
-    passage.hooks = [_line_of(hook) for hook in own.values()]
-    see = passage.see_complete if passage.is_complete else passage.see
-    passage.handles.append(put(see))
-    for identity, hook in own.items():
-        del hooks[identity]
-        hooks[identity] = hook
-        passage.handles.append(put(see))
-    return passage
-
-
 def _line_of(hook: Any) -> Line | None:
-    code = getattr(hook, "__code__", None)
-    return Line(code, code.co_firstlineno) if isinstance(code, CodeType) else None
+    """Where its code begins, if that is the script's."""
+    code = code_of(hook)
+    return Line(code, code.co_firstlineno) if code is not None and is_script_code(code) else None
 
 
 def _by_norm(changes: Iterable[tuple[OptimizerWatch, Line | None, Tensor, Tensor]]) -> list[HookClip]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ class HookProbe:
             self._witness.patches.replace(compat.MODULE_BACKWARD_HOOK, "__init__", self._watch_module)
 
     def _watch_tensor(self, original: Call) -> Call:
-        witness, hooks = self._witness, self._witness.moves.close.graph_hooks
+        witness, close = self._witness, self._witness.moves.close
 
         @functools.wraps(original)  # (or register_post_accumulate_grad_hook, which leaves alone have)
         def register_hook(self: Tensor, hook: Any) -> Any:
-            if witness.recorder.active:
-                hook = witness.guarded(hooks.on_tensor if self.grad_fn is not None else hooks.on_leaf, hook) or hook
+            if witness.recorder.active and self.grad_fn is not None:
+                hook = witness.guarded(close.graph_hooks.on_tensor, hook) or hook
+            elif witness.recorder.active:
+                witness.guarded(close.hook_on_leaf, hook, sys._getframe(1))
             return original(self, hook)
 
         return register_hook
