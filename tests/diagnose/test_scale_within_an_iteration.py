@@ -107,3 +107,32 @@ def test_a_loss_divided_by_a_whole_number_is_one_of_a_window(
     assert run.faults == 0, run.stderr
     assert "already been called" in messages[0]
     assert (run.causes, run.first.step) == ([cause], 17)
+
+
+@pytest.mark.parametrize("carries_over", [True, False])
+def test_a_scaler_of_each_epochs_own(carries_over: bool, guard: Guard) -> None:
+    """Windows of two micro-batches: the last one of an epoch of eleven is completed by the next epoch's first."""
+
+    def body() -> None:
+        loop, micro = Loop(), 0
+        for epoch in range(4):
+            loop.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE * 4.0**epoch)
+            if not carries_over:
+                loop.optimizer.zero_grad()
+                micro = 0
+            for _ in range(11):
+                loop.backward(divisor=2.0)
+                micro += 1
+                if micro % 2 == 0:
+                    loop.clip()
+                    loop.update()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    if not carries_over:
+        assert run.causes == []
+        return
+    incident = run.first
+    assert (run.causes, incident.step, incident.evidence["factor"]) == (["accumulation-broken"], 5, 0.25)
+    assert incident.evidence["scales"] == [SCALE, SCALE * 4]
+    assert "a new scaler took the place" in incident.explanation

@@ -219,6 +219,11 @@ class Machine:
         if other is not None:
             of_other = [part for part in ledger.parts if scaler_of(part.scale) is other]
             facts["scales"] = sorted({float(part.scale) for part in of_other if part.scale is not None})
+            own = [part.where for part in ledger.parts if scaler_of(part.scale) is event.scaler]
+            if own and of_other[0].where in own:  # one line scales both: a new scaler has come within the window
+                facts |= {"scaler_replaced": True, "scales": sorted(scales)}
+                self._pend(ledger, "accumulation-broken", event, of_other[0].where, facts)
+                return
             facts |= {"scaled_by_another": True, "other": other, "is_mixed": len(of_other) < len(ledger.parts)}
             self._pend(ledger, "unscaled-backward", event, of_other[0].where, facts)
             return

@@ -14,6 +14,7 @@ from ampguard.capture.protocol.routine import Routine
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.second_looks import SecondLooks
 from ampguard.protocol.events import Backward, Clear
+from ampguard.protocol.ledger import scaler_of
 from ampguard.protocol.machine import Machine
 
 
@@ -38,8 +39,12 @@ class UsualBackward:
     def begins(self, losses: Any) -> bool:
         """Whether a backward pass begins as the routine has it."""
         moves = self._moves
-        event = moves.routine.expected_backward()
-        if event is None or (losses is moves.carried.fresh) is not (event.scale is not None):
+        event, carried = moves.routine.expected_backward(), moves.carried
+        is_scaled = losses is carried.fresh
+        if event is None or is_scaled is not (event.scale is not None):
+            moves.routine.leave()
+            return False
+        if is_scaled and carried.fresh_from is not scaler_of(event.scale):  # a scaler of each epoch's own
             moves.routine.leave()
             return False
         self._glances = []

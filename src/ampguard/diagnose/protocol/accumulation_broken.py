@@ -29,6 +29,8 @@ def accumulation_broken(scene: Scene) -> Telling:
         )
     elif facts.get("loaded"):
         return _loaded(scene)
+    elif facts.get("scaler_replaced"):
+        return _replaced(scene)
     elif facts.get("scales") and len(facts["scales"]) > 1:
         scales = " and ".join(number(s) for s in facts["scales"])
         updated = facts.get("updated_between")
@@ -74,6 +76,22 @@ def _loaded(scene: Scene) -> Telling:
         f"{name}.zero_grad(), and go on with the next batch"
     )
     return Telling(text, loaded if loaded is not None else scene.again, (order(scene, how),), evidence=_evidence(scene))
+
+
+def _replaced(scene: Scene) -> Telling:
+    """A new scaler took the place of the one that had scaled the first micro-batches of a window."""
+    facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
+    scales = " and ".join(number(s) for s in facts["scales"])
+    text = (
+        f"An accumulation window is broken: a new scaler took the place of the one before it within the window. Its "
+        f"micro-batches carry the loss scales {scales} from {at(scene.first)}, and all are divided by "
+        f"{number(facts['divided_by'])} at {at(scene.again)}. Some gradients of `{name}` are {scene.factor}."
+    )
+    how = (
+        f"make one {scaler} for the whole training, before the loop over epochs; or begin each epoch with an empty window: "
+        f"{name}.zero_grad()"
+    )
+    return Telling(text, scene.first or scene.again, (order(scene, how),), evidence=_evidence(scene))
 
 
 def _kept(scene: Scene) -> Telling:
