@@ -301,7 +301,7 @@ def test_parameters_replaced_after_the_optimizer_are_no_flat_buffer(
             scaler.update()
 
     (incident,) = all_of(guard(body))
-    assert (incident.cause, incident.evidence["flat_buffers"]) == ("stale-parameters", False)
+    assert (incident.cause, incident.evidence["flat_buffers"], incident.module) == ("stale-parameters", False, "0")
     assert said in incident.explanation
     assert incident.fixes[0].action == "rebuild-optimizer"
 

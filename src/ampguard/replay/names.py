@@ -129,6 +129,16 @@ def parameters_under(root: nn.Module, modules: dict[int, str]) -> dict[int, str]
     return names
 
 
+def module_of_parameter(name: str) -> str:
+    """The module that a parameter belongs to, by its dotted name: the one that is parametrized, not what PyTorch puts into it.
+
+    >>> module_of_parameter("head.weight"), module_of_parameter("fuse.parametrizations.weight.original0")
+    ('head', 'fuse')
+    """
+    owner, is_parametrized, _ = f".{name}".partition(".parametrizations.")
+    return owner.removeprefix(".") if is_parametrized else name.rpartition(".")[0]
+
+
 def parameter_names(events: Iterable[Event], modules: dict[int, str]) -> dict[int, str]:
     """`id(parameter)` to dotted name, for the root modules of some events; `modules` are their parts' names.
 

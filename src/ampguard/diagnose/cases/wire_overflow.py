@@ -18,6 +18,7 @@ from ampguard.capture.record import BackwardCall, BadResult, RootCall
 from ampguard.diagnose import words
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, largest
+from ampguard.replay.names import module_of_parameter
 from ampguard.replay.rebuild import Replayer
 from ampguard.replay.wire import Gradient, Sent, sent_by
 
@@ -117,7 +118,7 @@ def _incident(bad: BadResult, found: Overflow, names: dict[int, str], rank: int)
         phase="backward",
         severity="error",
         cause="gradient-overflow",
-        module=names[id(found.lost[0][0])].rpartition(".")[0],
+        module=module_of_parameter(names[id(found.lost[0][0])]),
         op=sent.collective if found.in_sum else sent.op,
         dtype=dtype,
         location=line.location() if line is not None else None,

@@ -27,6 +27,7 @@ from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_low_precision
+from ampguard.replay.names import module_of_parameter
 
 MIN_STEPS = 16
 MIN_LOOKS = 4
@@ -209,7 +210,7 @@ def told(lost: list[Lost], share: float, situation: Situation) -> Incident:
         phase="optimizer",
         severity="warning",
         cause="lost-update",
-        module=worst.name.rpartition(".")[0] if is_named else None,
+        module=module_of_parameter(worst.name) if is_named else None,
         op=None,
         dtype=dtype,
         location=line.location() if line is not None else None,

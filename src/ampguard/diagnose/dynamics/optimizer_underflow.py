@@ -27,6 +27,7 @@ from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix, Incident
 from ampguard.numerics import dtype_name, is_finite, is_low_precision
+from ampguard.replay.names import module_of_parameter
 
 ELEMENTS = 512
 SAFE_EPS = 1e-4
@@ -206,7 +207,7 @@ def _incident(
         phase="optimizer",
         severity="error",
         cause="optimizer-underflow",
-        module=name.rpartition(".")[0] if situation.name_of(parameter) is not None else None,
+        module=module_of_parameter(name) if situation.name_of(parameter) is not None else None,
         op=op,
         dtype=dtype,
         location=line.location() if line is not None else None,

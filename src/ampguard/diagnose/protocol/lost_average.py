@@ -16,6 +16,7 @@ from ampguard.diagnose.protocol.scene import Scene, at, listed
 from ampguard.diagnose.protocol.telling import Telling, breach
 from ampguard.incident import Fix
 from ampguard.numerics import dtype_name
+from ampguard.replay.names import module_of_parameter
 
 
 @breach("lost-update")
@@ -81,7 +82,7 @@ def _telling(scene: Scene, of: Lost | StandsStill, text: str, fixes: tuple[Fix, 
         fixes,
         severity="warning",
         evidence=evidence,
-        module=name.rpartition(".")[0] if scene.hangs_in_module(name) else None,
+        module=module_of_parameter(name) if scene.hangs_in_module(name) else None,
         dtype=dtype_name(of.parameter.dtype),
         phase="optimizer",
     )

@@ -23,6 +23,7 @@ from ampguard.diagnose.protocol.telling import Telling, breach
 from ampguard.diagnose.words import number
 from ampguard.incident import Fix
 from ampguard.numerics import dtype_name, is_low_precision
+from ampguard.replay.names import module_of_parameter
 from ampguard.replay.own_step import BadOperator, OwnStep, SteppedAgain
 
 DIVISIONS = frozenset({"div", "addcdiv", "_foreach_div", "_foreach_addcdiv", "reciprocal", "rsqrt", "pow"})
@@ -38,7 +39,7 @@ def optimizer_underflow(scene: Scene) -> Telling:
     evidence: dict[str, Any] = {"name": scene.parameters[0], "bad_elements": count, "elements": of}
     watch = scene.breach.optimizer
     optimizer = watch.ref() if isinstance(watch, OptimizerWatch) else None
-    module = scene.parameters[0].rpartition(".")[0] if scene.hangs_in_module(scene.parameters[0]) else None
+    module = module_of_parameter(scene.parameters[0]) if scene.hangs_in_module(scene.parameters[0]) else None
     step = OwnStep.of(optimizer, scene.facts["counters"]) if optimizer is not None else None
     ran = step.again() if step is not None else None
     first = ran.first if ran is not None and not ran.is_finite else None

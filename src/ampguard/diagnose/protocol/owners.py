@@ -15,7 +15,7 @@ from ampguard import compat
 from ampguard.capture.frames import frames_up, is_user_code, locals_of
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.protocol.script_objects import MAX_FRAMES, attributes_of, modules_in_frames
-from ampguard.replay.names import module_names, parameters_under
+from ampguard.replay.names import module_names, module_of_parameter, parameters_under
 
 MAX_LOOKS = 4000
 
@@ -200,7 +200,7 @@ def common_module(names: list[str]) -> str | None:
     """The innermost module that owns all these parameters; None where that is the root."""
     if not names:
         return None
-    parts = [name.split(".")[:-1] for name in names]
+    parts = [module_of_parameter(name).split(".") for name in names]
     shared: list[str] = []
     for position in zip(*parts, strict=False):
         if len(set(position)) > 1:
