@@ -18,6 +18,9 @@ from ampguard import compat
 _WITHOUT_PYTORCH = sys.stdlib_module_names | {"sympy", "mpmath", "numpy", "scipy", "networkx", "jinja2"}
 """Packages of very many modules, most of them there in any training."""
 
+_may_use_pytorch: dict[str, bool] = {}
+"""By the names of modules: whether they are looked through."""
+
 _looked_through: dict[Any, WeakKeyDictionary[ModuleType, int]] = {}
 """Modules that had no such name, with the number of those that they had: the next guard of a process is on sooner."""
 
@@ -54,10 +57,7 @@ def _found(
 
 def _modules() -> list[ModuleType]:
     """All that are imported and may use PyTorch, but for its own parts, which have names of their own."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in _WITHOUT_PYTORCH
-        and not name.startswith("torch.")
-        and isinstance(module, ModuleType)
-    ]
+    known = _may_use_pytorch
+    for name in sys.modules.keys() - known.keys():
+        known[name] = name.partition(".")[0] not in _WITHOUT_PYTORCH and not name.startswith("torch.")
+    return [module for name, module in list(sys.modules.items()) if known.get(name) and isinstance(module, ModuleType)]
