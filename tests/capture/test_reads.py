@@ -39,12 +39,15 @@ class Loop:
     def grads(self, module: nn.Module | None = None) -> list[Tensor]:
         return [p.grad for p in (module or self.model).parameters() if p.grad is not None]
 
+    def backward(self) -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(self.model(torch.randn(5, 4)), torch.randint(0, 3, (5,)))
+        self.scaler.scale(loss).backward()
+
     def run(self, between: Callable[[Loop], object]) -> dict[str, object]:
         for _ in range(STEPS):
             self.opt.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = F.cross_entropy(self.model(torch.randn(5, 4)), torch.randint(0, 3, (5,)))
-            self.scaler.scale(loss).backward()
+            self.backward()
             between(self)
             self.scaler.step(self.opt)
             self.scaler.update()
@@ -163,11 +166,60 @@ def cosine_with_the_last_gradient(loop: Loop) -> None:
     loop.log.append(flat.clone())
 
 
+RHO = 0.05
+
+
+def ascent(loop: Loop, term: Callable[[Tensor, Tensor, Tensor], Tensor], adaptive: bool = False) -> None:
+    """Weights move along their gradients over the norm of all, and gradients are taken there (SAM, Foret et al. 2021)."""
+    with torch.no_grad():
+        held = [(p, p.grad) for p in loop.model.parameters() if p.grad is not None]
+        norm = torch.norm(
+            torch.stack([((torch.abs(p) if adaptive else 1.0) * grad).norm(p=2).double() for p, grad in held])
+        )
+        scale = RHO / (norm + 1e-12)
+        for p, grad in held:
+            p.add_(term(p, grad, scale))
+        loop.opt.zero_grad()
+    loop.backward()
+
+
+def some_of(p: Tensor) -> Tensor:
+    return (torch.arange(p.numel()) % 2).float().view_as(p)
+
+
+def ascent_by_weights(loop: Loop) -> None:
+    ascent(loop, lambda p, grad, scale: torch.pow(p, 2) * grad * scale.to(p), adaptive=True)
+
+
+def ascent_in_the_weights_precision(loop: Loop) -> None:
+    ascent(loop, lambda p, grad, scale: grad * scale.to(p))
+
+
+def ascent_of_some_weights(loop: Loop) -> None:
+    ascent(loop, lambda p, grad, scale: some_of(p) * grad * scale.type_as(p))
+
+
+def ascent_of_some_weights_by_a_number(loop: Loop) -> None:
+    ascent(loop, lambda p, grad, scale: some_of(p) * grad * scale.item())
+
+
+def ascent_by_a_product_that_is_added(loop: Loop) -> None:
+    with torch.no_grad():
+        scale = RHO / tensor_norm(loop.grads())
+        for p in loop.model.parameters():
+            assert p.grad is not None
+            p.addcmul_(some_of(p) * p.grad, scale)
+        loop.opt.zero_grad()
+    loop.backward()
+
+
 HEALTHY = [
     ratio_of_tensors, ratio_of_numbers, ratio_of_total_norms, comparison_of_two_norms, comparison_of_two_numbers,
     shares_of_the_total, norm_over_the_scale, norm_times_an_inverse_known_before, number_times_an_inverse_known_before,
     infinite_clip_over_the_scale, limit_times_the_scale, torchs_clip_with_a_limit_times_the_scale,
     unscaled_by_hand_then_clipped, balance_of_two_layers, cosine_with_the_last_gradient,
+    ascent_by_weights, ascent_in_the_weights_precision, ascent_of_some_weights, ascent_of_some_weights_by_a_number,
+    ascent_by_a_product_that_is_added,
 ]  # fmt: skip
 
 

@@ -69,6 +69,9 @@ KEEPS = frozenset(
             "float",
             "double",
             "to",
+            "type_as",
+            "expand_as",
+            "view_as",
             "cpu",
             "flatten",
             "view",
@@ -88,6 +91,8 @@ UNDER = frozenset({"__rtruediv__", "__rdiv__"})
 IN_PLACE = frozenset({"mul_", "__imul__", "div_", "__itruediv__", "_foreach_mul_", "_foreach_div_"})
 BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "sum", "norm"})
 """Their second argument is a limit or a dimension."""
+LIKE = frozenset({"to", "type_as", "expand_as", "view_as"})
+"""Of their second argument they take the precision, the device or the shape, and no number."""
 FOREACH = frozenset(
     {"_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_mul", "_foreach_div", "_foreach_add_"}
 )
@@ -106,6 +111,8 @@ DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__"})
 COMPARES = frozenset({"__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"})
 COUNTS = frozenset({"histc"})
 """Their limits are those of what they count, where they are given."""
+ADDED_PRODUCTS = {"addcmul_": "mul", "addcmul": "mul", "addcdiv_": "div", "addcdiv": "div"}
+"""What they add: this, of their second and third operand."""
 READS = frozenset({"item", "tolist", "__float__", "__format__", "__repr__", "__str__", "numpy", "__array__"})
 MAX_READ = 64
 ROUND = 1e-7
@@ -125,6 +132,8 @@ class Powers:
     """Numbers that were read from quantities, by the line that computed these: which power they carry."""
     cancelled: set[Line | None] = field(default_factory=set)
     """Lines of numbers that were seen to take the scale out of what they were multiplied by."""
+    veiled: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Products of gradients with what nobody knows (a mask): how much of the scale they carry is not known either."""
     is_scaled_loss: Callable[[Tensor], bool] = lambda loss: True
     """Of a loss (a number with a graph behind it): whether it is the scaled one."""
 
@@ -231,13 +240,39 @@ class Powers:
 
     def note_factor(self, value: Any, power: float) -> None:
         """Something that carries S^power was multiplied by this number."""
-        ratio = self.of_ratio(value)
-        if ratio is not None and power and ratio[0] + power == 0:
+        ratio = self.of_ratio(value) if power else None
+        if ratio is not None and ratio[0] + power == 0:
             self.cancelled.add(ratio[1])
 
     def _is_unknown(self, value: Any) -> bool:
         """A tensor that was computed from who knows what, perhaps from scaled gradients as well."""
         return isinstance(value, Tensor) and self.of(value) is None and not self.of_number(value)
+
+    def is_veiled(self, value: Any) -> bool:
+        ref = self.veiled.get(id(first_of(value)))
+        return ref is not None and ref() is first_of(value)
+
+    def veil(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """`name(*args)` is a product of gradients with who knows what: what it is multiplied by may cancel, unless limited."""
+        name = ADDED_PRODUCTS.get(name, name)
+        if not (name in TIMES | OVER | UNDER | KEEPS and any(map(self._is_of_gradients, args[:2]))):
+            return
+        for arg in args[:2]:
+            known = self.quantity(arg)
+            if known is None or not known.is_limited:
+                self.mark_used(arg)
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.veiled[id(tensor)] = weakref.ref(tensor)
+
+    def _is_of_gradients(self, value: Any) -> bool:
+        """Whether it is a gradient, or all of one times something; not one number that was made of them."""
+        value = first_of(value)
+        known = self.quantity(value)
+        if known is not None:
+            return known.power > 0 and not known.is_reduced
+        held = self.gradient(value)
+        return self.is_veiled(value) or (held is not None and held.power > 0)
 
     def mark_used(self, value: Any) -> None:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -247,6 +282,8 @@ class Powers:
 
     def result(self, name: str, args: tuple[Any, ...]) -> tuple[float, OptimizerWatch] | None:
         """What `name(*args)` carries; None where that is not known."""
+        if name in LIKE:
+            args = args[:1]
         if name in DRAWS:
             return next(((0.0, held.watch) for held in self.gradients.values()), None)
         first = self.of(args[0])
@@ -318,6 +355,11 @@ class Powers:
             return False
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
         return is_number and not self.of_number(value) and abs(float(value)) >= SMALLEST_LIMIT
+
+
+def first_of(value: Any) -> Any:
+    """The first of a list; what is none itself."""
+    return value[0] if isinstance(value, (list, tuple)) and value else value
 
 
 def _totals(numbers: list[float], power: float) -> Iterator[tuple[float, float]]:

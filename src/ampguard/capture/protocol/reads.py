@@ -28,7 +28,7 @@ from ampguard.capture.protocol.kept_quantities import KeptQuantities
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.own_moves import MOVES
 from ampguard.capture.protocol.plain_parts import IN_PLACE
-from ampguard.capture.protocol.powers import Held, Powers
+from ampguard.capture.protocol.powers import Held, Powers, first_of
 from ampguard.capture.protocol.read_verdicts import Clip, Number, Seen, Verdict
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.script_names import spots_of
@@ -50,7 +50,17 @@ _FUNCTIONS = (
     *((torch, name) for name in ("norm", "abs", "square", "sqrt", "stack", "cat", "sum", "max", "clamp", "mul", "div")),
     *(
         (torch, name)
-        for name in ("maximum", "mean", "sign", *sorted(powers.DRAWS - powers.DRAWS_IN_PLACE), *powers.COUNTS)
+        for name in (
+            "maximum",
+            "minimum",
+            "mean",
+            "sign",
+            "pow",
+            "reciprocal",
+            "rsqrt",
+            *sorted(powers.DRAWS - powers.DRAWS_IN_PLACE),
+            *powers.COUNTS,
+        )
     ),
     *((torch, name) for name in dir(torch) if name in powers.FOREACH),
     *((torch.linalg, "norm"), (torch.linalg, "vector_norm")),
@@ -286,8 +296,13 @@ class ReadWindow:
             target = found.gradient(first_of(args[0]))
             if target is not None and name in powers.IN_PLACE:
                 return
+            if name in powers.ADDED_PRODUCTS:
+                self._product_added(powers.ADDED_PRODUCTS[name], args[1:3], found)
+                return
             carried = found.result(name, args)
-            if carried is not None:
+            if carried is None:
+                found.veil(name, args, result)
+            else:
                 for arg in args[:2]:
                     found.mark_used(arg)
                 is_product = target is not None and name in powers.TIMES | powers.OVER and isinstance(result, Tensor)
@@ -297,6 +312,15 @@ class ReadWindow:
                 if result is not args[0] or (name in powers.DRAWS and target is None):
                     is_limited = found.is_limited(name, args, options, carried[0])
                     found.note(result, *carried, script_line(sys._getframe(3)), is_limited, args)
+
+    @staticmethod
+    def _product_added(name: str, operands: tuple[Any, ...], found: Powers) -> None:
+        """`addcmul_` and its like: the product of two operands goes into a sum."""
+        if found.result(name, operands) is None:
+            found.veil(name, operands, None)
+        else:
+            for operand in operands:
+                found.mark_used(operand)
 
     def _number_read(self, value: Any, number: Any) -> None:
         carried = self._powers.of(value) if self._powers is not None else None
@@ -310,12 +334,13 @@ class ReadWindow:
         if name in powers.TIMES | powers.OVER and len(args) > 1:
             for value, factor in (args[:2], args[1::-1]):
                 carried = found.of(value)
-                if carried is not None and isinstance(factor, float):
-                    found.note_factor(factor, carried[0] if name in powers.TIMES else -carried[0])
+                power = carried[0] if carried is not None else float(found.is_veiled(value))
+                if isinstance(factor, float):
+                    found.note_factor(factor, power if name in powers.TIMES else -power)
         factor = options.get("alpha", options.get("value"))
-        carried = found.of(args[1]) if isinstance(factor, float) and len(args) > 1 else None
-        if carried is not None:
-            found.note_factor(factor, carried[0])
+        if isinstance(factor, float) and len(args) > 1:
+            carried = found.of(args[1])
+            found.note_factor(factor, carried[0] if carried is not None else float(found.is_veiled(args[1])))
 
     def _added(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Has something that carries no scale been added to gradients that do?"""
@@ -410,8 +435,3 @@ class ReadWindow:
         is_limited = known is not None and known.is_limited
         is_limited = is_limited and not any(map(computes_with_scale, spots_of(frame, found.scale)))
         return Clip(watch, factor, power, script_line(frame), name in powers.OVER, is_limited=is_limited)
-
-
-def first_of(value: Any) -> Any:
-    """The first of a list; what is none itself."""
-    return value[0] if isinstance(value, (list, tuple)) and value else value
