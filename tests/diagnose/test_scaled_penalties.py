@@ -76,7 +76,63 @@ def test_a_penalty_on_scaled_gradients(guard: Guard) -> None:
     assert (incident.cause, incident.severity, incident.step) == ("clip-before-unscale", "error", 0)
     assert "torch.autograd.grad(scaler.scale(loss)" in incident.location.code
     assert (incident.evidence["in_loss"], incident.evidence["factor"]) == (True, 64.0)
-    assert "scaler.get_scale()" in incident.fixes[0].how
+    assert incident.fixes[0].how.endswith(
+        "inv_scale = 1.0 / scaler.get_scale(); gradients = [g * inv_scale for g in gradients]"
+    )
+
+
+def one_of_a_tuple(loss: Tensor, x: Tensor) -> Tensor:
+    slope = torch.autograd.grad(
+        outputs=loss,
+        inputs=x,
+        create_graph=True,
+    )[0]
+    return (slope.norm() - 1).square()
+
+
+def unpacked(loss: Tensor, x: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return (slope.norm() - 1).square()
+
+
+def within_an_expression(loss: Tensor, x: Tensor) -> Tensor:
+    return (torch.autograd.grad(loss, x, create_graph=True)[0].norm(dim=1) - 1).square().mean()
+
+
+def iterated(loss: Tensor, x: Tensor) -> Tensor:
+    return torch.stack([g.norm() for g in torch.autograd.grad(loss, [x], create_graph=True)]).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("penalty", "code"),
+    [
+        (one_of_a_tuple, "slope = slope * inv_scale"),
+        (unpacked, "slope = slope * inv_scale"),
+        (within_an_expression, "(torch.autograd.grad(...)[0] * inv_scale) in place of torch.autograd.grad(...)[0]"),
+        (iterated, "[g * inv_scale for g in torch.autograd.grad(...)] in place of torch.autograd.grad(...)"),
+    ],
+)
+def test_a_fix_that_fits_the_statement(penalty: Callable[[Tensor, Tensor], Tensor], code: str, guard: Guard) -> None:
+    def script() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Softplus(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(3):
+            x = torch.randn(16, 6, requires_grad=True)
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(x)
+            loss = out.float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss + 0.01 * penalty(scaler.scale(loss), x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    run = guard(script)
+    assert run.faults == 0, run.stderr
+    (incident,) = [i for i in run.report.incidents if i.severity != "info"]
+    assert (incident.cause, incident.evidence["in_loss"]) == ("clip-before-unscale", True)
+    assert incident.fixes[0].how.endswith(f"inv_scale = 1.0 / scaler.get_scale(); {code}")
 
 
 @pytest.mark.parametrize("penalty", [of_list, of_norm, of_squares, of_inner_step, of_direction, of_foreach])

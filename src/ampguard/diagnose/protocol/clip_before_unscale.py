@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from ampguard.diagnose.protocol.framework import clip_instead
 from ampguard.diagnose.protocol.scene import Scene, at, number, statement
+from ampguard.diagnose.protocol.taken_gradients import division_of
 from ampguard.diagnose.protocol.telling import Telling, breach, order
 
 
@@ -93,7 +94,7 @@ def _in_loss(scene: Scene) -> Telling:
     )
     how = (
         f"divide what torch.autograd.grad returns before it is used: inv_scale = 1.0 / {scene.scaler}.get_scale(); "
-        f"gradients = [g * inv_scale for g in gradients]"
+        f"{division_of(scene.again)}"
     )
     return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "in_loss": True})
 
