@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -242,6 +242,19 @@ def first_node_of(losses: Iterable[torch.Tensor], dtype: torch.dtype, at_most: i
         seen.update(inner)
         nodes += inner
     return None
+
+
+def shape_behind(loss: torch.Tensor, passed: Collection[str]) -> torch.Size:
+    """The shape of what a number was reduced from, behind operators of these names; that of a number where it is not known."""
+    node, shape = loss.grad_fn, loss.shape
+    while node is not None:
+        inner = next((other for other, _ in node.next_functions if other is not None), None)
+        metadata = getattr(inner, "_input_metadata", ())
+        shape = torch.Size(metadata[0].shape) if metadata else loss.shape
+        if shape.numel() > 1 or type(node).__name__ not in passed:
+            break
+        node = inner
+    return shape
 
 
 def first_number_behind(losses: Iterable[torch.Tensor]) -> float:

@@ -108,7 +108,7 @@ class CloseLook:
             self._hooks.begin(self._moves.mine())
             self.graph_hooks.begin()
         elif not self._moves.scales:
-            self.own_scale.before_backward(losses)
+            self.own_scale.before_backward(losses, self.graph_hooks.are_there)
 
     def after_backward(
         self, reached: tuple[OptimizerWatch, ...], of_loss: DeviceScale | None, where: Line | None
@@ -385,14 +385,7 @@ class CloseLook:
         self._tell_old_scale(watch)
         self.settle(watch)
         self.assigned.forget(watch)
-        undivided = self.own_scale.undivided(watch)
-        if undivided is not None:
-            scale, backward, is_beside = undivided
-            facts: dict[str, Any] = {"scale": scale, "own_scale": True, "divided_elsewhere": is_beside}
-            where = script_line(sys._getframe(1))
-            self._moves.second_looks.tell(
-                [Breach("bypassed-scaler", watch, None, backward, where, scale, facts)], watch
-            )
+        self._tell_undivided(watch, script_line(sys._getframe(1)))
         clipped = self.own_scale.stepping(watch)
         if clipped is not None:
             facts = {"clips": True, "scale": clipped.scale, "own_scale": True}
@@ -400,6 +393,20 @@ class CloseLook:
                 facts["update_too_small_by"] = min(clipped.made_smaller, clipped.scale)
             breach = Breach("clip-before-unscale", watch, None, clipped.backward, clipped.clip, clipped.scale, facts)
             self._moves.tell([breach], self._moves.recorder.steps.count)
+
+    def _tell_undivided(self, watch: OptimizerWatch, where: Line | None) -> None:
+        """An own step with gradients that carry a loss scale of the script's own."""
+        moves = self._moves
+        found = self.own_scale.undivided(watch, moves.recorder.steps.count)
+        if found is None:
+            return
+        facts: dict[str, Any] = {"scale": found.scale, "own_scale": True, "divided_elsewhere": found.is_beside}
+        facts["never_divided"] = found.never_since is not None
+        breach = Breach("bypassed-scaler", watch, None, found.backward, where, found.scale, facts)
+        if found.never_since is not None:
+            moves.tell([breach], found.never_since)
+        else:
+            moves.second_looks.tell([breach], watch)
 
     def _tell(
         self,

@@ -4,7 +4,8 @@ A large constant by which a loss is multiplied may mean anything. It is a loss s
 gradients by it before the optimizer's step; only then, and only if they were clipped in between, something is told.
 In iterations that are looked at closely. Where no optimizer holds what was differentiated (a float16 model, its float32
 masters in the optimizer), the gradients are followed from the one to the other: `copied_gradients.py`. A loop that has
-divided so far and steps with undivided ones is told as well.
+divided so far and steps with undivided ones is told as well, and one that never divides by what can only be a loss scale:
+`never_divided.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ampguard import compat
 from ampguard.capture.protocol.copied_gradients import LooseGradients, SourceGradient, ratio_of
 from ampguard.capture.protocol.gradients import SMALL, OptimizerWatch
 from ampguard.capture.protocol.loss_scale import constant_factors
+from ampguard.capture.protocol.never_divided import NeverDivided, is_loss_scale
 from ampguard.capture.record import Line
 
 SMALLEST_SCALE = 8.0
@@ -78,11 +80,26 @@ class ClippedScaled:
     """By what the clip divided them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Undivided:
+    """Gradients with which an optimizer is about to step and which carry such a scale, though they were divided before."""
+
+    scale: float
+    backward: Line | None
+    is_beside: bool = False
+    """Those of the same loss that another optimizer holds are divided."""
+    never_since: int | None = None
+    """They were never divided, since this iteration."""
+
+
 class HandScale:
     """Follows such losses from their backward pass to the step."""
 
     def __init__(self) -> None:
         self._factor: float | None = None
+        self._is_loss_scale = False
+        """It can be nothing else."""
+        self._never = NeverDivided()
         self._scaled: dict[OptimizerWatch, _Scaled] = {}
         self._loose: LooseGradients | None = None
         self._sources: list[_Scaled] = []
@@ -91,6 +108,10 @@ class HandScale:
         """By which scales the gradients of an optimizer were seen to be divided, in one step after the other."""
         self._divided_now: list[float] = []
         """The same of all optimizers that have stepped since the last backward pass."""
+        self._undivided_now: set[OptimizerWatch] = set()
+        """Those that have begun a step since the last backward pass, with undivided gradients."""
+        self._divides_within: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+        """Those whose own step divides, and then calls the one that it inherits."""
         self.roots: Callable[[], Iterable[Iterable[Tensor]]] = tuple
         """The parameters of each module that was called."""
 
@@ -98,16 +119,19 @@ class HandScale:
     def is_open(self) -> bool:
         return bool(self._scaled) or self._loose is not None
 
-    def before_backward(self, losses: Any) -> None:
-        """By which constant was the loss multiplied?"""
+    def before_backward(self, losses: Any, has_hooks: bool) -> None:
+        """By which constant was the loss multiplied? `has_hooks`: the script has put some into its graph."""
         loss = losses if isinstance(losses, Tensor) else None
         factors = [f for f in constant_factors(loss) if f >= SMALLEST_SCALE] if loss is not None else []
         self._factor = max(factors, default=None)
+        self._is_loss_scale = False
+        if loss is not None and self._factor is not None and not has_hooks:
+            self._is_loss_scale = is_loss_scale(loss, self._factor)
 
     def after_backward(self, reached: tuple[OptimizerWatch, ...], where: Line | None) -> None:
         """Keep one gradient of each optimizer that was reached; where none was, those that will be copied to masters."""
         factor, self._factor = self._factor, None
-        self._loose, self._sources, self._divided_now = None, [], []
+        self._loose, self._sources, self._divided_now, self._undivided_now = None, [], [], set()
         if factor is None:
             return
         for watch in reached:
@@ -155,11 +179,8 @@ class HandScale:
         for scaled in self._sources:
             scaled.clipped(limit, where)
 
-    def undivided(self, watch: OptimizerWatch) -> tuple[float, Line | None, bool] | None:
-        """The scale of gradients with which an optimizer is about to step undivided, though they were divided before.
-
-        Or (True) though those of the same loss that another optimizer holds are.
-        """
+    def undivided(self, watch: OptimizerWatch, step: int) -> Undivided | None:
+        """The gradients with which an optimizer is about to step, where they should have been divided."""
         scaled, loose = self._scaled.get(watch), self._loose
         if scaled is not None:
             ratio, scale, where = scaled.ratio() if not scaled.clips else None, scaled.scale, scaled.where
@@ -171,15 +192,21 @@ class HandScale:
         divided = self._divides.setdefault(watch, [])
         if _is(ratio, scale):
             self._divided_now.append(scale)
+            if watch in self._undivided_now:
+                self._divides_within.add(watch)
             if len(divided) < MOST_DIVISIONS:
                 divided.append(scale)
         # (A weight of one term is no scale: those are powers of two as a rule.)
         is_power = math.frexp(scale)[0] == 0.5
-        if not _is(ratio, 1.0):
+        since = self._never.stepping(watch, scale, ratio, step) if self._is_loss_scale else None
+        if not _is(ratio, 1.0) or watch in self._divides_within:
             return None
+        self._undivided_now.add(watch)
         if len(divided) >= FEWEST_DIVISIONS and (is_power or scale in divided):
-            return scale, where, False
-        return (scale, where, True) if is_power and self._is_divided_elsewhere(watch, scale) else None
+            return Undivided(scale, where)
+        if is_power and self._is_divided_elsewhere(watch, scale):
+            return Undivided(scale, where, is_beside=True)
+        return Undivided(scale, where, never_since=since) if since is not None else None
 
     def _is_divided_elsewhere(self, watch: OptimizerWatch, scale: float) -> bool:
         """Whether gradients of the same loss were divided by its scale for another optimizer."""

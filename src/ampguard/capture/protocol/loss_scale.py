@@ -239,6 +239,25 @@ def constant_factors(loss: Tensor) -> list[float]:
     return found
 
 
+def constants_around(loss: Tensor, factor: float) -> float:
+    """What a loss was multiplied by from one of its constant factors on: 1024 for `loss / 8 * 4096.0 / 4`, of 4096."""
+    whole = 1.0
+    with compat.unseen():
+        node = loss.grad_fn
+        for _ in range(MAX_NODES):
+            if node is None or type(node).__name__ not in SCALING:
+                break
+            numbers = [float(f) for f in _factors(node) if f.numel() == 1 and f.is_cpu]
+            divisor = compat.saved_by(node, "other") if type(node).__name__ == "DivBackward0" else None
+            if divisor is not None and divisor.numel() == 1 and divisor.is_cpu and divisor.item():
+                numbers = [1.0 / float(divisor)]
+            whole *= math.prod(numbers)
+            if factor in numbers:
+                break
+            node = next((inner for inner, _ in node.next_functions if inner is not None), None)
+    return whole
+
+
 def window_of(loss: Tensor) -> int | None:
     """The whole number by which a loss was divided as a whole: in how many parts a window of accumulation is."""
     with compat.unseen():

@@ -10,6 +10,7 @@ Why it hurts   the gradients are 65536 times too large; Adam hides it until weig
                A loss that is scaled twice (in a helper and by its caller) leaves one scale in them: the scaler divides once.
                A closure given to scaler.step(optimizer, closure) is called after the scaler has unscaled, and the gradients that
                it makes are used still scaled. (PyTorch refuses it only as a keyword.)
+               Without a scaler: (loss * 2.0**16).backward() in float16, and nothing divides the gradients by that again.
 Instead        scaler.step(optimizer); scaler.update().
 Not this       an optimizer whose loss was never scaled, or whose gradients the script divides by the scale itself.
 """
@@ -22,6 +23,7 @@ from typing import Any
 from ampguard.diagnose.protocol.framework import step_instead
 from ampguard.diagnose.protocol.scene import Scene, at, listed, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
+from ampguard.incident import Severity
 
 
 def _called(scene: Scene) -> str:
@@ -134,13 +136,31 @@ def _own_scale(scene: Scene) -> Telling:
         f"`{scene.optimizer}` steps with gradients that still carry the script's own loss scale {scale}, from "
         f"{at(scene.first)}: they are {scene.factor} at {at(scene.again)}. "
     )
-    if scene.facts.get("divided_elsewhere"):
+    severity: Severity = "error"
+    if scene.facts.get("never_divided"):
+        severity = "warning" if _divides_by_its_squares(scene) else "error"
+        text += "Nothing divides them by it, in this step or before. "
+        text += (
+            "The optimizer divides by the root of their squares, where the scale cancels; what is added to them or compared with "
+            "them (its eps, a limit on their norm) counts for that many times less, and an overflow is not noticed."
+            if severity == "warning"
+            else "So is the update, and an overflow is not noticed."
+        )
+        how = f"divide the gradients by the loss scale {scale} before this step, and leave out steps in which they are not finite"
+    elif scene.facts.get("divided_elsewhere"):
         text += "Those of the same loss that another optimizer holds were divided first."
         how = f"divide these gradients by the loss scale {scale} too before this step, as those of the other optimizer"
     else:
         text += "In the steps before it they were divided first."
         how = f"divide the gradients by the loss scale {scale} before this step, as in the steps before"
-    return Telling(text, scene.again, (order(scene, how),), evidence={"scale": scene.facts["scale"], "own_scale": True})
+    evidence = {"scale": scene.facts["scale"], "own_scale": True}
+    return Telling(text, scene.again, (order(scene, how),), severity=severity, evidence=evidence)
+
+
+def _divides_by_its_squares(scene: Scene) -> bool:
+    """Whether the optimizer is one of Adam's kind: only they have an eps, for what they divide by."""
+    subject = getattr(scene.breach.optimizer, "ref", lambda: None)()
+    return "eps" in getattr(subject, "defaults", ())
 
 
 def _old_scale(scene: Scene) -> Telling:
