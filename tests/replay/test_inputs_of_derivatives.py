@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ampguard.capture.glue import schedule
+
 BAD = 3
 
 
@@ -92,3 +94,52 @@ def test_backward_into_an_iterator_of_parameters(guard: Callable[..., Any]) -> N
     torch.testing.assert_close(run.result, plain, rtol=0, atol=0, equal_nan=True)
     assert (run.first.cause, run.first.step, run.first.phase) == ("singular-gradient", BAD, "backward")
     assert run.first.evidence["rung"] == "replay"
+
+
+def interior(net: nn.Module, points: Tensor) -> Tensor:
+    """The Laplacian in a cylinder: coordinates are split, differentiated by, and only joined before the network."""
+    r, z = (c.clone().requires_grad_(True) for c in points.split(1, dim=1))
+    u = net(torch.cat([r, z], 1))
+    u_r, u_z = torch.autograd.grad(u.sum(), (r, z), create_graph=True)
+    return torch.autograd.grad(u_r.sum(), r, create_graph=True)[0] + u_r / r + u_z
+
+
+def held(net: nn.Module, points: Tensor) -> Tensor:
+    """The same by the batch itself."""
+    points = points.requires_grad_()
+    u = net(torch.cat([points[:, 1:], points[:, :1]], 1))
+    first = torch.autograd.grad(u.sum(), points, create_graph=True)[0]
+    return first[:, :1] / points[:, :1]
+
+
+@pytest.mark.parametrize("residual", [interior, held])
+def test_what_is_joined_before_the_network_late_in_a_run(
+    guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, residual: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
+    monkeypatch.setattr(schedule, "FIRST_PREFIXES", 0)  # what is only moved is not taped for long
+    monkeypatch.setattr(schedule, "PREFIX_TIME_SHARE", 0.0)
+    late = 3 * schedule.EMPTY_PREFIXES
+
+    def body() -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        clouds = [torch.rand(16, 2) + 0.1 for _ in range(late + 2)]
+        clouds[late][3, 0] = 0.0
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        losses = []
+        for points in clouds:
+            loss = residual(net, points).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = body()
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    torch.testing.assert_close(run.result, plain, rtol=0, atol=0, equal_nan=True)
+    assert (run.first.cause, run.first.step) == ("division-by-zero", late)
+    assert " / " in run.first.location.code
+    assert run.first.evidence["rung"] == "replay"
+    assert run.first.fixes[0].verified

@@ -67,7 +67,8 @@ def run_backward(
     mode = values.mode
     if not any(loss.requires_grad for loss in losses):
         raise ReplayError(
-            "the loss was made by an operator whose derivative is not recorded (a custom autograd.Function)"
+            "what was differentiated does not hang together in the replay: an operator between was not recorded, or its "
+            "derivative was not (a custom autograd.Function)"
         )
     given = scaled(losses, given, scale_factor)
     wanted = [p for p in gradients.parameters if call.only is None or id(p) in call.only]

@@ -1,20 +1,21 @@
 """What a script computes before the first module of a step: is any of it worth taping?
 
 Batches that are only sliced, joined, converted and moved to a device cannot become non-finite there: a bad value was in
-the data. Arithmetic can, and so can a conversion to a narrower type.
+the data. Arithmetic can, and so can a conversion to a narrower type. And what a step differentiates by (the coordinates of a
+physics-informed network) has to be joined in its replay as well: the derivative goes through that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ampguard.capture.events.operands import held_by, leaves, refs_of
-from ampguard.capture.record import Event, GlueOp, RootCall
+from ampguard.capture.events.operands import held_by, held_in, leaves, refs_in, refs_of
+from ampguard.capture.record import BackwardCall, Event, GlueOp, Ref, RootCall
 
 NO_WRITERS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -34,22 +35,35 @@ def uses_computed(
 ) -> bool:
     """Whether any event from `first_root` on was given what those from `began` on had computed, not just moved or drawn.
 
-    `writers` names, for an event, those that wrote to its result in place.
+    `writers` names, for an event, those that wrote to its result in place. What was moved counts where it is differentiated by.
     """
     before = {event.index: event for event in events if began <= event.index < first_root}
-    if all(only_moves(event) for event in before.values()):
+    sources = _differentiated_by(event for event in events if event.index >= first_root) if before else frozenset()
+    if not sources and all(only_moves(event) for event in before.values()):
         return False
     pending = {ref.event for event in events if event.index >= first_root for ref in refs_of(event)} & before.keys()
     seen: set[int] = set()
     while pending:
         index = pending.pop()
         event = before[index]
-        if _computes(event):
+        if _computes(event) or not sources.isdisjoint(_operands(event)):
             return True
         seen.add(index)
         behind = {ref.event for ref in refs_of(event)} | set(writers.get(index, ()))
         pending |= (behind & before.keys()) - seen
     return False
+
+
+def _differentiated_by(events: Iterable[Event]) -> frozenset[Ref | int]:
+    """What derivatives are taken for: results of events, and held tensors by identity. Parameters are no part of a batch."""
+    inputs = [event.args[2] for event in events if isinstance(event, BackwardCall) and event.is_functional]
+    held = (id(h.tensor) for h in held_in(inputs) if not isinstance(h.tensor, nn.Parameter))
+    return frozenset([*refs_in(inputs), *held])
+
+
+def _operands(event: Event) -> list[Ref | int]:
+    """What an event was given: results of others, and held tensors by identity."""
+    return [*refs_of(event), *(id(held.tensor) for held in held_by(event))]
 
 
 def _computes(event: Event) -> bool:
