@@ -12,9 +12,10 @@ from torch import nn
 from watching import Watched
 
 from ampguard import compat
-from ampguard.diagnose import budget
+from ampguard.diagnose import budget, investigate, terms
 from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.cases import examiner
+from ampguard.diagnose.gradients import GradientEvidence
 
 Guard = Callable[..., Watched]
 
@@ -83,3 +84,31 @@ def test_a_slow_first_step_lends_a_quick_failing_one_no_time(guard: Guard, monke
     assert guard(body).first.cause == "division-by-zero"
     assert asked[0] >= 1.0, "where it fails is looked for in any case"
     assert asked[-1] < 0.5
+
+
+def test_a_fix_is_tried_before_the_terms_of_the_loss_are(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differentiates each term takes all the time that there is: which of them is bad can be said without it."""
+    lasting: list[int] = []
+
+    def until_it_is_spent(evidence: GradientEvidence, budget: Budget) -> list[terms.Term]:
+        lasting.append(len(terms.terms_of(evidence, budget)))
+        time.sleep(max(0.0, budget.deadline - time.perf_counter()) + 0.01)
+        return terms.terms_of(evidence, budget)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            out = model(torch.randn(2, 4))
+            affinity = (out * (step < 2)).square().sum().sqrt()
+            optimizer.zero_grad()
+            (out.square().mean() + 0.1 * affinity).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(investigate, "terms_of", until_it_is_spent)
+    incident = guard(body).first
+    assert incident.cause == "singular-gradient"
+    assert incident.fixes[0].verified
+    assert lasting == [2]
+    assert "terms of the loss" not in incident.explanation

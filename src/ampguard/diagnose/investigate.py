@@ -34,15 +34,15 @@ def explain(evidence: Evidence, budget: Budget, rank: int = 0, finding: Finding 
     """Say why it failed (a `finding`, where it is known already), and which fixes were seen to work."""
     finding = with_what_vanished(evidence, finding or find_cause(evidence) or unexplained(evidence))
     is_of_gradients = isinstance(evidence, GradientEvidence) and evidence.bad.is_of_gradients
-    if is_of_gradients and finding.cause != "loss-scale-overflow" and not budget.is_spent:
-        assert isinstance(evidence, GradientEvidence)
-        finding = with_terms(finding, terms_of(evidence))
-        finding = dataclasses.replace(finding, explanation=finding.explanation + evidence.boundary())
-    if evidence.bad.graph is not None:
-        finding = dataclasses.replace(finding, explanation=finding.explanation + _where_captured(evidence.bad))
     if isinstance(evidence, CompiledFault):
         budget = Budget(max(budget.deadline, evidence.search.end))
     fixes = verified_fixes(evidence, finding, budget)
+    if is_of_gradients and finding.cause != "loss-scale-overflow":
+        assert isinstance(evidence, GradientEvidence)
+        finding = with_terms(finding, terms_of(evidence, budget))
+        finding = dataclasses.replace(finding, explanation=finding.explanation + evidence.boundary())
+    if evidence.bad.graph is not None:
+        finding = dataclasses.replace(finding, explanation=finding.explanation + _where_captured(evidence.bad))
     incident = incident_of(
         evidence, finding, fixes, rank, rung="replay" if evidence.outcome.is_exact else "replay-inexact"
     )

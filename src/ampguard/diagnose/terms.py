@@ -10,6 +10,7 @@ from ampguard.capture.events.operands import refs_in
 from ampguard.capture.glue.functions import Applied
 from ampguard.capture.record import BackwardCall, Event, GlueOp, Held, Ref, RootCall
 from ampguard.diagnose import words
+from ampguard.diagnose.budget import Budget
 from ampguard.diagnose.gradients import GradientEvidence
 from ampguard.replay.variants import Variant
 
@@ -29,10 +30,10 @@ class Term:
     is_bad: bool
 
 
-def terms_of(evidence: GradientEvidence) -> list[Term]:
+def terms_of(evidence: GradientEvidence, budget: Budget) -> list[Term]:
     """The terms of the loss that was differentiated, and which have bad gradients; empty where it is no sum.
 
-    One replay for each term.
+    One replay for each term; empty, too, where the budget does not last for all of them.
     """
     replayer = evidence.replayer
     calls = [e for e in evidence.events() if isinstance(e, BackwardCall) and not e.is_functional]
@@ -47,6 +48,8 @@ def terms_of(evidence: GradientEvidence) -> list[Term]:
         return []
     terms = []
     for ref in found:
+        if budget.is_spent:
+            return []
         try:
             outcome = replayer.run(Variant(differentiate=ref), traced=False)
         except Exception:  # a term that needs no gradient
