@@ -27,6 +27,7 @@ from ampguard.diagnose.givens.masked_data import masked_before, meeting_of
 from ampguard.diagnose.givens.naming import CONSTANT, NamedTensor, describe_input, sent_by
 from ampguard.diagnose.givens.outside import Outside, made_outside
 from ampguard.diagnose.givens.places import place_of
+from ampguard.diagnose.givens.tied_rows import are_tied
 from ampguard.numerics import cleaned, stats
 from ampguard.replay.constants import Replaced
 from ampguard.replay.variants import CodePlace, Intervention, Variant
@@ -49,7 +50,8 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     facts = stats(given.tensor)
     in_list = listed(evidence, given.held) if given.role in ("input", "target") else None
     samples = given.samples if in_list is None else in_list.bad
-    is_batch = given.is_batch or in_list is not None
+    is_tied = in_list is None and (given.is_batch or given.role == "target") and are_tied(evidence, given)
+    is_batch = (given.is_batch or in_list is not None) and not is_tied
     reader = evidence.chain.head.op
     share = f"{facts.nan} NaN, {facts.pos_inf} +Inf, {facts.neg_inf} -Inf of {given.tensor.numel()} values"
     which = _which(samples, is_batch)
@@ -99,11 +101,12 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
         facts_of_input["made_before"] = before.as_dict()
     made = before.in_words() if before is not None else ""
     loaded = made_by_loader(evidence, given.held) if outside is None and before is None else ""
-    is_name = is_batch or given.short_name == given.name
+    is_name = given.is_batch or in_list is not None or given.short_name == given.name
     what = f"{given.role} `{given.name}` of the step" if is_name else f"{given.role} that `{given.name}` read"
     if given.role == CONSTANT:
         what = f"tensor `{given.name}`, which is neither an argument of the model nor a part of its state,"
-    fixes: tuple[Proposal, ...] = proposals if is_batch or given.role == "target" else (cleaning,)
+    has_samples = is_batch or (given.role == "target" and not is_tied)
+    fixes: tuple[Proposal, ...] = proposals if has_samples else (cleaning,)
     if before is not None:
         fixes = (*before.proposals(given.name, given.tensor, given.key), *fixes)
     meeting = meeting_of(evidence)
