@@ -385,7 +385,7 @@ class Judge:
         first = self._log.closed_until if is_last else max(self._log.closed_until, self._looked_until)
         open_events = self._log.latest(first)
         roots = [event for event in open_events if type(event) is RootCall]
-        if not roots or (module is not None and all(root.module is not module for root in roots)):
+        if not roots or (module is not None and not undifferentiated.may_begin_step(module, roots)):
             return
         if self.suspects and any(bad.kind == "loss" for bad in self.suspects):
             return

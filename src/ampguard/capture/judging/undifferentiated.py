@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.events import lineage
@@ -17,6 +17,20 @@ from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.meant import is_own_constant
 from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
 from ampguard.numerics import UNINITIALISED, is_finite
+
+
+def may_begin_step(module: nn.Module, roots: list[RootCall]) -> bool:
+    """Whether a call of this module, behind these, may be the next step's: it is called again.
+
+    A criterion is called for each term of a loss. It has no parameters, and modules that have some are called before it.
+    """
+    if all(root.module is not module for root in roots):
+        return False
+    return _has_parameters(module) or not any(_has_parameters(root.module) for root in roots)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], bool]) -> Ref | None:
