@@ -193,3 +193,39 @@ def test_weights_whose_norm_has_left_float32(guard: Guard) -> None:
     first = guard(body).first
     assert (first.cause, first.step) == ("divergence", 1)
     assert first.evidence["weights_moved_by"] > 1e15
+
+
+class Checked(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x)
+        assert made.isfinite().all()
+        return made
+
+
+def test_a_rate_is_no_cure_that_merely_leaves_finite_weights(guard: Guard, tmp_path: Path) -> None:
+    """The step that failed has no loss: an earlier batch's, on the weights that the smaller update led to, is asked for."""
+
+    def train(rate: float, steps: int = 3) -> list[float]:
+        seed_everything()
+        model = Checked(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        losses = []
+        for _ in range(steps):
+            loss = (model(torch.rand(32, 16)) - 1.0).abs().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return losses
+
+    start, after, *_ = train(1e11)
+    assert after > 1e30, "a tenth of the rate leaves all numbers finite"
+    with pytest.raises(AssertionError):
+        guard(partial(train, 1e12))
+    first = json.loads((tmp_path / "run" / "report.json").read_text())["incidents"][0]
+    assert first["cause"] == "divergence"
+    lower = next(fix for fix in first["fixes"] if fix["action"] == "lower-learning-rate")
+    assert lower["verified"], lower["outcome"]
+    assert "that of step 0, once more" in lower["outcome"]
+    factor = float(lower["how"].split("by a factor of ")[1].split(",")[0])
+    assert max(train(1e12 / factor)) < 3 * start

@@ -37,6 +37,9 @@ class Course:
     updates: int = 0
     weights_apart: float | None = None
     """||replayed weights - the script's weights now|| / ||the script's||; None where those are not finite."""
+    seen_by: int | None = None
+    """Where the last step has no loss of its own: the step whose batch the last of the `losses` is of, on the weights that
+    the updates led to."""
 
     @property
     def highest(self) -> float:
@@ -67,8 +70,8 @@ class StretchReplay:
         self._limits = limits_of(self._norms)
 
     def with_change(self, change: Change) -> Course:
-        """The steps with other updates."""
-        return self._run(change)
+        """The steps with other updates. Their last loss is one that the last of these updates came before."""
+        return self._run(change, wants_last_loss=True)
 
     def failing_step_before(self) -> Course:
         """The last step alone, on the weights that the stretch began with."""
@@ -91,7 +94,7 @@ class StretchReplay:
         """The loss of a step as it was seen: of the optimizer that is asked about."""
         return step.loss if self.only is None else step.loss_of(self.only)
 
-    def _run(self, change: Change) -> Course:
+    def _run(self, change: Change, wants_last_loss: bool = False) -> Course:
         course = Course()
         copies = Copies(self.stretch)
         with neutral_thread():
@@ -102,7 +105,25 @@ class StretchReplay:
                 if course.failed_at is not None:
                     break
             course.weights_apart = copies.apart()
+            if wants_last_loss and course.failed_at is None:
+                self._see_by_earlier(copies, change, course)
         return course
+
+    def _see_by_earlier(self, copies: Copies, change: Change, course: Course) -> None:
+        """Where the failing step came to no loss: that of the last batch before it, on the weights that it was given."""
+        *earlier, last = self.stretch.steps
+        if last is not self.stretch.failing or any(number == last.number for number, _ in course.losses):
+            return
+        step = next((step for step in reversed(earlier) if self.loss_of(step) is not None), None)
+        if step is None:
+            return
+        again = Course()
+        self._step(step, copies, change, again)
+        if again.failed_at is not None or not again.losses:
+            course.failed_at = last.number
+            return
+        course.losses.append((last.number, again.losses[-1][1]))
+        course.seen_by = step.number
 
     def _step(self, step: KeptStep, copies: Copies, change: Change, course: Course) -> None:
         updates = Updates(change, self.only, self._limits, self._norms)

@@ -251,8 +251,11 @@ class Trial:
         steps = self.replay.stretch.steps
         which = f"steps {steps[0].number} to {steps[-1].number} replayed"
         wrong = self._what_is_wrong(course)
+        if wrong is None and not self._is_seen_behind_an_update(course):
+            return Verdict(None, f"{which}: all finite, but no loss shows what the changed updates led to", change)
         if wrong is None:
-            return Verdict(True, f"{which}: all finite, the loss goes to {number(course.losses[-1][1])}", change)
+            goes_to = f"the loss goes to {number(course.losses[-1][1])}{whose_batch(course)}"
+            return Verdict(True, f"{which}: all finite, {goes_to}", change)
         if self._begins_too_late():
             late = f"the loss had left its range before step {steps[0].number} already: from the beginning it was not tried"
             return Verdict(None, f"{which}: {wrong}, but {late}", change)
@@ -262,13 +265,17 @@ class Trial:
         if course.failed_at is not None:
             return f"step {course.failed_at} is still not finite"
         if course.highest > self._limit():
-            return f"the loss still rises to {number(course.highest)}"
+            return f"the loss still rises to {number(course.highest)}{whose_batch(course)}"
         if course.skipped > max(1, MANY_SKIPPED * (course.updates + course.skipped)):
             return f"{course.skipped} updates are still skipped"
         last, usual = course.losses[-1][1], self.usual
         if abs(last) > LEFT_RANGE * usual > 0:
             return f"the loss does not come back: it is {number(last)}, and had been {number(usual)} at most"
         return None
+
+    def _is_seen_behind_an_update(self, course: Course) -> bool:
+        """Whether a loss was computed with weights that a changed update had made: any but that of the first step."""
+        return any(step > self.replay.stretch.steps[0].number for step, _ in course.losses)
 
     def _limit(self) -> float:
         """What the loss may rise to. Where it had left its range already, momentum carries it on before it comes back."""
@@ -278,6 +285,13 @@ class Trial:
     def _begins_too_late(self) -> bool:
         """Whether the updates that did it came before the first step that was kept: a remedy cannot undo them."""
         return abs(self.replay.loss_of(self.replay.stretch.steps[0]) or 0.0) > LEFT_RANGE * self.usual > 0
+
+
+def whose_batch(course: Course) -> str:
+    """Where the last loss is not that of the step that failed: whose it is, in brackets."""
+    if course.seen_by is None:
+        return ""
+    return f" (that of step {course.seen_by}, once more: the one that failed has none)"
 
 
 def in_words(error: Exception) -> str:
