@@ -1,9 +1,10 @@
-"""How a loss climbs: from its best, steeply or gently, up to the step that failed."""
+"""How a loss climbs: from its best, steeply or gently, up to the step that failed; or with dips, from where it first was."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 from ampguard.diagnose.dynamics.fits import kendall, smoothed
 from ampguard.diagnose.dynamics.trajectory import Trajectory
@@ -13,6 +14,8 @@ RISEN_STEEPLY = 1e3
 MIN_RISES = 3
 MIN_RISES_GENTLY = 6
 SHOWN = 8
+LATE = 0.25
+"""Share of the steps since it first climbed in which a loss that goes up and down has to be far above where it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,39 @@ def rise_of(trajectory: Trajectory) -> Rise | None:
     gently = rises >= MIN_RISES_GENTLY and last >= RISEN * best and kendall(values) >= 2.3
     beyond_start = last > 2 * smooth[0][1]
     return Rise(climb[0][0], best, last, climb) if beyond_start and (steeply or gently) else None
+
+
+def unsteady_rise_of(trajectory: Trajectory) -> Rise | None:
+    """A climb with dips, some of them down to its beginning: where the loss was before it first climbed, against where it
+    is of late. None where most of that is not far above all that was seen before.
+
+    Noise does as much where the level of before is known from a few losses only: the weights have to tell as well.
+    """
+    losses = trajectory.loss_series()
+    if len(losses) <= MIN_RISES_GENTLY or is_progress(losses):
+        return None
+    series = [(step, abs(loss)) for step, loss in losses]
+    values = [value for _, value in series]
+    first = _first_climb(values)
+    if first is None:
+        return None
+    began = max(i for i, value in enumerate(values[:first]) if value <= 2 * min(values[:first]))
+    before = values[: began + 1]
+    level, climb = median(before[-MIN_RISES_GENTLY:]), series[began:]
+    rises = len(climb) - 1
+    late = sorted(values[-max(MIN_RISES_GENTLY, math.ceil(LATE * rises)) :])
+    has_risen = rises >= MIN_RISES_GENTLY and median(late) >= RISEN * level and late[len(late) // 4] > 2 * max(before)
+    return Rise(climb[0][0], level, values[-1], climb) if has_risen else None
+
+
+def _first_climb(values: list[float]) -> int | None:
+    """Where a loss was first far above its best so far: two steps in a row, for one batch alone may be bad."""
+    best = values[0]
+    for i in range(1, len(values) - 1):
+        if min(values[i], values[i + 1]) >= RISEN * best:
+            return i
+        best = min(best, values[i])
+    return None
 
 
 def is_progress(losses: list[tuple[int, float]]) -> bool:

@@ -11,13 +11,14 @@ Not this       values that outgrow float16 while the loss is healthy: see fp16-o
 from __future__ import annotations
 
 from ampguard.capture.sampling.weights import WeightSample, watchable
-from ampguard.diagnose.dynamics.climb import RISEN, RISEN_STEEPLY, fall_from, rise_of
+from ampguard.diagnose.dynamics.climb import RISEN, RISEN_STEEPLY, fall_from, rise_of, unsteady_rise_of
 from ampguard.diagnose.dynamics.diverged import told
 from ampguard.diagnose.dynamics.finding import Situation, cause
 from ampguard.diagnose.dynamics.growth import (
     GREW_SUDDENLY,
     growth_behind_a_calm_loss,
     growth_by_optimizer,
+    growth_by_own_updates,
     growth_of_far_moves,
     growth_of_weights,
     has_outgrown,
@@ -50,6 +51,8 @@ SELDOM = frozenset(["domain-error"])
 """How it ends where weights leave a function's domain. Most of these are no end of one: a gentle rise is not enough."""
 
 WEIGHTS_GREW = 1.1
+WEIGHTS_GREW_UNSTEADILY = 2.0
+"""The same, where the loss alone leaves room for doubt."""
 OUT_OF_SIGHT = 1e15
 """Times their norm: weights that have moved so far may have a norm whose square float32 cannot hold."""
 MORE_RANGE = frozenset(["force-fp32", "use-bf16", "disable-amp"])
@@ -66,7 +69,9 @@ def divergence(situation: Situation) -> Incident | None:
     if rise is None:
         answer = sudden(incident, situation)
         is_tried = answer is not None and any(fix.verified is not None for fix in answer.fixes)
-        return answer if is_tried else unseen_by_the_loss(incident, situation) or answer
+        if is_tried:
+            return answer
+        return unseen_by_the_loss(incident, situation) or unsteady(incident, situation) or answer
     if incident.cause in SELDOM and rise.factor < RISEN_STEEPLY:
         return None
     grown = growth_of_weights(situation, rise.began)
@@ -150,6 +155,25 @@ def unseen_by_the_loss(incident: Incident, situation: Situation) -> Incident | N
         return None
     grown, began = growth
     return told(incident, situation, fall_from(losses, began), grown, None)
+
+
+def unsteady(incident: Incident, situation: Situation) -> Incident | None:
+    """A divergence whose loss goes up and down: it is far above where it was before it first climbed, the weights have grown
+    with it by updates of their optimizer, and these were far too large: one was seen, or smaller ones cure the failure."""
+    rise = unsteady_rise_of(situation.trajectory)
+    if rise is None or incident.cause in SELDOM or were_mostly_skipped(situation, rise.began):
+        return None
+    if not is_out_of_range(incident, rise.best, rise.last):
+        return None
+    growth = growth_by_own_updates(situation, rise.began, rise.factor)
+    if growth is None or growth[0] < WEIGHTS_GREW_UNSTEADILY:
+        return None
+    grown, is_far_moved = growth
+    remedies = remedies_of(situation, even_if_data=False)
+    if remedies is not None and is_batch_alone(remedies):
+        return None
+    is_cured = remedies is not None and remedies.is_weights_doing and bool(remedies.lower_rate.verified)
+    return told(incident, situation, rise, grown, remedies) if is_far_moved or is_cured else None
 
 
 def growth_since(

@@ -81,6 +81,22 @@ def growth_behind_a_calm_loss(situation: Situation) -> tuple[float, int] | None:
     return max(found, default=None)
 
 
+def growth_by_own_updates(situation: Situation, began: int, rise: float) -> tuple[float, bool] | None:
+    """By which factor the weights of an optimizer have grown since the first look, where its updates can have done it; and
+    whether one of them was seen that was as large as the weights. `rise`: of the loss meanwhile."""
+    found = []
+    for first in situation.trajectory.first_looks.values():
+        optimizer, now = first.optimizer(), weight_norm_now(first.optimizer())
+        factor = growth_since_first(first, situation, began)
+        if optimizer is None or not is_number(now) or factor is None:
+            continue
+        updates = situation.step - first.step + 1
+        if could_have_moved(optimizer, now - (first.weight_norm or 0.0), updates, situation.trajectory, rise):
+            looks = [look for look in situation.trajectory.looks if look.optimizer() is optimizer]
+            found.append((factor, any(before_its_update(look) is not None for look in looks)))
+    return max(found, default=None)
+
+
 def has_outgrown(norm: float, look: WeightSample, step: int) -> bool:
     """Whether weights of this norm at `step` are out of all proportion to what was last seen of them."""
     optimizer = look.optimizer()
