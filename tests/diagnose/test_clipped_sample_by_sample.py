@@ -13,8 +13,11 @@ Guard = Callable[..., Any]
 LIMIT = 0.5
 
 
-def trained(clip: Callable[[list[Tensor], float], list[Tensor]]) -> Callable[[], None]:
-    """`clip` gets the gradients of a sample and the loss scale, and returns what is summed."""
+def trained(clip: Callable[[list[Tensor], float], list[Tensor]], takes: bool = False) -> Callable[[], None]:
+    """`clip` gets the gradients of a sample and the loss scale, and returns what is summed.
+
+    `takes`: they are those that `torch.autograd.grad` returns, and none is ever in `.grad`.
+    """
 
     def body() -> None:
         torch.manual_seed(0)
@@ -29,10 +32,13 @@ def trained(clip: Callable[[list[Tensor], float], list[Tensor]]) -> Callable[[],
                 model.zero_grad()
                 with torch.autocast("cpu", dtype=torch.float16):
                     out = model(x)
-                scaler.scale(nn.functional.cross_entropy(out.float(), x[:, :3].argmax(1))).backward()
-                for total, part in zip(
-                    summed, clip([p.grad for p in params if p.grad is not None], scale), strict=True
-                ):
+                loss = scaler.scale(nn.functional.cross_entropy(out.float(), x[:, :3].argmax(1)))
+                if takes:
+                    grads = list(torch.autograd.grad(loss, params))
+                else:
+                    loss.backward()
+                    grads = [p.grad for p in params if p.grad is not None]
+                for total, part in zip(summed, clip(grads, scale), strict=True):
                     total.add_(part)
             for p, total in zip(params, summed, strict=True):
                 p.grad = total / 6
@@ -56,13 +62,27 @@ def by_a_divisor(grads: list[Tensor], scale: float) -> list[Tensor]:
     return [g / divisor for g in grads]
 
 
+def all_at_once(grads: list[Tensor], scale: float) -> list[Tensor]:
+    return list(torch._foreach_mul(grads, (LIMIT / (norm_of(grads) + 1e-6)).clamp(max=1.0)))
+
+
 @pytest.mark.parametrize("clip", [by_a_tensor, by_a_divisor])
-def test_a_limit_for_true_gradients(clip: Any, guard: Guard) -> None:
-    run = guard(trained(clip))
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_limit_for_true_gradients(clip: Any, takes: bool, guard: Guard) -> None:
+    run = guard(trained(clip, takes))
     assert run.faults == 0, run.stderr
     incident = run.first
     assert (incident.cause, incident.step, incident.severity) == ("clip-before-unscale", 0, "error")
     assert incident.location.code.startswith("return [g ")
+
+
+def test_taken_gradients_that_are_clipped_by_one_call(guard: Guard) -> None:
+    run = guard(trained(all_at_once, takes=True))
+    assert (run.faults, run.causes) == (0, ["clip-before-unscale"]), run.stderr
+    assert run.first.location.code.startswith("return list(torch._foreach_mul(")
+    assert run.first.evidence["first"]["code"] == "grads = list(torch.autograd.grad(loss, params))"
+    assert run.first.evidence["factor"] == 1024.0
+    assert "multiply the limit by scaler.get_scale()" in run.first.fixes[0].how
 
 
 def by_a_scaled_limit(grads: list[Tensor], scale: float) -> list[Tensor]:
@@ -80,7 +100,14 @@ def by_a_ratio(grads: list[Tensor], scale: float) -> list[Tensor]:
     return [g * factor for g in grads]
 
 
-@pytest.mark.parametrize("clip", [by_a_scaled_limit, by_its_own_length, by_a_ratio])
-def test_what_knows_the_scale_or_needs_none_is_silent(clip: Any, guard: Guard) -> None:
-    run = guard(trained(clip))
+def by_the_scale_first(grads: list[Tensor], scale: float) -> list[Tensor]:
+    true = [g / scale for g in grads]
+    factor = (LIMIT / (norm_of(true) + 1e-6)).clamp(max=1.0)
+    return [g * scale * factor for g in true]
+
+
+@pytest.mark.parametrize("clip", [by_a_scaled_limit, by_its_own_length, by_a_ratio, by_the_scale_first])
+@pytest.mark.parametrize("takes", [False, True])
+def test_what_knows_the_scale_or_needs_none_is_silent(clip: Any, takes: bool, guard: Guard) -> None:
+    run = guard(trained(clip, takes))
     assert (run.faults, run.report.incidents) == (0, ()), run.stderr

@@ -58,6 +58,8 @@ class _Tasks:
     is_mixed: bool = False
     """Some of them carry another scale, or none."""
     are_too_many: bool = False
+    are_clipped: bool = False
+    """The script has clipped some of them while they carried the scale: what is made of them has no size that tells."""
 
     def of(self, parameter: Tensor) -> list[_Task]:
         return [task for task in self.tasks if id(parameter) in task.gradients]
@@ -113,6 +115,11 @@ class AssignedGradients:
                 part = {id(p): g for p, g in mine if g is not None and not g.is_sparse}
                 self._add(tasks, part, scale, where)
 
+    def clipped(self, watch: OptimizerWatch) -> None:
+        """Some of its tasks' gradients were clipped while they carried the scale."""
+        if watch in self.tasks:
+            self.tasks[watch].are_clipped = True
+
     def left_by_backward(self, watch: OptimizerWatch, parameter: Tensor) -> list[Tensor]:
         """Copies of a parameter's gradient as the passes of this iteration have left it."""
         tasks = self.tasks.get(watch)
@@ -150,6 +157,8 @@ class AssignedGradients:
             return as_returned
         tasks = self.tasks.get(watch)
         if tasks is None or tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
+            return None
+        if tasks.are_clipped:
             return None
         size = float(scale)
         kinds = (True, 1.0), (False, 1.0 / size)

@@ -145,13 +145,13 @@ class KeptQuantities:
         if len(sums.known) < MOST:
             sums.follow(name, args, result, lambda: script_line(frame))
 
-    def taken(self, pairs: Iterable[tuple[Tensor, Any]], power: float, powers: Powers, where: Line | None) -> None:
-        """`torch.autograd.grad` has returned gradients of these parameters, which carry S^`power`."""
+    def taken(
+        self, gradients: Iterable[tuple[Tensor, OptimizerWatch]], power: float, powers: Powers, where: Line | None
+    ) -> None:
+        """`torch.autograd.grad` has returned these gradients of parameters, which carry S^`power`."""
         sums = self._sums_of(powers)
-        owners = {id(p): watch for watch in self._moves.mine() for p in watch.parameters()}
-        for p, gradient in pairs:
-            if id(p) in owners and isinstance(gradient, Tensor) and not gradient.requires_grad:
-                sums.note(gradient, power, owners[id(p)], where)
+        for gradient, watch in gradients:
+            sums.note(gradient, power, watch, where)
 
     def _sums_of(self, powers: Powers) -> Sums:
         if self._sums is None:

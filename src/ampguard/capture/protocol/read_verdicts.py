@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,8 @@ class Clip:
     """They were overwritten, perhaps by what a comparison has chosen (`torch.where(norm > limit, ...)`)."""
     is_limited: bool = False
     """The factor came out of a limit that carries no scale: it clips wherever the product goes (gradients of one sample)."""
+    taken_at: Line | None = None
+    """Where `torch.autograd.grad` returned them: no optimizer's parameters hold them."""
 
 
 @dataclass(slots=True)
@@ -137,7 +140,13 @@ class Verdict:
             if abs(factor / wanted - 1.0) < NOT_CLIPPED:
                 return set()
             facts |= {"multiplied_by": factor, "should_be": wanted, "update_too_small_by": wanted / factor}
-        breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
+        breaches: Sequence[Breach]
+        if clip.taken_at is None:
+            breaches = self._moves.machine.feed(Read(clip.watch, clip.where, clips=True))
+        else:
+            self._moves.close.assigned.clipped(clip.watch)
+            facts |= {"scale": self._found.scale, "clips": True, "taken": True}
+            breaches = [Breach("clip-before-unscale", clip.watch, None, clip.taken_at, clip.where, self._found.scale)]
         for breach in breaches:
             breach.facts |= facts
         self._moves.second_looks.tell(breaches, clip.watch)

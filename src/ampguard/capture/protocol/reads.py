@@ -22,6 +22,7 @@ from ampguard import compat
 from ampguard.capture.frames import is_user_code
 from ampguard.capture.protocol import powers
 from ampguard.capture.protocol.called_functions import CalledFunctions, CalledMethod
+from ampguard.capture.protocol.clipped_samples import ClippedSamples
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.kept_gradients import KeptGradients
 from ampguard.capture.protocol.kept_quantities import KeptQuantities
@@ -103,6 +104,8 @@ class ReadWindow:
         self._seen = Seen()
         self._powers: Powers | None = None
         self._true = KeptGradients()
+        self._samples: ClippedSamples | None = None
+        """Once `torch.autograd.grad` has returned gradients of a scaled loss."""
 
     @property
     def is_open(self) -> bool:
@@ -203,6 +206,8 @@ class ReadWindow:
         seen, self._seen = self._seen, Seen()
         found, self._powers = self._powers, None
         self._true.window_closes()
+        samples, self._samples = self._samples, None
+        seen.clips += samples.clips if samples is not None else []
         is_told = tell and not self._moves.scale_was_read
         if found is not None:
             self._kept.window_closes(found, is_told)
@@ -216,9 +221,16 @@ class ReadWindow:
 
     def taken(self, inputs: Any, results: Any, is_scaled: bool, where: Line | None) -> None:
         """`torch.autograd.grad` has returned `results`, of a scaled loss or of one that is not."""
-        if self._powers is not None:
-            wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
-            self._kept.taken(zip(wanted, results, strict=False), float(is_scaled), self._powers, where)
+        if self._powers is None:
+            return
+        wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+        owners = {id(p): watch for watch in self._moves.mine() for p in watch.parameters()}
+        pairs = [(gradient, owners.get(id(p))) for p, gradient in zip(wanted, results, strict=False)]
+        mine = [(g, w) for g, w in pairs if w is not None and isinstance(g, Tensor) and not g.requires_grad]
+        self._kept.taken(mine, float(is_scaled), self._powers, where)
+        if is_scaled and mine:
+            self._samples = self._samples or ClippedSamples(self._powers.scale)
+            self._samples.taken(mine, where)
 
     def is_scaled(self, norm: Any) -> bool:
         """Whether this is a norm that carries the scale as it is."""
@@ -264,6 +276,8 @@ class ReadWindow:
                 result = original(*args, **kwargs)
                 self._guarded(self._after, name, args, kwargs, result)
                 self._guarded(self._added, name, args, kwargs, result)
+                if self._samples is not None and not self.is_within_backward:
+                    self._guarded(self._of_samples, name, args, kwargs, result)
                 return result
             finally:
                 self._busy = False
@@ -359,6 +373,11 @@ class ReadWindow:
                 return
             changes_gradient = name in IN_PLACE and self._powers.gradient(first_of(args[0])) is not None
             self._seen.plain.add(watch, script_line(frame), result, changes_gradient)
+
+    def _of_samples(self, name: str, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        if self._samples is not None and name not in powers.READS | powers.COMPARES:
+            with compat.unseen():
+                self._samples.called(name, args, options, result, sys._getframe(3))
 
     def _note_hook(self, where: Line | None) -> None:
         if self.is_within_backward:

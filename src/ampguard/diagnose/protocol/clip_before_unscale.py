@@ -61,6 +61,11 @@ def clip_before_unscale(scene: Scene) -> Telling:
                 f"clip after the backward pass instead of in a hook: {scaler}.unscale_({name}); for p in parameters: "
                 f"torch.nn.utils.clip_grad_norm_(p, {limit:g})"
             )
+    elif scene.facts.get("taken"):
+        how = (
+            f"multiply the limit by {scaler}.get_scale(), which what torch.autograd.grad returns carries, and what is added to "
+            f"their sum before {scaler}.step({name}) (noise) too"
+        )
     elif scene.facts.get("by_hand") or scene.facts.get("norm_is_given"):
         how = (
             f"unscale right after backward, before the norm is computed: {scaler}.unscale_({name}); then {code or then}"
