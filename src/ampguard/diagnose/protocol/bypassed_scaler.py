@@ -17,9 +17,12 @@ Not this       an optimizer whose loss was never scaled, or whose gradients the 
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
+from ampguard.capture.protocol.script_source import function_of
+from ampguard.capture.record import Line
 from ampguard.diagnose.protocol.framework import step_instead
 from ampguard.diagnose.protocol.scene import Scene, at, listed, number
 from ampguard.diagnose.protocol.telling import Telling, breach, order
@@ -75,7 +78,7 @@ def bypassed_scaler(scene: Scene) -> Telling:
     if scene.facts.get("clipped_by"):
         less, scale = number(1.0 / scene.facts["clipped_by"]), number(scene.facts["scale"])
         text += f" They were clipped in between, {less} times smaller, with the loss scale {scale} in them."
-    how = step_instead(scene) or f"let the scaler step: {scaler}.step({name}); {scaler}.update()"
+    how = step_instead(scene) or _let_it_step(scene, name)
     updated = scene.facts.get("updated_before")
     if updated is not None and scene.framework is None:
         how = f"let the scaler step, and before the iteration's update, {at(updated)}: {scaler}.step({name})"
@@ -91,6 +94,32 @@ def bypassed_scaler(scene: Scene) -> Telling:
         how = _without_closure(scaler, name)
     evidence = {key: scene.facts.get(key) for key in ("scale", "found_inf", "repeats", "by_closure")}
     return Telling(text, scene.again, (order(scene, how, target=name),), evidence=evidence)
+
+
+def _let_it_step(scene: Scene, name: str) -> str:
+    """The step by the scaler, and its update where the code around the backward pass has none."""
+    scaler, backward, again = scene.scaler, scene.first, scene.again
+    updated = _update_in(backward, scaler)
+    how = f"let the scaler step: {scaler}.step({name})"
+    how += f"; {scaler}.update()" if updated is None else f", before the {scaler}.update() at {at(updated)}"
+    is_elsewhere = backward is not None and again is not None and backward.code is not again.code
+    if is_elsewhere and scaler.partition(".")[0] not in _names_in(again):
+        how += f". Hand {scaler} to what steps at {at(again)}"
+    return how
+
+
+def _update_in(line: Line | None, scaler: str) -> Line | None:
+    """Where the function of this line calls the scaler's update."""
+    function = function_of(line.code) if line is not None else None
+    for node in ast.walk(function) if function is not None else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{scaler}.update" and line is not None:
+            return Line(line.code, node.lineno)
+    return None
+
+
+def _names_in(line: Line | None) -> tuple[str, ...]:
+    code = line.code if line is not None else None
+    return (*code.co_varnames, *code.co_freevars, *code.co_names) if code is not None else ()
 
 
 def _without_closure(scaler: str, name: str) -> str:
