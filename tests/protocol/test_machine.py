@@ -199,6 +199,15 @@ def test_an_overflow_that_made_the_script_leave_the_iteration_is_no_accumulation
     assert only(feed(machine, Refused("unscale_", "unscaled-before", S, A, found_inf=True))).cause == "missing-update"
 
 
+@pytest.mark.parametrize(("passes", "cause"), [(1, "accumulation-broken"), (2, "missing-update")])
+def test_an_overflow_within_a_window_that_goes_on(passes: int, cause: str) -> None:
+    """The loss is divided by 2: after one pass more the window is not complete, after two another one has come."""
+    machine = Machine()
+    feed(machine, Backward((A,), 8.0), Unscale(A, S, 8.0), *[Backward((A,), 8.0)] * passes)
+    refused = Refused("unscale_", "unscaled-before", S, A, found_inf=True, window=2)
+    assert only(feed(machine, refused)).cause == cause
+
+
 def test_gradients_cleared_between_backward_and_step() -> None:
     machine = Machine()
     feed(machine, Backward((A,), 8.0, "backward"), Clear(A, "clear"))

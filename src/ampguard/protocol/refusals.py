@@ -58,7 +58,9 @@ class Refusals:
         if event.weights_moved and ledger.stage is not Stage.REOPENED:
             return "double-unscale", first, {**facts, "second_pass": True, "backward": last}
         is_window = ledger.backwards_per_step != 1 or event.window is not None
-        if ledger.stage is not Stage.REOPENED or event.found_inf or not is_window:
+        if event.found_inf:  # then a script may leave the iteration; not where the window that it divides by goes on
+            is_window = ledger.backwards_since_unscale < (event.window or 0)
+        if ledger.stage is not Stage.REOPENED or not is_window:
             kept = ledger.stage is Stage.REOPENED and not event.found_inf
             return "missing-update", first, {**facts, "next_iteration": True, "was_kept": kept}
         return "accumulation-broken", first, {**facts, "backwards": ledger.backwards_since_unscale}
