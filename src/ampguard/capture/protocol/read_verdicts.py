@@ -178,7 +178,7 @@ class Verdict:
                 name = name_in(tensor, frame)
                 if name is None:
                     continue
-                spots = [Spot(f.f_code, f.f_lineno, scales_in(f, self._found.scale)) for f in frames[depth:]]
+                spots = [Spot(f.f_code, f.f_lineno, scales_in(f, self._found.scale), f.f_lasti) for f in frames[depth:]]
                 if use_of_name(spots, name, quantity.power).is_raw:
                     left.append((quantity.watch, quantity.where))
                 break

@@ -31,7 +31,7 @@ def script_frames(frame: FrameType | None, in_a_row: bool = False) -> Iterator[F
 def spots_of(frame: FrameType, scale: float, in_a_row: bool = False) -> Iterator[Spot]:
     """Where each of them stands."""
     for inner in script_frames(frame, in_a_row):
-        yield Spot(inner.f_code, inner.f_lineno, scales_in(inner, scale))
+        yield Spot(inner.f_code, inner.f_lineno, scales_in(inner, scale), inner.f_lasti)
 
 
 def scales_in(frame: FrameType, scale: float) -> dict[str, float]:

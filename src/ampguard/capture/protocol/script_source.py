@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 from collections.abc import Iterable
 from types import CodeType
@@ -44,6 +45,21 @@ def only_call_at(function: ast.AST, line: int) -> tuple[ast.Call, ...]:
     """The call at a line, where there is one alone: what is called may have another name than its code (a partial)."""
     found = _all_calls_at(function, line)
     return tuple(found) if len(found) == 1 else ()
+
+
+def running_call(function: ast.AST, code: CodeType, instruction: int) -> tuple[ast.Call, ...]:
+    """The call in which a frame stands, whatever it is of: an object that is called has no name of a function's there.
+
+    None before Python 3.11, whose code does not know the columns of its instructions (PEP 657).
+    """
+    positions = getattr(code, "co_positions", None)
+    place = (
+        next(itertools.islice(positions(), instruction // 2, None), None) if positions and instruction >= 0 else None
+    )
+    if place is None or place[1] is None or place[3] is None:
+        return ()
+    calls = (n for n in ast.walk(function) if isinstance(n, ast.Call))
+    return tuple(call for call in calls if (call.end_lineno, call.end_col_offset) == (place[1], place[3]))
 
 
 def _all_calls_at(function: ast.AST, line: int) -> list[ast.Call]:

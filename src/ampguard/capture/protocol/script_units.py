@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from ampguard.capture.protocol.script_source import calls_at, function_of, last_name, only_call_at
+from ampguard.capture.protocol.script_source import calls_at, function_of, last_name, only_call_at, running_call
 
 READING = frozenset({"item", "tolist", "float", "int", "numpy"})
 _KEEPING = frozenset(
@@ -66,6 +66,8 @@ class Spot:
     code: CodeType
     line: int
     scales: Mapping[str, float]
+    instruction: int = -1
+    """The one that it stood at (`f_lasti`)."""
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ def use_of_number(spots: list[Spot], power: float) -> Use:
         function = function_of(spot.code)
         if function is None:
             break
-        seeds = calls_at(function, line if wanted is None else spot.line, {wanted} if wanted else READING)
+        seeds = calls_at(function, line, READING) if wanted is None else _calls_of(wanted, function, spot)
         if not seeds:
             break
         units = Units(seeds, power, spot.scales)
@@ -134,12 +136,18 @@ def _use_of_returned(spots: list[Spot], units: Units) -> Use:
         function = function_of(spot.code)
         if function is None or spot.scales or "get_scale" in spot.code.co_names:
             break
-        calls = calls_at(function, spot.line, {callee.code.co_name}) or only_call_at(function, spot.line)
+        calls = _calls_of(callee.code.co_name, function, spot)
         units = Units(calls, units.returned, {}, units.returned_items, units.returned_keys)
         units.walk(function)
         if units.is_raw or units.cancels or not units.returned:
             return Use(units.is_raw and not units.cancels, units.clips)
     return Use()
+
+
+def _calls_of(name: str, function: ast.AST, caller: Spot) -> tuple[ast.Call, ...]:
+    """The calls of a function of this name at a frame's line; where there is none, that in which the frame stands."""
+    named = calls_at(function, caller.line, {name})
+    return named or running_call(function, caller.code, caller.instruction) or only_call_at(function, caller.line)
 
 
 def computes_with_scale(spot: Spot) -> bool:
