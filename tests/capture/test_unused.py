@@ -58,6 +58,25 @@ def test_bias_of_a_layer_whose_weight_is_trained(width: int, severity: str, guar
     assert run.report.status == ("clean" if severity == "info" else "incidents")
 
 
+class Sine(nn.Linear):
+    """A layer of the script's own class."""
+
+
+def test_a_constant_that_a_derivative_by_the_inputs_cannot_see(guard: Guard) -> None:
+    """A network that is fitted by its gradient (SIREN's Poisson equation): its output's offset is free."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Sine(2, 32), nn.Tanh(), Sine(32, 32), nn.Tanh(), Sine(32, 1))
+
+    def loss() -> Tensor:
+        x = torch.randn(20, 2, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope - x.detach()).square().mean()
+
+    (incident,) = guard(trained(model, loss)).report.incidents
+    assert (incident.cause, incident.severity) == ("unused-parameters", "info")
+    assert incident.evidence["parameters"] == ["4.bias"]
+
+
 class Forgotten(nn.Module):
     """A small head of the script's own that forward never calls, beside a large body."""
 

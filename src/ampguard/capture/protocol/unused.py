@@ -18,6 +18,7 @@ SMALL_SHARE = 0.15
 """Of a model's trainable elements: a pooler is one square layer, beside a block of at least six in the smallest encoder."""
 FEW = 8
 """Parameters."""
+NO_LAYERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def unused_facts(roots: Iterable[nn.Module], unused: list[Tensor], trained: list[Tensor]) -> dict[str, object]:
@@ -96,12 +97,17 @@ def _kinds(root: nn.Module, unused: set[int], held: set[int]) -> Iterator[tuple[
             yield from ((p, kind) for p in inside)
             continue
         own = [p for p in compat.parameters_of(module).values() if p is not None]
-        is_layer = type(module).__module__.startswith("torch.nn.") and any(p.dim() > 1 for p in own)
+        is_layer = _is_pytorchs_layer(module) and any(p.dim() > 1 for p in own)
         for p in own:
             if id(p) in unused:
                 yield p, "library" if _is_of_library(module) else "sibling" if is_layer and p.dim() <= 1 else "script"
         inner = owner if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) else module
         stack += [(child, inner) for child in compat.children_of(module).values() if child is not None]
+
+
+def _is_pytorchs_layer(module: nn.Module) -> bool:
+    """Whether the module is one of PyTorch's layers, or of a class that the script has derived from one."""
+    return any(kind.__module__.startswith("torch.nn.") for kind in type(module).__mro__ if kind not in NO_LAYERS)
 
 
 def _is_of_library(module: nn.Module) -> bool:
