@@ -216,6 +216,8 @@ class RootCall:
     """Whether the swapped parameters are its own, as the script wrote them in this step; see `replay/rewritten.py`."""
     region: int = 0
     """Calls of the same number lie between the same two clearings of autocast's weight cache; -1 without that cache."""
+    left: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Where it left results that it did not return (`self.last_loss = ...`): the last of its outputs, in this order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,6 +236,8 @@ class FlightRecorder:
             if tensor.requires_grad:
                 root.wants_gradient = True
         self.look_at_buffers(root)
+        if root.attributes and root.modes.grad:
+            self._find_left(root)
         if not root.modes.grad:
             self.judge.outputs.look_at(root, outputs)
             self.pace.leave(self.log.kept, root.seconds)
@@ -243,6 +245,17 @@ class FlightRecorder:
         if self.tapes_training and not self.schedule.training_limit:
             self._pass_over()
         self.tape.enter(self.schedule.left_for_training(self.log) if self.tapes_training else self.schedule.limit)
+
+    def _find_left(self, root: RootCall) -> None:
+        """A loss that the call kept in an attribute (of a mixture of experts, a codebook) is one of its results."""
+        known = {id(tensor) for ref in root.outputs if (tensor := ref()) is not None}
+        for place in root.attributes:
+            value = place.owner.get(place.name)
+            if type(value) is Tensor and value.requires_grad and compat.is_made(value) and id(value) not in known:
+                root.left.append((place.owner, place.name))
+                root.outputs.append(self.log.define(value, Ref(root.index, len(root.outputs))))
+                root.floating.append(True)
+                root.wants_gradient = True
 
     def look_at_buffers(self, root: RootCall) -> None:
         """Note what the call drew and changed, and suspect the buffers that it poisoned."""

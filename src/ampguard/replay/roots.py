@@ -22,6 +22,17 @@ from ampguard.replay.variants import Variant
 Swap = Callable[[ModuleSandbox, nn.Module, Variant, Values], None]
 
 
+def left_by(root: RootCall) -> list[Tensor]:
+    """What the call has left in the attributes in which it left results when the step ran, up to one that holds none now."""
+    found: list[Tensor] = []
+    for owner, name in root.left:
+        value = owner.get(name)
+        if not isinstance(value, Tensor):
+            break
+        found.append(value)
+    return found
+
+
 def run_root(
     root: RootCall,
     values: Values,
@@ -72,7 +83,7 @@ def run_root(
                 values.stand_ins[identity] = tensor
         named = named_tensors_in(output)
         values.names |= {Ref(root.index, position): name for position, (name, _) in enumerate(named)}
-        return [tensor for _, tensor in named]
+        return [tensor for _, tensor in named] + left_by(root)
     finally:
         if training != root.training:
             module.train(training)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], b
     single element to which the script has written wants a gradient, too, and is no loss: nothing leads from it to others.
     """
     for event in reversed(events):
-        for position, ref in enumerate(event.outputs):
+        for position, ref in enumerate(_returned_by(event)):
             tensor = ref()
             if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
                 continue
@@ -54,6 +55,12 @@ def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], b
                 if not is_known(found):
                     return found
     return None
+
+
+def _returned_by(event: Event) -> Sequence[weakref.ref[Tensor]]:
+    """Its results but for those that a module has left in attributes, which nobody may ever read."""
+    left = len(event.left) if isinstance(event, RootCall) else 0
+    return event.outputs[: len(event.outputs) - left]
 
 
 def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
@@ -70,7 +77,7 @@ def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:
                 found.append(ref)
         entry = entry.tb_next
     for event in log.record.events if not found else ():
-        live = [(i, r()) for i, r in enumerate(event.outputs) if isinstance(event, RootCall)]
+        live = [(i, r()) for i, r in enumerate(_returned_by(event)) if isinstance(event, RootCall)]
         found += [Ref(event.index, i) for i, t in live if t is not None and is_immediate(t) and not is_finite(t)]
     return found
 
@@ -119,6 +126,6 @@ def _is_innocent(log: EventLog, ref: Ref) -> bool:
 
 def bad_outputs(root: RootCall) -> tuple[Ref, ...]:
     """Those of a module's results that are still there and not finite."""
-    live = [(position, ref()) for position, ref in enumerate(root.outputs)]
+    live = [(position, ref()) for position, ref in enumerate(_returned_by(root))]
     floating = [(position, t) for position, t in live if t is not None and t.is_floating_point()]
     return tuple(Ref(root.index, position) for position, t in floating if not is_finite(t))
