@@ -17,7 +17,11 @@ from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import locals_of
 from ampguard.capture.judging.meant import is_own_constant
 from ampguard.capture.record import Event, GlueOp, Ref, RootCall, StepRecord
+from ampguard.capture.root_calls.bymodule import ByModule
 from ampguard.numerics import UNINITIALISED, is_finite
+
+_with_parameters: ByModule[bool] = ByModule()
+"""Whether a module has parameters: it is asked at each of its calls, and to look is to walk through it."""
 
 
 def may_begin_step(module: nn.Module, roots: list[RootCall]) -> bool:
@@ -31,7 +35,10 @@ def may_begin_step(module: nn.Module, roots: list[RootCall]) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    known = _with_parameters.get(module)
+    if known is None:
+        known = _with_parameters.put(module, next(module.parameters(), None) is not None)
+    return known
 
 
 def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], bool]) -> Ref | None:
