@@ -101,7 +101,7 @@ def use_of_number(spots: list[Spot], power: float) -> Use:
         function = function_of(spot.code)
         if function is None:
             break
-        seeds = calls_at(function, line, READING) if wanted is None else _calls_of(wanted, function, spot)
+        seeds = calls_at(function, line if wanted is None else spot.line, {wanted} if wanted else READING)
         if not seeds:
             break
         units = Units(seeds, power, spot.scales)

@@ -99,20 +99,22 @@ def bypassed_scaler(scene: Scene) -> Telling:
 def _let_it_step(scene: Scene, name: str) -> str:
     """The step by the scaler, and its update where the code around the backward pass has none."""
     scaler, backward, again = scene.scaler, scene.first, scene.again
-    updated = _update_in(backward, scaler)
+    is_elsewhere = backward is not None and again is not None and backward.code is not again.code
+    updated = _update_behind(backward if is_elsewhere else again, scaler)
     how = f"let the scaler step: {scaler}.step({name})"
     how += f"; {scaler}.update()" if updated is None else f", before the {scaler}.update() at {at(updated)}"
-    is_elsewhere = backward is not None and again is not None and backward.code is not again.code
     if is_elsewhere and scaler.partition(".")[0] not in _names_in(again):
         how += f". Hand {scaler} to what steps at {at(again)}"
     return how
 
 
-def _update_in(line: Line | None, scaler: str) -> Line | None:
-    """Where the function of this line calls the scaler's update."""
+def _update_behind(line: Line | None, scaler: str) -> Line | None:
+    """Where the function of this line calls the scaler's update behind it."""
     function = function_of(line.code) if line is not None else None
     for node in ast.walk(function) if function is not None else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{scaler}.update" and line is not None:
+        if line is None or not isinstance(node, ast.Call) or node.lineno < line.number:
+            continue
+        if ast.unparse(node.func) == f"{scaler}.update":
             return Line(line.code, node.lineno)
     return None
 
