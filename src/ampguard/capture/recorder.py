@@ -248,10 +248,11 @@ class FlightRecorder:
 
     def _find_left(self, root: RootCall) -> None:
         """A loss that the call kept in an attribute (of a mixture of experts, a codebook) is one of its results."""
-        known = {id(tensor) for ref in root.outputs if (tensor := ref()) is not None}
         for place in root.attributes:
             value = place.owner.get(place.name)
-            if type(value) is Tensor and value.requires_grad and compat.is_made(value) and id(value) not in known:
+            if type(value) is not Tensor or not value.requires_grad or not compat.is_made(value):
+                continue
+            if self.log.lookup(value) is None:  # else it was returned too, or is what the call was given
                 root.left.append((place.owner, place.name))
                 root.outputs.append(self.log.define(value, Ref(root.index, len(root.outputs))))
                 root.floating.append(True)

@@ -66,8 +66,9 @@ def discarded_loss(events: list[Event], waits: bool, is_known: Callable[[Ref], b
 
 def _returned_by(event: Event) -> Sequence[weakref.ref[Tensor]]:
     """Its results but for those that a module has left in attributes, which nobody may ever read."""
-    left = len(event.left) if isinstance(event, RootCall) else 0
-    return event.outputs[: len(event.outputs) - left]
+    if type(event) is not RootCall or not event.left:
+        return event.outputs
+    return event.outputs[: -len(event.left)]
 
 
 def results_at_hand(error: Exception, log: EventLog) -> list[Ref]:

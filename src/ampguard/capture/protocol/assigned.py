@@ -156,9 +156,9 @@ class AssignedGradients:
         if as_returned is not None:
             return as_returned
         tasks = self.tasks.get(watch)
-        if tasks is None or tasks.is_mixed or tasks.are_too_many or not _has_changed(tasks.seen, _seen(watch)):
+        if tasks is None or tasks.is_mixed or tasks.are_too_many or tasks.are_clipped:
             return None
-        if tasks.are_clipped:
+        if not _has_changed(tasks.seen, _seen(watch)):
             return None
         size = float(scale)
         kinds = (True, 1.0), (False, 1.0 / size)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampguard import compat
 from ampguard.capture.protocol.gradients import OptimizerWatch
 from ampguard.capture.protocol.moves import Moves
 from ampguard.capture.protocol.plain_parts import PlainParts
@@ -196,8 +197,9 @@ def _distinct(numbers: list[Number]) -> list[Number]:
 
 def _smallest(factor: Any, is_division: bool) -> float:
     """By what gradients were multiplied; the smallest where there is a factor a row. 0: their norm has overflowed in all rows."""
-    factors = torch.as_tensor(factor).detach().abs().flatten().double()
-    if is_division:
-        factors = torch.where(factors == 0, 0.0, factors.reciprocal())
-    some = factors[(factors > 0) & factors.isfinite()]
-    return float(some.min()) if some.numel() else 0.0
+    with compat.unseen():
+        factors = torch.as_tensor(factor).detach().to("cpu", torch.float64).abs().flatten()
+        if is_division:
+            factors = torch.where(factors == 0, 0.0, factors.reciprocal())
+        some = factors[(factors > 0) & factors.isfinite()]
+        return float(some.min()) if some.numel() else 0.0

@@ -32,7 +32,7 @@ def accumulation_broken(scene: Scene) -> Telling:
     elif facts.get("scaler_replaced"):
         return _replaced(scene)
     elif facts.get("scales") and len(facts["scales"]) > 1:
-        scales = " and ".join(number(s) for s in facts["scales"])
+        scales = _scales(scene)
         updated = facts.get("updated_between")
         inside = f" at {at(updated)}" if updated is not None else ""
         where = updated if updated is not None else where
@@ -65,7 +65,7 @@ def _loaded(scene: Scene) -> Telling:
     """The scaler has got another scale from a checkpoint, between a backward pass and the division."""
     facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
     loaded = facts.get("updated_between")
-    scales = " and ".join(number(s) for s in facts["scales"])
+    scales = _scales(scene)
     text = (
         f"The loss scale was changed within an iteration: gradients of `{name}` carry {scales}, the state of `{scaler}` was "
         f"loaded at {at(loaded)}, and they are divided by {number(facts['divided_by'])} at {at(scene.again)}. They are "
@@ -81,7 +81,7 @@ def _loaded(scene: Scene) -> Telling:
 def _replaced(scene: Scene) -> Telling:
     """A new scaler took the place of the one that had scaled the first micro-batches of a window."""
     facts, name, scaler = scene.facts, scene.optimizer, scene.scaler
-    scales = " and ".join(number(s) for s in facts["scales"])
+    scales = _scales(scene)
     text = (
         f"An accumulation window is broken: a new scaler took the place of the one before it within the window. Its "
         f"micro-batches carry the loss scales {scales} from {at(scene.first)}, and all are divided by "
@@ -116,6 +116,10 @@ def _kept(scene: Scene) -> Telling:
     return Telling(
         text, scene.again, (order(scene, how),), severity="error" if is_bad else "warning", evidence=evidence
     )
+
+
+def _scales(scene: Scene) -> str:
+    return " and ".join(number(scale) for scale in scene.facts["scales"])
 
 
 def _evidence(scene: Scene) -> dict[str, object]:
