@@ -17,6 +17,7 @@ from ampguard.diagnose.givens.model_calls import has_parameters, model_calls
 from ampguard.diagnose.givens.named_arguments import named_leaves
 from ampguard.diagnose.givens.places import place_of
 from ampguard.diagnose.locate.rows import is_masks_doing
+from ampguard.diagnose.locate.slicing import only_forbids
 from ampguard.diagnose.protocol.owners import variable_name
 from ampguard.numerics import cleaned, is_finite
 
@@ -66,6 +67,8 @@ def describe_state(evidence: Evidence) -> NamedTensor | None:
         named = _state_by_identity(evidence, element)
         if named is None and sent_by(evidence, element) is not None:
             return None  # what a stage of a pipeline was sent, and whose gradient it sends back
+        if evidence.phase == "backward" and evidence.intended and only_forbids(element):
+            return None
         name = variable_name(element) or f"a parameter read in: {_code(evidence)}"
         return named or NamedTensor(name, "parameter", element, element, [])
     for root in evidence.events():

@@ -210,7 +210,7 @@ def _explore(trace: Trace, start: Link) -> Chain:
             best, fallback = _ranked(best, fallback, chain)
         for number, step in enumerate(steps):
             if isinstance(step, Given):
-                chain = Chain(links, given=step, intended=_is_meant(step))
+                chain = Chain(links, given=step, intended=_is_meant(step, start.op.in_backward))
                 best, fallback = _ranked(best, fallback, chain)
             else:
                 on = way or (min(number, 1) + 1 if len(steps) > 1 else 0)
@@ -227,20 +227,30 @@ def _ranked(best: Chain | None, fallback: Chain | None, new: Chain) -> tuple[Cha
     return best, fallback
 
 
-def _is_meant(given: Given) -> bool:
+def _is_meant(given: Given, is_of_gradients: bool) -> bool:
     """Whether an infinity that was given can be one that the code meant to have: a mask's, a sentinel's, the ends of a range.
 
-    A parameter's is none, and where there are several of either sign something has been computed.
+    A parameter's is none, unless it left the loss finite and only forbids. Where there are several of either sign something
+    has been computed.
     """
-    if given.kind == NAN or _is_parameter_like(given):
+    if given.kind == NAN:
         return False
+    parameter = _parameter_behind(given)
+    if parameter is not None:
+        return is_of_gradients and only_forbids(parameter)
     bad = given.tensor.bad
     return bad is None or any(int((bad.kinds == kind).sum()) < 2 for kind in (POS_INF, NEG_INF))
 
 
-def _is_parameter_like(given: Given) -> bool:
+def only_forbids(parameter: torch.Tensor) -> bool:
+    """Whether nothing but -Inf is bad in a parameter: scores of what is never to be chosen, as in a CRF's transitions."""
+    values = parameter.detach()
+    return not bool((values.isnan() | values.isposinf()).any())
+
+
+def _parameter_behind(given: Given) -> torch.Tensor | None:
     live = given.tensor.live() if given.tensor.live is not None else None
-    return isinstance(live, torch.nn.Parameter)
+    return live if isinstance(live, torch.nn.Parameter) else None
 
 
 def _steps_back(trace: Trace, link: Link) -> list[Link | Given]:
