@@ -51,6 +51,12 @@ def losses_as_an_array(logits: Tensor, target: Tensor, number: int) -> Any:
     return loss.repeat(ROWS).numpy()
 
 
+def shares(logits: Tensor, target: Tensor, number: int) -> Any:
+    chosen = target < CLASSES * (number != 1)
+    share = logits[:, 0] * chosen / chosen.sum()
+    return share.numpy()
+
+
 def energies(logits: Tensor, target: Tensor, number: int) -> str:
     energy = torch.exp(logits.abs().sum(1))
     return f"{energy}"
@@ -65,6 +71,12 @@ def soft_dice(logits: Tensor, target: Tensor, number: int) -> Any:
 def errors_where_known(logits: Tensor, target: Tensor, number: int) -> Any:
     truth = torch.where(target > 0, target.float(), torch.tensor(float("nan")))
     return np.nanmean((logits[:, 0] - truth).abs().numpy())
+
+
+def errors_where_none_is_known(logits: Tensor, target: Tensor, number: int) -> Any:
+    truth = torch.full_like(logits[:, 0], float("nan") if number == 1 else 1.0)
+    errors, known = (logits[:, 0] - truth).abs().numpy(), torch.isfinite(truth).numpy()
+    return errors[known].mean() if known.any() else 0.0
 
 
 def masked_logits(logits: Tensor, target: Tensor, number: int) -> Any:
@@ -97,6 +109,7 @@ def precision(logits: Tensor, target: Tensor, number: int) -> float:
             'loss = functional.cross_entropy(logits[:4], target[:4], reduction="none")[known].mean()',
         ),
         (energies, "overflow", "energy = torch.exp(logits.abs().sum(1))"),
+        (shares, "division-by-zero", "share = logits[:, 0] * chosen / chosen.sum()"),
     ],
 )
 def test_a_failure_is_told(guard: Guard, read: Callable[..., Any], cause: str, code: str) -> None:
@@ -109,14 +122,14 @@ def test_a_failure_is_told(guard: Guard, read: Callable[..., Any], cause: str, c
     assert run.first.fixes[0].verified
 
 
-@pytest.mark.parametrize("read", [hand_made_probabilities, losses_as_an_array, energies])
+@pytest.mark.parametrize("read", [hand_made_probabilities, losses_as_an_array, energies, shares])
 def test_finite_ones_are_none(guard: Guard, read: Callable[..., Any]) -> None:
     run = guard(Run(lambda logits, target, number: read(logits, target, 0)))
     assert run.faults == 0, run.stderr
     assert not run.report.incidents
 
 
-@pytest.mark.parametrize("read", [soft_dice, errors_where_known, masked_logits, least_log_probability])
+@pytest.mark.parametrize("read", [soft_dice, errors_where_known, errors_where_none_is_known, masked_logits, least_log_probability])
 def test_what_is_meant_is_none(guard: Guard, read: Callable[..., Any]) -> None:
     plain = Run(read)()
     run = guard(Run(read))

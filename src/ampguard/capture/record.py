@@ -377,9 +377,10 @@ class BadResult:
     """The script has raised an error over them."""
     weights: tuple[tuple[Tensor, Tensor], ...] = ()
     """Parameters that were updated since, and what they were then."""
-    may_be_meant: Literal["", "array", "count"] = ""
+    may_be_meant: Literal["", "array", "errors", "count"] = ""
     """A figure of an evaluation that scripts know how to handle: NaN in an array (`nanmean`), of counts (a precision) or
-    given to a metric that passes over NaN."""
+    given to a metric that passes over NaN. `errors`: an array in which no number is finite, which is meant only where it
+    holds the errors for targets that are not known."""
     graph: GraphOrigin | None = None
     """The CUDA graph in whose replay it was computed; the record, if any, is of a pass like it."""
 

@@ -71,7 +71,12 @@ def is_asked_by_a_library(record: StepRecord, ref: Ref) -> bool:
 
 def are_one_number(tensor: Tensor, record: StepRecord, ref: Ref) -> bool:
     """Whether an array is all bad, or a single number that was repeated, perhaps beside others."""
-    return not bool(torch.isfinite(tensor.detach()).any()) or _is_spread(record, ref)
+    return is_all_bad(tensor) or _is_spread(record, ref)
+
+
+def is_all_bad(tensor: Tensor) -> bool:
+    """Whether no number of an array is finite."""
+    return not bool(torch.isfinite(tensor.detach()).any())
 
 
 def _is_spread(record: StepRecord, ref: Ref) -> bool:

@@ -331,11 +331,13 @@ class Examiner:
         try:
             evidence = self._finding_place.of(bad, self.least_seconds)
         except Exception:  # it cannot be run again
+            if bad.may_be_meant == "errors":
+                self._examine(dataclasses.replace(bad, may_be_meant=""))
             return
         finding = find_cause(evidence) if evidence is not None else None
         if evidence is None or finding is None or self._casebook.told_before(bad, place_of(evidence)):
             return
-        if finding.cause not in MEANT_AT_TIMES:
+        if finding.cause not in MEANT_AT_TIMES or (bad.may_be_meant == "errors" and not _is_of_targets(finding)):
             self._investigate(dataclasses.replace(bad, may_be_meant=""), time.perf_counter())
         elif bad.may_be_meant == "count":
             note = dataclasses.replace(finding, severity="info")
@@ -448,3 +450,8 @@ class Examiner:
             return  # its replays run no Python: there is nothing to watch
         if not self._unrecorded.attends(bad):
             self._arming.arm(bad, reason)
+
+
+def _is_of_targets(finding: Finding) -> bool:
+    """Whether the figures are bad because the targets are not known, for none of them."""
+    return finding.cause == "nonfinite-input" and finding.evidence.get("role") == "target"
