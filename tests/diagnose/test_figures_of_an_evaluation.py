@@ -129,7 +129,9 @@ def test_finite_ones_are_none(guard: Guard, read: Callable[..., Any]) -> None:
     assert not run.report.incidents
 
 
-@pytest.mark.parametrize("read", [soft_dice, errors_where_known, errors_where_none_is_known, masked_logits, least_log_probability])
+@pytest.mark.parametrize(
+    "read", [soft_dice, errors_where_known, errors_where_none_is_known, masked_logits, least_log_probability]
+)
 def test_what_is_meant_is_none(guard: Guard, read: Callable[..., Any]) -> None:
     plain = Run(read)()
     run = guard(Run(read))

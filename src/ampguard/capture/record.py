@@ -250,6 +250,8 @@ class GlueOp:
     """Under a transform of `torch.func`, which runs modules that are taped as they come: those that it ran in."""
     may_be_cast: bool = field(default=False, kw_only=True)
     """Whether it ran within a region of autocast, which casts what such an operator is given if it is switched on."""
+    casts_for: tuple[tuple[str, torch.dtype], ...] = field(default=(), kw_only=True)
+    """Of an operator whose kernel is cast in what it calls: the devices for which autocast was on, and its type there."""
 
 
 @dataclass(slots=True)

@@ -46,6 +46,11 @@ _top_function: Callable[[int], Any] | None = getattr(torch._C, "_get_function_st
 
 _forced_keys: Callable[[Any, Any], Any] | None = getattr(torch._C, "_ForceDispatchKeyGuard", None)
 
+_as_called: Callable[[], Any] | None = getattr(torch._C, "_RestorePythonTLSSnapshot", None)
+
+_AUTOCAST_ON = ("cpu", "cuda")
+"""The devices whose regions of autocast are known."""
+
 _KEYS_OUTSIDE = tuple(
     ask() if (ask := getattr(torch._C, f"_dispatch_tls_local_{kind}_set", None)) is not None else None
     for kind in ("include", "exclude")
@@ -145,6 +150,31 @@ def outside_dispatch() -> Any:
     if _forced_keys is None or included is None or excluded is None or torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
     return _forced_keys(included, excluded)
+
+
+def devices_that_cast() -> list[str]:
+    """While a dispatch mode of ours is being told of an operator: for which devices autocast is on where it was called.
+
+    There autocast itself lies behind, and says that it is off.
+    """
+    if _as_called is None:
+        return []
+    with _as_called():
+        return [device for device in _AUTOCAST_ON if torch.is_autocast_enabled(device)]
+
+
+@contextlib.contextmanager
+def casting_within() -> Iterator[None]:
+    """A context in which a dispatch mode of ours runs an operator whose own kernel is cast by autocast, as without a mode."""
+    devices = devices_that_cast()
+    before = [torch.is_autocast_enabled(device) for device in devices]
+    for device in devices:
+        torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        for device, was_enabled in zip(devices, before, strict=True):
+            torch.set_autocast_enabled(device, was_enabled)
 
 
 def _none_active() -> int:

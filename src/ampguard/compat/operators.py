@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.utils._pytree
 
+from ampguard.compat.modes import casting_within
+
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 _increment_version: Callable[[Any], None] | None = getattr(torch.autograd.graph, "increment_version", None)
@@ -121,11 +123,39 @@ def writes_to_lists(func: Any) -> bool:
     return known[0]
 
 
-def run_counted(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator under a dispatch mode, and count its writes to lists of plain CPU tensors as PyTorch does without one.
+PYTORCHS = frozenset(
+    {"aten", "prim", "prims", "c10d", "_c10d_functional", "quantized", "mkldnn", "inductor", "higher_order"}
+)
+"""Where PyTorch's own operators are declared."""
+CASTS_WITHIN = frozenset(
+    {"affine_grid_generator", "affine_grid_generator_backward", "_trilinear", "linalg_pinv", "linalg_lstsq"}
+)
+"""PyTorch's own whose kernels call matrix products, of which autocast casts the operands, and are not cast themselves."""
 
-    Under a mode the operators of which it is made pass by the layer that counts.
+_with_casts: dict[int, tuple[bool, Any]] = {}
+"""By identity, each with its operator."""
+
+
+def casts_within(func: Any) -> bool:
+    """Whether an operator is not cast by autocast and its kernel is, in what it calls; so may any that a script declares."""
+    known = _with_casts.get(id(func))
+    if known is None:
+        is_one = func.namespace not in PYTORCHS or (
+            func.namespace == "aten" and func.overloadpacket.__name__ in CASTS_WITHIN
+        )
+        known = _with_casts[id(func)] = is_one, func
+    return known[0]
+
+
+def run_counted(func: Any, args: Any, kwargs: Any, casts: bool = True) -> Any:
+    """Run an operator under a dispatch mode as PyTorch does without one.
+
+    Under a mode the operators of which it is made pass by two layers: the one that counts writes to lists of plain CPU
+    tensors, and autocast (unless `casts` is False).
     """
+    if casts and casts_within(func):
+        with casting_within():
+            return func(*args, **kwargs)
     if not writes_to_lists(func):
         return func(*args, **kwargs)
     lists = [args[position] for position in positions_written(func) if position < len(args)]

@@ -14,10 +14,6 @@ CASTS = frozenset({"_to_copy", "to", "clone", "detach", "alias", "lift_fresh", "
 NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm")
 RUNNING_STATISTICS: dict[str, tuple[int, ...]] = dict.fromkeys((*NORMS, "_batch_norm_with_update"), (3, 4))
 """Operators that write to operands although their schema does not say so, and to which."""
-PYTORCHS = frozenset(
-    {"aten", "prim", "prims", "c10d", "_c10d_functional", "quantized", "mkldnn", "inductor", "higher_order"}
-)
-"""Where PyTorch's own operators are declared."""
 CONSTANT = frozenset(
     {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 )
@@ -69,7 +65,7 @@ def facts_of(func: Any) -> OperatorFacts:
             is_cast=name in CASTS,
             is_uninitialised=name in UNINITIALISED,
             is_collective=func.namespace in ("c10d", "_c10d_functional"),
-            is_foreign=func.namespace not in PYTORCHS,
+            is_foreign=func.namespace not in compat.PYTORCHS,
             allocates=name in UNINITIALISED or name in CONSTANT,
         )
         known = _known[id(func)] = facts, func

@@ -19,7 +19,7 @@ from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.raised import is_same_error, refused_values
 from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line, Ref, RootCall, root_around
 from ampguard.capture.recorder import FlightRecorder
-from ampguard.capture.root_calls.surroundings import is_autocast_on, modes_of
+from ampguard.capture.root_calls.surroundings import casting_for, is_autocast_on, modes_of
 from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
@@ -403,7 +403,7 @@ class Replayer:
             )
         if op.rng is not None:
             set_streams(op.rng)
-        with torch.set_grad_enabled(op.grad and self.keeps_graph), mode:
+        with torch.set_grad_enabled(op.grad and self.keeps_graph), casting_for(op.casts_for), mode:
             if op.may_be_cast:
                 args = self._cast_again(op, args, mode)
             output = _computed(op, args, kwargs)

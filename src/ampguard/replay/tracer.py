@@ -207,7 +207,7 @@ class ReplayMode(compat.DispatchMode):
                 intervention = self.changed_operands.changing(key, args, kwargs, intervention)
         try:
             if intervention is None:
-                output = compat.run_counted(func, args, kwargs)
+                output = compat.run_counted(func, args, kwargs, casts=precision is None)
             else:
                 output = self._intervened(
                     intervention, self.changed_operands.noting(key, func, args, kwargs), args, kwargs
@@ -228,7 +228,7 @@ class ReplayMode(compat.DispatchMode):
         noted = self.note_before(func, args, kwargs)
         self._in_kernels += 1
         try:
-            with compat.below_autograd(), self:
+            with compat.below_autograd(), compat.casting_within(), self:
                 output = kernel(*args, **kwargs)
         finally:
             self._in_kernels -= 1

@@ -39,6 +39,14 @@ def is_cast_by_autocast(func: Any) -> bool:
     return known
 
 
+def casts_within(func: Any) -> tuple[tuple[str, torch.dtype], ...]:
+    """While a dispatch mode of ours is told of an operator whose kernel autocast casts: the devices for which it is on, and
+    its type there."""
+    if not compat.casts_within(func):
+        return ()
+    return tuple((device, torch.get_autocast_dtype(device)) for device in compat.devices_that_cast())
+
+
 def is_in_region() -> bool:
     """Whether this thread is within some region of autocast, switched on or off.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
+from ampguard.capture.events.autocasting import casts_within
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.glue.calltape import CallTape
@@ -293,7 +294,7 @@ class GlueTape(compat.DispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_read = func in READS
         is_bookkeeping = func.namespace == "profiler" or func.overloadpacket is GIVES_MEMORY
-        is_plain = not (writes or is_random or is_read or is_bookkeeping)
+        is_plain = not (writes or is_random or is_read or is_bookkeeping or compat.casts_within(func))
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in compat.schema_of(func).returns)
         facts = self._facts[func] = _Facts(writes, is_view, is_random, is_read, is_bookkeeping, is_plain)
         return facts
@@ -369,6 +370,8 @@ class GlueTape(compat.DispatchMode):
                 self._taped.judge.settle_before_write(a for i, a in enumerate(args) if i in facts.writes)
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
         op = log.add_operator(func, args, kwargs, rng, frame)
+        if op is not None:
+            op.casts_for = casts_within(func)
         if op is not None and 0 in facts.writes and self._taped.between_steps:
             log.written.note(op, lambda: log.record)
         return op

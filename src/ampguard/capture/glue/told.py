@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
+from ampguard.capture.events.autocasting import casts_within
 from ampguard.capture.events.operands import leaves
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
@@ -150,11 +151,12 @@ class _Listing(compat.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        output = compat.run_counted(func, args, kwargs)
         if func.namespace == "profiler" or (args and output is args[0] and not self._keeps_writes):
             return output
         line = user_line(sys._getframe(1)) if self._keeps_lines else None
         op = GlueOp(len(self.operators), func, self._named(tuple(args)), self._named(kwargs), line, True)
+        op.casts_for = casts_within(func)
         for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
             if isinstance(tensor, Tensor):
                 ref = weakref.ref(tensor)

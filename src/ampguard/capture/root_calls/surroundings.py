@@ -163,6 +163,17 @@ def modes_of(modes: Modes) -> Iterator[None]:
         _set_autocast(before)
 
 
+@contextlib.contextmanager
+def casting_for(types: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Autocast to these types on these devices."""
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _ in types]
+    _set_autocast((device, True, dtype) for device, dtype in types)
+    try:
+        yield
+    finally:
+        _set_autocast(before)
+
+
 class Prefixes:
     """Where each root module hangs in the module whose method called it (`self.encoder(x)` in a LightningModule)."""
 
