@@ -283,7 +283,8 @@ class Replayer:
             exact and not values.is_approximate and not (self.keeps_graph and self._casts.differ(trace, self.events))
         )
         outcome = self._outcome(values, gradients, trace, exact, error, time.perf_counter() - started)
-        outcome.captured = mode.captured
+        outcome.captured = mode.captured()
+        trace.forget_overwritten()
         self._hidden = mode.hidden
         outcome.stand_ins = mode.stand_ins
         outcome.own_casts = tuple(mode.own_casts.values())

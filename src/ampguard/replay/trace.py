@@ -100,6 +100,8 @@ class TracedOp:
     operand_names: list[str] = field(default_factory=list)
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """The tensors in these, and how often each had been written to."""
     key: tuple[Any, ...] = ()
     refused: bool = False
     taken: Tensor | None = None
@@ -152,6 +154,13 @@ class Trace:
     """By (what an operand's bad elements are, its maker, which result): which of them were bad before that operator."""
     calls: dict[int, list[ModuleCall]] = field(default_factory=dict)
     """By the identity of a module: its calls, of each place one."""
+
+    def forget_overwritten(self) -> None:
+        """Operands that the step has written to behind their operator are not what it was given: they can be captured."""
+        for op in self.ops:
+            if any(compat.version_of(tensor) != version for tensor, version in op.versions):
+                op.args = op.kwargs = None
+            op.versions = []
 
     def note_write(self, storage: int, op: int, result: int, is_new: bool) -> None:
         self.writes.setdefault(storage, []).append((op, result, is_new))

@@ -64,7 +64,9 @@ class ReplayMode(compat.DispatchMode):
         self.retains_graph = True
         self.event: Event | None = None
         self.count = 0
-        self.captured: dict[int, Captured] = {}
+        self._captured: dict[int, Captured] = {}
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """Of what was captured: the tensor, how often it had been written to, and what it held."""
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.sought: list[list[Tensor]] = []
         """Values that the step read outside modules and that no recorded event made: which operator makes them?"""
@@ -273,7 +275,10 @@ class ReplayMode(compat.DispatchMode):
         """An operator has run."""
         operands = args if noted.before is None else noted.before
         if noted.index in self.variant.capture:
-            self.captured[noted.index] = Captured(noted.func, operands, kwargs, output)
+            captured = self._captured[noted.index] = Captured(noted.func, operands, kwargs, output)
+            for tensor in (*captured.tensors, *flat_tensors((output,), {})):
+                if compat.is_dense(tensor) and compat.has_values(tensor):
+                    self._copies[id(tensor)] = tensor, compat.version_of(tensor), tensor.detach().clone()
         if self.sought or self.hidden:
             self._seek(noted.func, output)
         if noted.traced is not None and self.writer is not None:
@@ -282,6 +287,10 @@ class ReplayMode(compat.DispatchMode):
                 first = output[0] if isinstance(output, (tuple, list)) and output else output
                 if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
                     self.zero_shares[noted.index] = float((first == 0).float().mean())
+
+    def captured(self) -> dict[int, Captured]:
+        """The operators that were asked for, by their number, with the values that they met."""
+        return {index: captured.as_it_was(self._copies) for index, captured in self._captured.items()}
 
     def _seek(self, func: Any, output: Any) -> None:
         """Is this result one that the step later read without a module having returned it?"""

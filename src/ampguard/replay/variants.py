@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampguard import compat, numerics
 from ampguard.capture.record import Ref
+from ampguard.capture.root_calls.trees import map_tensors
 from ampguard.replay.operators import flat_tensors
 
 Intervention = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -99,6 +100,20 @@ class Captured:
     @property
     def tensors(self) -> list[Tensor]:
         return flat_tensors(self.args, self.kwargs)
+
+    def as_it_was(self, copies: Mapping[int, tuple[Tensor, int, Tensor]]) -> Captured:
+        """With a copy in the place of each tensor that was written to since.
+
+        `copies`: by identity, each tensor, how often it had been written to, and a copy of what it held.
+        """
+
+        def kept(tensor: Tensor) -> Tensor:
+            known = copies.get(id(tensor))
+            return tensor if known is None or compat.version_of(tensor) == known[1] else known[2]
+
+        return Captured(
+            self.func, map_tensors(self.args, kept), map_tensors(self.kwargs, kept), map_tensors(self.output, kept)
+        )
 
     @property
     def result(self) -> Tensor:

@@ -158,6 +158,7 @@ class TraceWriter:
             self._kept_ops += 1
             self._kept_bytes += size
             op.args, op.kwargs = args, kwargs
+            op.versions = [(tensor, compat.version_of(tensor)) for tensor in tensors]
 
     def named(self, tensor: Tensor) -> tuple[Any, int]:
         """Which operator has made a tensor, and as which of its results; the memory of one that was given."""

@@ -15,6 +15,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.model_calls import model_calls
 from ampguard.diagnose.givens.naming import buffer_behind
 from ampguard.diagnose.gradients import GradientEvidence, earliest_chain, gradient_evidence, locate_gradient
+from ampguard.diagnose.locate.behind_zero import hidden_overflow_behind
 from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.diagnose.locate.opaque import opaque_evidence
 from ampguard.diagnose.locate.rows import is_masks_doing
@@ -63,7 +64,10 @@ def locate(bad: BadResult, replayer: Replayer, budget: Budget | None = None) -> 
     from_data = at_the_data(chain, outcome.trace, models)
     if from_data is not chain and not is_masks_doing(Evidence(bad, chain, outcome, replayer)):
         chain = from_data
-    return None if is_on_purpose(bad, chain) else evidence_of(bad, chain, outcome, replayer)
+    if is_on_purpose(bad, chain):
+        return None
+    evidence = evidence_of(bad, chain, outcome, replayer)
+    return hidden_overflow_behind(evidence) or evidence
 
 
 def _was_computed_unseen(outcome: Outcome, chain: Chain) -> bool:

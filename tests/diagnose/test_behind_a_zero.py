@@ -1,0 +1,101 @@
+"""An overflow that shows only as a zero: x / Inf is 0, and 0 / 0 or a logarithm is where NaN and Inf begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+Guard = Callable[..., Any]
+
+
+@torch.no_grad()
+def sinkhorn(scores: Tensor) -> Tensor:
+    q = torch.exp(scores / 0.05).t()
+    q /= torch.sum(q)
+    for _ in range(3):
+        q /= q.sum(1, keepdim=True)
+        q /= q.sum(0, keepdim=True)
+    return q.t()
+
+
+def shares(scores: Tensor) -> Tensor:
+    weights = scores * 4000
+    total = weights.sum(1, keepdim=True)
+    part = weights / total
+    return part / part.sum(1, keepdim=True)
+
+
+def log_shares(scores: Tensor) -> Tensor:
+    weights = scores * 4000
+    total = weights.sum(1, keepdim=True)
+    return torch.log(weights / total)
+
+
+def training(criterion: Callable[[Tensor], Tensor], size: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Sigmoid())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(3):
+        with torch.autocast("cpu", dtype=torch.float16):
+            scores = model[0](torch.randn(16, 8)).sigmoid() * (size if step == 1 else 0.05)
+            loss = (criterion(scores).float() * scores.float()).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "size", "code", "op"),
+    [
+        (sinkhorn, 0.5, "q /= torch.sum(q)", "aten.sum"),
+        (shares, 1.0, "total = weights.sum(1, keepdim=True)", "aten.sum"),
+        (log_shares, 1.0, "total = weights.sum(1, keepdim=True)", "aten.sum"),
+    ],
+)
+def test_the_overflow_is_told(
+    guard: Guard, criterion: Callable[[Tensor], Tensor], size: float, code: str, op: str
+) -> None:
+    run = guard(lambda: training(criterion, size))
+    assert run.faults == 0, run.stderr
+    first = run.first
+    assert (first.cause, first.step) == ("fp16-overflow", 1)
+    assert first.op.startswith(op)
+    assert first.location.code == code
+    assert "The infinity itself goes no further" in first.explanation
+    assert first.evidence["max_abs_fp32"] > 65504
+    assert first.fixes[0].action == "force-fp32"
+    assert first.fixes[0].verified
+
+
+def test_a_zero_of_its_own_is_an_underflow(guard: Guard) -> None:
+    def flushed(scores: Tensor) -> Tensor:
+        small = scores * 1e-5 * 1e-4
+        return torch.log(small / (small.sum(1, keepdim=True) + 1))
+
+    run = guard(lambda: training(flushed, 1.0))
+    assert run.faults == 0, run.stderr
+    assert run.first.cause == "fp16-underflow"
+
+
+def test_operands_are_those_of_before_a_write(guard: Guard) -> None:
+    """What the operator was given is overwritten behind it, by the very line that it is in."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 64)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.float16):
+                weights = model(torch.randn(16, 8)).sigmoid() * 3000
+                total = weights.sum()
+                weights.mul_(0)
+                loss = (weights.float() + total.float()).mean()
+            loss.backward()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert run.first.cause == "fp16-overflow"
+    assert run.first.evidence["max_abs_fp32"] > 65504
