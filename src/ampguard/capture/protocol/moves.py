@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
@@ -103,6 +103,10 @@ class Moves:
         """Where losses are differentiated that carry a scale because they are made of gradients that do."""
         self._untouched = True
         self._zero_checks = 0
+        self.is_stale: Callable[[OptimizerWatch, int], bool] = lambda watch, since: watch.is_stale
+        """Whether an optimizer holds tensors that nobody trains any more, which is told then, of that iteration."""
+        self.told_untrained: set[int] = set()
+        """Identities of parameters that were told as held by no optimizer."""
 
     @property
     def scales(self) -> bool:
@@ -452,7 +456,7 @@ class Moves:
             self.routine.spoil()
             if breach.cause == "clip-before-unscale" and not breach.facts.get("clips"):
                 self.read_scaled = breach
-            if breach.cause == "missing-zero-grad" and getattr(breach.optimizer, "is_stale", False):
+            if breach.cause == "missing-zero-grad" and self._is_of_stale(breach.optimizer, self._began(breach, step)):
                 continue  # told as such: what it holds is never cleared because nobody else knows it
             if self._is_rare(breach) or self._is_sum_meant(breach):
                 continue
@@ -461,6 +465,9 @@ class Moves:
                 continue
             self.name_scaler(breach)
             self.listener.on_breach(breach, self._began(breach, step))
+
+    def _is_of_stale(self, watch: Any, since: int) -> bool:
+        return isinstance(watch, OptimizerWatch) and self.is_stale(watch, since)
 
     def _steps_with_zeros(self, watch: Any) -> bool:
         """Whether the gradients that it has just stepped with are 0, and nobody else trains: the script may also have put others

@@ -82,6 +82,7 @@ class Scans:
         self._leaves = LastingLeaves()
         self._before: tuple[OptimizerWatch, list[tuple[Tensor, Tensor]]] | None = None
         """Parameters of an optimizer that is about to step, each with its values."""
+        moves.is_stale = self.is_stale
         self.asked: list[OptimizerWatch] = []
         """Whose parameters without a gradient are asked once more after each backward pass before their next step."""
 
@@ -183,15 +184,33 @@ class Scans:
         stale = self.stale(watch, without)
         if stale is not None:
             if ("stale", id(watch)) not in self._told:
-                self._told.add(("stale", id(watch)))
-                watch.is_stale = True
-                self._moves.tell([stale], stale.facts["since"])
+                self._tell_stale(watch, stale)
         elif watch.candidates:
             self._judge(watch)
         else:
             self._moves.listener.on_suspicion(("unused", watch), None, 0)
             if len(without) == len(trained):
                 self._frozen.look(watch)
+
+    def _tell_stale(self, watch: OptimizerWatch, stale: Breach) -> None:
+        self._told.add(("stale", id(watch)))
+        watch.is_stale = True
+        self._moves.told_untrained |= {id(p) for p in stale.facts["parameters"]}
+        self._moves.tell([stale], stale.facts["since"])
+
+    def is_stale(self, watch: OptimizerWatch, since: int) -> bool:
+        """Whether an optimizer whose gradients are not cleared holds tensors that nobody trains any more: a layer was replaced
+        in the middle of the run, and the model's `zero_grad` passes by what it had. It is told then, of that iteration."""
+        if watch.is_stale:
+            return True
+        self._models.look()
+        left = orphans(self._models, [p for p in watch.trained() if p.grad is not None])
+        stale = self.stale(watch, left) if left else None
+        if stale is None or ("stale", id(watch)) in self._told:
+            return False
+        stale.facts["since"] = since
+        self._tell_stale(watch, stale)
+        return True
 
     def _look_for_moved(self, watch: OptimizerWatch) -> None:
         """Have parameters left the flat buffer that the optimizer holds? It has a gradient all the same."""

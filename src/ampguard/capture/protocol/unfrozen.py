@@ -37,6 +37,7 @@ class Moves(Protocol):
     machine: Machine
     watches: Watches
     attempt: int
+    told_untrained: set[int]
 
     def tell(self, breaches: list[Breach], step: int) -> None: ...
 
@@ -154,6 +155,9 @@ class Unfrozen:
         if self._is_early and any(other.is_stale for other in self._moves.watches.optimizers):
             return
         self._is_told, self.mask = True, NEVER
+        left = [p for p in left if id(p) not in self._moves.told_untrained]
+        if not left:
+            return
         ledger = self._moves.machine.ledger(watch)
         facts: dict[str, Any] = {"parameters": left, "unfrozen": True, "of": len(watch.parameters()), "since": since}
         facts["added"] = not any(id(p) in self._there for p in left) if self._there is not None else False
