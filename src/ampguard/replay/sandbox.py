@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ampguard import compat
 from ampguard.capture.record import ABSENT, RngStates, RootCall, SavedAttribute, torch_rng_states
-from ampguard.capture.root_calls.given_objects import GivenObject
+from ampguard.capture.root_calls.given_objects import GivenObject, Holder
 from ampguard.capture.root_calls.surroundings import devices_in_use
 from ampguard.replay.keeping import CONTAINERS, MAX_ELEMENTS, StateKeeper
 
@@ -166,9 +166,11 @@ class ModuleSandbox:
         """A call's arguments, with the script's own objects in them holding what they held before the call."""
         if isinstance(tree, GivenObject):
             self._keeper.keep(tree.thing)
-            for (place, name, _), value in zip(tree.places.found, tree.values, strict=True):
-                self._undo.append(functools.partial(_put_back, place, dict(place)))
-                place[name] = value
+            for holder, before in tree.places.holders:
+                self._undo.append(functools.partial(_refill, holder, holder.copy()))
+                _refill(holder, before)
+            for (holder, name, _), value in zip(tree.places.found, tree.values, strict=True):
+                holder[name] = value
             return tree.thing
         if type(tree) is dict:
             return {key: self.given(value) for key, value in tree.items()}
@@ -230,6 +232,15 @@ def _put(place: dict[str, Any], name: str, value: Any) -> None:
         place.pop(name, None)
     else:
         place[name] = value
+
+
+def _refill(holder: Holder, contents: Any) -> None:
+    """Give a dictionary or list these contents."""
+    holder.clear()
+    if isinstance(holder, list):
+        holder.extend(contents)
+    else:
+        holder.update(contents)
 
 
 def _put_back(entries: dict[str, Any], before: dict[str, Any]) -> None:

@@ -1,16 +1,17 @@
-"""Objects of a script's own that a module is given: a graph, the instances of an image, an encoding.
+"""Objects of a script's own that a module is given: a graph, the instances of an image, an encoding, a cache of keys and values.
 
 Their tensors are arguments as any other: a forward pass that puts others in their place (`data.x = relu(conv(data.x))`)
-is run again from what it was given, what was computed before is followed, a fix can clean one. Objects without tensors
-are left as they are, and so are those that hold more than a batch would: a trainer, a model.
+is run again from what it was given, what was computed before is followed, a fix can clean one. So is one that appends to
+what an object holds, which may have been empty before. Objects in which nothing can be put are left as they are, and so
+are those that hold more than a batch would: a trainer, a model.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ampguard.capture.record import Held, HeldGenerator, Ref
 from ampguard.capture.root_calls.trees import PLAIN_TYPES
 
-MAX_ENTRIES = 64
+MAX_ENTRIES = 256
 """Attributes and items of a batch and of what lies in it; an object with more is something else."""
 MAX_DEPTH = 4
 
@@ -27,13 +28,21 @@ _CONTAINERS = (list, tuple, dict)
 _NOT_DATA = (type, nn.Module, torch.optim.Optimizer, types.ModuleType, types.FunctionType, types.MethodType)
 
 
+Holder: TypeAlias = dict[Any, Any] | list[Any]
+
+
 class Places:
-    """Where the tensors of an object lie: a dictionary, the name in it, and what the script calls it (`.x`, `['x']`)."""
+    """Where the tensors of an object lie: a dictionary or list, the name or number in it, and what the script calls it (`.x`,
+    `['x']`, `.keys[0]`).
 
-    __slots__ = ("found",)
+    `holders`: every dictionary and list in it, and a copy of each as the object was given.
+    """
 
-    def __init__(self, found: list[tuple[dict[Any, Any], Any, str]]) -> None:
-        self.found = found
+    __slots__ = ("found", "holders")
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Holder, Any, str]] = []
+        self.holders: list[tuple[Holder, Any]] = []
 
 
 @dataclass(slots=True)
@@ -78,36 +87,40 @@ def _given(thing: Any, visit: Callable[[Tensor], Any]) -> Any:
     if isinstance(thing, (*_CONTAINERS, *_NOT_DATA, Tensor)) or hasattr(thing, "__dataclass_fields__"):
         return thing
     try:
-        found = list(_tensors_in(thing))
+        places, tensors = _searched(thing)
     except ValueError:
         return thing
-    if not found:
+    if not tensors and len(places.holders) < 2:
         return thing
-    return GivenObject(thing, Places([place for place, _ in found]), [visit(tensor) for _, tensor in found])
+    return GivenObject(thing, places, [visit(tensor) for tensor in tensors])
 
 
-def _tensors_in(thing: Any) -> Iterator[tuple[tuple[dict[Any, Any], Any, str], Tensor]]:
-    """Where each tensor of an object lies, and the tensor. ValueError: this is no batch."""
+def _searched(thing: Any) -> tuple[Places, list[Tensor]]:
+    """Where the tensors of an object lie, and the tensors. ValueError: this is no batch."""
     waiting: list[tuple[Any, int, str]] = [(thing, 0, "")]
+    places, tensors = Places(), list[Tensor]()
     seen: set[int] = set()
     entries = 0
     while waiting:
         holder, depth, path = waiting.pop()
-        inside = holder if type(holder) is dict else getattr(holder, "__dict__", None)
-        if type(inside) is not dict or id(inside) in seen:
+        inside: Any = holder if type(holder) in (dict, list) else getattr(holder, "__dict__", None)
+        if type(inside) not in (dict, list) or id(inside) in seen:
             continue
         seen.add(id(inside))
         entries += len(inside)
         if entries > MAX_ENTRIES:
             raise ValueError(f"more than {MAX_ENTRIES} entries")
-        for key, value in inside.items():
+        places.holders.append((inside, inside.copy()))
+        for key, value in inside.items() if type(inside) is dict else enumerate(inside):
             if isinstance(value, _NOT_DATA[1:3]):
                 raise ValueError(f"{key} is a {type(value).__name__}")
             name = path + _name(key, is_item=inside is holder)
             if isinstance(value, Tensor):
-                yield (inside, key, name), value
+                places.found.append((inside, key, name))
+                tensors.append(value)
             elif depth < MAX_DEPTH and type(value) not in _KNOWN and not isinstance(value, _NOT_DATA):
                 waiting.append((value, depth + 1, name))
+    return places, tensors
 
 
 def _name(key: Any, is_item: bool) -> str:
