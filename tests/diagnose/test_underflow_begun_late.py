@@ -35,3 +35,36 @@ def test_told_when_it_begins(
     run = guard(lambda: train(late_weight))
     assert run.faults == 0, run.stderr
     assert (run.causes, [i.step for i in run.report.incidents]) == (causes, [19] * len(causes))
+
+
+def test_an_optimizer_that_comes_late_is_looked_at_from_its_first_step(guard: Guard) -> None:
+    """A student behind its teacher, whose loss is divided by more than the usual loss scales can make up for."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        teacher = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8))
+        opt = torch.optim.Adam(teacher.parameters(), lr=1e-2)
+        for _ in range(21):
+            opt.zero_grad()
+            (teacher(torch.randn(64, 8)) - 1).square().mean().backward()
+            opt.step()
+        student = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8))
+        opt = torch.optim.SGD(student.parameters(), lr=1e-3)
+        for _ in range(12):
+            x = torch.randn(64, 8)
+            with torch.no_grad():
+                wanted = teacher(x)
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = student(x)
+            loss = (out.float() - wanted).square().mean() * 2.0**-29
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    assert (run.causes, run.first.step) == (["gradient-underflow"], 21)
+    fixes = {fix.action: fix for fix in run.first.fixes}
+    assert fixes["raise-loss-scale"].verified
+    assert run.first.evidence["saving_scale"] > 2.0**16
+    assert fixes["use-bf16"].verified

@@ -124,7 +124,7 @@ class Vitals:
         self._started = now
         self._step = step + 1
         weights = self.weights
-        may_look = step + 1 >= weights.allowance.not_before or weights.first
+        may_look = step + 1 >= weights.allowance.not_before or weights.first or step + 1 in weights.late_steps
         self.looks = weights.is_due(step + 1) if may_look else False
         is_here = ratio is None and not self._later.waiting
         if is_here and len(losses) == len(skips) == 1 and type(skips[0]) is bool and len(norms) < 2:

@@ -36,7 +36,10 @@ LOW_PRECISION_STEPS = frozenset({16, 24, 32, 48})
 optimizer that has them, where it comes late (a model that is trained further in bfloat16)."""
 
 LATE_OPTIMIZERS = 4
-"""Optimizers that come late and are looked at in their first step. A loop that makes one again and again is not slowed."""
+"""Optimizers that come late and are looked at in their first steps. A loop that makes one again and again is not slowed."""
+
+LATE_STEPS = (1, 2, 4, 8)
+"""Looked at as well, behind the first step of such an optimizer."""
 
 SMALLEST_HALF = 2.0**-24
 """The smallest number above 0 that float16 has. Between 0 and 2**-14 it has the multiples of this and no others."""
@@ -111,6 +114,8 @@ class WeightSampling:
         self.first: dict[int, _First] = {}
         self._low_since = 0
         self._late = 0
+        self.late_steps: set[int] = set()
+        """Steps that are looked at for an optimizer that has come late."""
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._turn = 0
         self._thread = 0
@@ -120,16 +125,19 @@ class WeightSampling:
     def is_due(self, step: int) -> bool:
         """Whether this iteration is looked at: all of its optimizers, or none."""
         if self._asked[0] != step:
-            is_due = self.allowance.is_due(step) or (bool(self.first) and step - self._low_since in LOW_PRECISION_STEPS)
+            is_due = self.allowance.is_due(step) or step in self.late_steps
+            is_due = is_due or (bool(self.first) and step - self._low_since in LOW_PRECISION_STEPS)
             self._asked = (step, is_due)
         return self._asked[1]
 
     def begins_late(self, optimizer: Optimizer, step: int) -> bool:
-        """Whether this step, a new optimizer's first, is looked at because its weights are of low precision."""
-        if self._late >= LATE_OPTIMIZERS or not any(is_low_precision(p.dtype) for p in watchable(optimizer)):
+        """Whether this step, the first of an optimizer that has come late, is looked at; some of those behind it are then."""
+        if self._late >= LATE_OPTIMIZERS:
             return False
         self._late += 1
-        self._low_since = step
+        self.late_steps |= {step + behind for behind in LATE_STEPS}
+        if any(is_low_precision(p.dtype) for p in watchable(optimizer)):
+            self._low_since = step
         self._asked = (step, True)
         return True
 

@@ -48,7 +48,8 @@ SAVED = 1 / 3
 """A larger loss scale saves them where it leaves no more than this of the distance."""
 
 SAVED_SHARE = 0.02
-SCALES = tuple(2.0**k for k in (16, 12, 8, 4))
+SCALES = tuple(2.0**k for k in (16, 12, 8, 4, 20, 24))
+"""Factors that are tried, the usual ones first."""
 SHOWN = 8
 
 
@@ -129,7 +130,10 @@ def prove_underflow(bad: BadResult, replayer: Replayer, rank: int, largest_loss:
             f"off by these shares of their length: {worst}. {lost / max(present, 1):.0%} of their elements are exactly 0."
         )
     begin = first_flush(as_it_ran, in_float32)
-    fixes = tuple(_fixes(saved, scale, bad.loss_scale is not None, bool(distances)))
+    fixes = (
+        *_larger_scale(saved, scale, bad.loss_scale is not None, bool(distances)),
+        _in_bfloat16(replayer, in_float32, names, bool(distances)),
+    )
     line = begin.line if begin is not None else None
     precision = next((o.dtype for o in begin.outputs if is_low_precision(o.dtype)), None) if begin is not None else None
     return Incident(
@@ -170,7 +174,7 @@ def begun_before(incident: Incident, since: int | None) -> Incident:
     )
 
 
-def _fixes(saved: float | None, scale: float, has_scaler: bool, are_distant: bool) -> Iterable[Fix]:
+def _larger_scale(saved: float | None, scale: float, has_scaler: bool, are_distant: bool) -> Iterable[Fix]:
     if saved is not None:
         what = "they are as in float32, and" if are_distant else f"less than {SAVED_SHARE:.0%} is flushed, and"
         how = (
@@ -180,7 +184,20 @@ def _fixes(saved: float | None, scale: float, has_scaler: bool, are_distant: boo
         )
         outcome = f"replayed at {words.number(saved)}: {what} all gradients are finite"
         yield Fix("raise-loss-scale", None, how, True, outcome)
-    yield Fix("use-bf16", None, "use bfloat16, which has float32's range: nothing is flushed at any scale")
+
+
+def _in_bfloat16(replayer: Replayer, in_float32: Outcome, names: dict[int, str], are_distant: bool) -> Fix:
+    """Verified where the same step in bfloat16 is finite and loses hardly any gradient."""
+    how = "use bfloat16, which has float32's range: nothing is flushed at any scale"
+    if are_distant:  # its own rounding is as far from float32 as many a sum of what is left
+        return Fix("use-bf16", None, how)
+    outcome = replayer.run(Variant(convert=torch.bfloat16), traced=False)
+    share = share_of_lost(in_float32, names, outcome)
+    if outcome.is_bad or share > SAVED_SHARE:
+        return Fix("use-bf16", None, how)
+    return Fix(
+        "use-bf16", None, how, True, f"replayed in bfloat16: {share:.0%} is flushed, and all gradients are finite"
+    )
 
 
 def lost_gradients(as_it_ran: Outcome, in_float32: Outcome, names: dict[int, str]) -> list[Loss]:
@@ -286,7 +303,7 @@ def agree(loss: float | None, other: float | None) -> bool:
 
 
 def saving_scale(replayer: Replayer, in_float32: Outcome, names: dict[int, str], scale: float) -> float | None:
-    """The largest loss scale tried at which hardly anything is flushed and nothing overflows."""
+    """The first of the loss scales tried at which hardly anything is flushed and nothing overflows."""
     for factor in SCALES:
         outcome = replayer.run(Variant(loss_scale_factor=factor), traced=False)
         if outcome.is_bad:

@@ -37,12 +37,15 @@ def gradient_underflow(situation: Situation) -> Iterator[str]:
 
 
 def faint_since(looks: Sequence[WeightSample]) -> int | None:
-    """The first of the newest looks in a row in which some gradients stood at float16's lower edge, or all were 0. None: not now.
+    """The first of the newest optimizer's looks in a row in which some gradients stood at float16's lower edge, or all were 0.
+    None: not now.
 
     One layer of zeros says nothing there: it may be behind one that was initialised to zero.
     """
     since = None
     for look in reversed(looks):
+        if look.optimizer() is not looks[-1].optimizer():
+            continue
         are_zero = [layer.zeros == layer.elements for layer in look.layers]
         if not all(are_zero) and not any(is_faint(layer) for layer in look.layers if layer.zeros < layer.elements):
             break
