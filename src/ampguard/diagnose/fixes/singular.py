@@ -136,6 +136,10 @@ def _masked_operand(evidence: Evidence) -> Proposal:
         first = result[0] if isinstance(result, (tuple, list)) else result
         if first.shape == operand.shape:
             ok = torch.isfinite(first)
+            infinite = [i for i, a in enumerate(args) if _is_bad_beside(a, ok)]
+            if infinite:  # -Inf - -Inf: each of them
+                others = (torch.where(ok, a, torch.ones_like(a)) if i in infinite else a for i, a in enumerate(args))
+                return func(*others, **kwargs)
         else:
             rows = torch.isfinite(first).reshape(first.shape[0], -1).all(1)
             ok = rows.reshape(-1, *[1] * (operand.dim() - 1)).expand_as(operand)
@@ -149,6 +153,13 @@ def _masked_operand(evidence: Evidence) -> Proposal:
     )
     written = _with_safe_where(evidence)
     return dataclasses.replace(written, otherwise=in_words) if written is not None else in_words
+
+
+def _is_bad_beside(operand: Any, ok: Tensor) -> bool:
+    """Whether an operand is not finite where the result is not."""
+    if not isinstance(operand, Tensor) or operand.shape != ok.shape or not operand.is_floating_point():
+        return False
+    return bool((~ok & ~torch.isfinite(operand)).any())
 
 
 def _with_safe_where(evidence: Evidence) -> Proposal | None:

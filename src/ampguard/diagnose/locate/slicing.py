@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -68,14 +69,22 @@ COPIES: frozenset[str] = frozenset(
 """Operators that hand elements on: the kind of a result's element is the kind of the operand's element."""
 
 
-def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, is_one_of_many: bool = False) -> Chain | None:
+Place: TypeAlias = tuple[int, int, int | None]
+"""An element of a result: the operator's number, which result, and the element's flat position."""
+
+
+def chain_from(
+    trace: Trace, tensor: TracedTensor, bad: BadElements, seen_by_kind: dict[int, set[Place]] | None = None
+) -> Chain | None:
     """The chain behind the bad elements of a result. None where no operator of the trace made them.
 
-    Of those behind its first and its last bad element, the one that begins first; `is_one_of_many`: the first will do.
+    Of those behind its first and its last bad element, the one that begins first. `seen_by_kind`: of one of many results, of
+    which the first that begins on its own will do: the places that were visited on the way back from others, by the kind of
+    the element that was begun with. What lies behind those is known. None where nothing new is found.
     """
     best: Chain | None = None
     fallback: Chain | None = None
-    wanted = 1 if is_one_of_many else ENDS
+    wanted = 1 if seen_by_kind is not None else ENDS
     for position in _starts(bad):
         offset, flat = int(bad.offsets[position]), int(bad.flat[position])
         writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
@@ -84,7 +93,11 @@ def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, is_one_of_m
             writer = (op, tensor.made_by[1], flat) if op.outputs[tensor.made_by[1]].bad is not None else None
         if writer is None:
             continue
-        chain = _explore(trace, Link(writer[0], writer[1], writer[2], int(bad.kinds[position])))
+        kind = int(bad.kinds[position])
+        seen = seen_by_kind.setdefault(kind, set()) if seen_by_kind is not None else set[Place]()
+        chain = _explore(trace, Link(writer[0], writer[1], writer[2], kind), seen)
+        if chain is None:
+            continue
         best, fallback = _ranked(best, fallback, chain)
         wanted -= not chain.intended
         if not wanted:
@@ -97,7 +110,7 @@ def _from_its_elders(trace: Trace, chain: Chain) -> Chain:
     """The chain, begun where an element was made bad before its own, that joins it on the way to the result."""
     for _ in range(MAX_ELDERS):
         place = older_beside(trace, chain, COPIES)
-        before = _explore(trace, Link(*place)) if place is not None else None
+        before = _explore(trace, Link(*place), set()) if place is not None else None
         if before is None or before.intended or before.given is not None:
             break
         chain = Chain([*chain.links, *before.links])
@@ -106,7 +119,8 @@ def _from_its_elders(trace: Trace, chain: Chain) -> Chain:
 
 def chain_to(trace: Trace, op: TracedOp, result: int, flat: int, kind: int) -> Chain:
     """The chain behind one bad element of an operator's result."""
-    return _of_the_step(_explore(trace, Link(op, result, flat, kind)))
+    link = Link(op, result, flat, kind)
+    return _of_the_step(_explore(trace, link, set()) or Chain([link]))
 
 
 def _of_the_step(chain: Chain) -> Chain:
@@ -183,17 +197,17 @@ def _starts(bad: BadElements) -> list[int]:
     return list(dict.fromkeys(starts))
 
 
-def _explore(trace: Trace, start: Link) -> Chain:
+def _explore(trace: Trace, start: Link, seen: set[Place]) -> Chain | None:
     """The ways back, the earliest operator first: of the beginnings that no intended infinity explains, the earliest.
 
     The first way on from the first fork has visits to an operator of its own, and so have the others: the elements of one
-    row would take them all.
+    row would take them all. None where all ways lead to places that were `seen` before.
     """
+    knows_others = bool(seen)
     best: Chain | None = None
     fallback: Chain | None = None
     order = itertools.count()
     frontier = [(start.op.index, next(order), start, [start], 0)]
-    seen: set[tuple[int, int, int | None]] = set()
     visits_of: Counter[tuple[int, int]] = Counter()
     for visit in range(MAX_VISITS + len(trace.ops)):
         if not frontier or (visit >= MAX_VISITS and (best is not None or fallback is not None)):
@@ -215,7 +229,7 @@ def _explore(trace: Trace, start: Link) -> Chain:
             else:
                 on = way or (min(number, 1) + 1 if len(steps) > 1 else 0)
                 heapq.heappush(frontier, (step.op.index, next(order), step, [*links, step], on))
-    return best or fallback or Chain([start])
+    return best or fallback or (None if knows_others else Chain([start]))
 
 
 def _ranked(best: Chain | None, fallback: Chain | None, new: Chain) -> tuple[Chain | None, Chain | None]:
