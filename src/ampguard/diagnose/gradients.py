@@ -16,7 +16,7 @@ from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.locate import script_graph
 from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.diagnose.locate.opaque import OpaqueEvidence
-from ampguard.diagnose.locate.slicing import Place, chain_from
+from ampguard.diagnose.locate.slicing import Visited, chain_from
 from ampguard.diagnose.protocol.owners import tensor_called
 from ampguard.errors import DoesNotRepeatError, ReplayError
 from ampguard.replay.outcome import Outcome
@@ -248,10 +248,10 @@ def earliest_chain(outcome: Outcome) -> Chain | None:
     bad: list[Tensor] = [t for _, t in outcome.targets if not numerics.is_finite(t)]
     step = max(1, len(bad) // TARGETS)
     best: Chain | None = None
-    seen: dict[int, set[Place]] = {}
+    visited = Visited()
     for tensor in [*bad[::step], *bad[-1:]]:
         elements = bad_elements(tensor)
-        chain = chain_from(outcome.trace, traced(tensor), elements, seen) if elements is not None else None
+        chain = chain_from(outcome.trace, traced(tensor), elements, visited) if elements is not None else None
         if chain is None:
             continue
         if best is None or (chain.intended, chain.head.op.index) < (best.intended, best.head.op.index):

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -27,6 +28,8 @@ from ampguard.replay.trace import BadElements, Trace, TracedOp, TracedTensor
 
 MAX_VISITS = 800
 """Of elements, once a beginning was found. The way to the first one may be as long as the trace: a recurrence of many steps."""
+MAX_VISITS_OF_MANY = 4000
+"""The same for all of several results together; each is begun as long as some of these are left."""
 VISITS_PER_OP = 8
 MAX_ELDERS = 4
 GRADIENTS_BEFORE = 64
@@ -73,18 +76,26 @@ Place: TypeAlias = tuple[int, int, int | None]
 """An element of a result: the operator's number, which result, and the element's flat position."""
 
 
-def chain_from(
-    trace: Trace, tensor: TracedTensor, bad: BadElements, seen_by_kind: dict[int, set[Place]] | None = None
-) -> Chain | None:
+@dataclass(slots=True)
+class Visited:
+    """The places that were visited on the way back from several results: what lies behind those is known.
+
+    `by_kind`: by the kind of the element that was begun with. `left`: how many more are visited for further ones.
+    """
+
+    by_kind: dict[int, set[Place]] = field(default_factory=dict)
+    left: int = MAX_VISITS_OF_MANY
+
+
+def chain_from(trace: Trace, tensor: TracedTensor, bad: BadElements, visited: Visited | None = None) -> Chain | None:
     """The chain behind the bad elements of a result. None where no operator of the trace made them.
 
-    Of those behind its first and its last bad element, the one that begins first. `seen_by_kind`: of one of many results, of
-    which the first that begins on its own will do: the places that were visited on the way back from others, by the kind of
-    the element that was begun with. What lies behind those is known. None where nothing new is found.
+    Of those behind its first and its last bad element, the one that begins first. `visited`: of one of many results, of which
+    the first that begins on its own will do. None where nothing new is found.
     """
     best: Chain | None = None
     fallback: Chain | None = None
-    wanted = 1 if seen_by_kind is not None else ENDS
+    wanted = 1 if visited is not None else ENDS
     for position in _starts(bad):
         offset, flat = int(bad.offsets[position]), int(bad.flat[position])
         writer = trace.writer_of(tensor.storage, offset, before=len(trace.ops))
@@ -94,8 +105,13 @@ def chain_from(
         if writer is None:
             continue
         kind = int(bad.kinds[position])
-        seen = seen_by_kind.setdefault(kind, set()) if seen_by_kind is not None else set[Place]()
+        seen = visited.by_kind.setdefault(kind, set()) if visited is not None else set[Place]()
+        if visited is not None and visited.left <= 0:
+            break
+        known = len(seen)
         chain = _explore(trace, Link(writer[0], writer[1], writer[2], kind), seen)
+        if visited is not None:
+            visited.left -= len(seen) - known
         if chain is None:
             continue
         best, fallback = _ranked(best, fallback, chain)
