@@ -50,6 +50,8 @@ class StepCounter:
         self._joined: weakref.ref[Optimizer] | None = None
         self.attempts = 0
         """Optimizers' steps, all of them."""
+        self.is_over = False
+        """Whether the last of them has ended an iteration."""
         self._made: list[tuple[int, weakref.ref[Optimizer]]] = []
         """The last of these steps that were not skipped: the how manieth it was, and who made it."""
         self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -114,11 +116,13 @@ class StepCounter:
         if self._only is not None and self._only() is optimizer:  # the common loop, without set operations
             self.count += 1
             self.attempts += 1
+            self.is_over = True
             self._answered = self.backwards
             return True
         self._uncount_backwards()  # an optimizer from before the guard: its steps were counted by their backward passes
         self._end_short_way()
         self.attempts += 1
+        self.is_over = False
         if self._joined is not None and self._joined() is not optimizer:
             self._joined, self._taken_back = None, 0
         if optimizer not in self._in_use or optimizer not in self._ever:
@@ -133,6 +137,7 @@ class StepCounter:
         if self._waited_for(optimizer):
             return False
         self._end()
+        self.is_over = True
         self._ended_by = weakref.ref(optimizer)
         if len(self._in_use) == 1 and (not self._is_provisional or self._provisional > LONGEST_TURN):
             self._only = weakref.ref(optimizer)

@@ -388,8 +388,8 @@ class Moves:
         """It has stepped."""
         watch = self.watches.optimizer(optimizer)
         self.is_lost = False
-        its_own = self.recorder.steps.count - self.recorder.between_steps
-        if self.recorder.steps.attempts > self._attempts and its_own < self.attempt:
+        steps = self.recorder.steps
+        if steps.attempts > self._attempts and steps.count - steps.is_over < self.attempt:
             self.attempt -= 1  # it has joined, and belongs to the iteration that another one seemed to have ended
         watch.steps += 1
         watch.taken += 1

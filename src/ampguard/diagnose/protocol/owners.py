@@ -18,6 +18,8 @@ from ampguard.capture.protocol.script_objects import MAX_FRAMES, attributes_of, 
 from ampguard.replay.names import module_names, module_of_parameter, parameters_under
 
 MAX_LOOKS = 4000
+MOST_NESTED = 3
+"""Lists and dictionaries that lie in one another and are looked through."""
 
 
 def variable_name(subject: object) -> str | None:
@@ -140,8 +142,9 @@ def _name_inside(name: str, value: Any, subject: object) -> str | None:
     return next((f"{name}.{key}" for key, item in list(shared.items()) if item is subject), None)
 
 
-def _name_in_container(name: str, value: Any, subject: object) -> str | None:
-    """An item of a list or a dictionary, or what an object in it calls the subject (`tasks[0].optimizer`)."""
+def _name_in_container(name: str, value: Any, subject: object, depth: int = 0) -> str | None:
+    """An item of a list or a dictionary, also of one that lies in it (`params['blocks'][0]['qkv']`), or what an object in it
+    calls the subject (`tasks[0].optimizer`)."""
     if len(value) > 64:
         return None
     if isinstance(value, dict):
@@ -153,6 +156,11 @@ def _name_in_container(name: str, value: Any, subject: object) -> str | None:
     if found is not None or len(items) > 16:
         return found
     for path, item in items:
+        if isinstance(item, (list, tuple, dict)):
+            inside = _name_in_container(path, item, subject, depth + 1) if depth < MOST_NESTED else None
+            if inside is not None:
+                return inside
+            continue
         attributes = attributes_of(item)
         if isinstance(attributes, dict) and not isinstance(item, (type, nn.Module)) and len(attributes) <= 400:
             key = next((key for key, inner in list(attributes.items()) if _is_it(inner, subject)), None)
