@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,8 +20,9 @@ _WITHOUT_PYTORCH = sys.stdlib_module_names | {"sympy", "mpmath", "numpy", "scipy
 _may_use_pytorch: dict[str, bool] = {}
 """By the names of modules: whether they are looked through."""
 
-_looked_through: dict[Any, WeakKeyDictionary[ModuleType, int]] = {}
-"""Modules that had no such name, with the number of those that they had: the next guard of a process is on sooner."""
+_looked_through: dict[Any, dict[str, tuple[int, int]]] = {}
+"""By function, then by the names of modules that had no such name: which module that was, and how many names it had. The next
+guard of a process is on sooner."""
 
 
 def names_of(function: Any) -> list[tuple[ModuleType, str]]:
@@ -43,21 +43,24 @@ def _found(
 ) -> list[tuple[ModuleType, str]]:
     """`may_have` is quick: there are thousands of modules."""
     found = []
-    known = _looked_through.setdefault(function, WeakKeyDictionary())
-    for module in _modules():
-        names = vars(module)
-        if known.get(module) == len(names):
+    known = _looked_through.setdefault(function, {})
+    for key, module in _modules():
+        names = module.__dict__
+        state = id(module), len(names)
+        if known.get(key) == state:
             continue
         here = [name for name, value in list(names.items()) if is_one(value)] if may_have(names.values()) else []
         found += [(module, name) for name in here]
         if not here:
-            known[module] = len(names)
+            known[key] = state
     return found
 
 
-def _modules() -> list[ModuleType]:
+def _modules() -> list[tuple[str, ModuleType]]:
     """All that are imported and may use PyTorch, but for its own parts, which have names of their own."""
     known = _may_use_pytorch
     for name in sys.modules.keys() - known.keys():
         known[name] = name.partition(".")[0] not in _WITHOUT_PYTORCH and not name.startswith("torch.")
-    return [module for name, module in list(sys.modules.items()) if known.get(name) and isinstance(module, ModuleType)]
+    return [
+        (name, module) for name, module in list(sys.modules.items()) if known.get(name) and isinstance(module, ModuleType)
+    ]
