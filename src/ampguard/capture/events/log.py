@@ -239,14 +239,15 @@ class EventLog(ForgettingLog):
         return any((t.requires_grad and t.is_leaf) or compat.storage_key(t) in memory for t in written)
 
     def add_results(self, op: GlueOp, output: Any, writes: bool) -> None:
-        """Whatever an operator returned; with `writes`, operands that it wrote to."""
-        for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+        """Whatever an operator returned; with `writes`, operands that it wrote to. What is no tensor has no number: a derivative
+        returns None for an operand that needs none."""
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if not isinstance(tensor, Tensor):
                 continue
             if writes:
                 self.producers.note_write(tensor, op)
             else:
-                self.producers.define(tensor, Ref(op.index, position))
+                self.producers.define(tensor, Ref(op.index, len(op.outputs)))
             op.outputs.append(weakref.ref(tensor))
             op.floating.append(tensor.is_floating_point())
 

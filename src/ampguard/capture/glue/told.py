@@ -157,10 +157,10 @@ class _Listing(compat.DispatchMode):
         line = user_line(sys._getframe(1)) if self._keeps_lines else None
         op = GlueOp(len(self.operators), func, self._named(tuple(args)), self._named(kwargs), line, True)
         op.casts_for = casts_within(func)
-        for position, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor):
                 ref = weakref.ref(tensor)
-                self._names[id(tensor)] = (ref, _Made(op.index, position))
+                self._names[id(tensor)] = (ref, _Made(op.index, len(op.outputs)))
                 op.outputs.append(ref)
                 op.floating.append(tensor.is_floating_point())
         self.operators.append(op)

@@ -62,5 +62,7 @@ def _modules() -> list[tuple[str, ModuleType]]:
     for name in sys.modules.keys() - known.keys():
         known[name] = name.partition(".")[0] not in _WITHOUT_PYTORCH and not name.startswith("torch.")
     return [
-        (name, module) for name, module in list(sys.modules.items()) if known.get(name) and isinstance(module, ModuleType)
+        (name, module)
+        for name, module in list(sys.modules.items())
+        if known.get(name) and isinstance(module, ModuleType)
     ]
