@@ -81,6 +81,22 @@ def test_a_zero_of_its_own_is_an_underflow(guard: Guard) -> None:
     assert run.first.cause == "fp16-underflow"
 
 
+def test_an_overflow_beside_it_is_not_what_fails(guard: Guard) -> None:
+    """What is far away weighs 0, by 1 / Inf or without; what is added to that is flushed by itself."""
+
+    def weighed(scores: Tensor) -> Tensor:
+        far = (scores * 4000).square()
+        weight = 0.0 / far
+        factor = 1e-5 if scores.max() > 0.3 else 1.0
+        small = weight + scores * factor * factor
+        return torch.log(small / (small + 1))
+
+    run = guard(lambda: training(weighed, 1.0))
+    assert run.faults == 0, run.stderr
+    assert (run.first.cause, run.first.step) == ("fp16-underflow", 1)
+    assert run.first.location.code.startswith("return torch.log(small")
+
+
 def test_operands_are_those_of_before_a_write(guard: Guard) -> None:
     """What the operator was given is overwritten behind it, by the very line that it is in."""
 

@@ -12,6 +12,7 @@ from ampguard.diagnose.locate.chain import Chain, Link
 from ampguard.diagnose.locate.slicing import makes_infinity_on_purpose
 from ampguard.numerics import NAN, is_low_precision
 from ampguard.replay.trace import Trace, TracedOp
+from ampguard.replay.variants import Variant
 
 
 class HiddenOverflow(Evidence):
@@ -44,12 +45,24 @@ def hidden_overflow_behind(evidence: Evidence) -> Evidence | None:
         return None
     outcome = evidence.step_in_float32
     twin = outcome.trace.aligned(link.op) if outcome is not None else None
-    if twin is None or any(made.bad is not None for made in twin.outputs):
+    if twin is None or any(made.bad is not None for made in twin.outputs) or not _cures(evidence, link.op):
         return None
     chain = Chain([*evidence.chain.links, link])
     found = HiddenOverflow(evidence.bad, chain, evidence.outcome, evidence.replayer)
     found.shown_at = evidence.link
     return found
+
+
+def _cures(evidence: Evidence, op: TracedOp) -> bool:
+    """Whether the step is finite once the line of this operator is computed in float32: an infinity may leave zeros that are
+    meant, and what fails behind those is another thing."""
+    if op.line is None or evidence.replayer is None:
+        return False
+    line = op.line.code.co_filename, op.line.number
+    try:
+        return not evidence.replayer.run(Variant(fp32_lines=frozenset({line})), traced=False).is_bad
+    except RuntimeError:
+        return False
 
 
 def _first_overflow(trace: Trace, head: TracedOp) -> Link | None:
