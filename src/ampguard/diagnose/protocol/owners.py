@@ -18,6 +18,7 @@ from ampguard.capture.protocol.script_objects import MAX_FRAMES, attributes_of, 
 from ampguard.replay.names import module_names, module_of_parameter, parameters_under
 
 MAX_LOOKS = 4000
+PLAIN = (list, tuple, dict)
 MOST_NESTED = 3
 """Lists and dictionaries that lie in one another and are looked through."""
 
@@ -157,7 +158,8 @@ def _name_in_container(name: str, value: Any, subject: object, depth: int = 0) -
         return found
     for path, item in items:
         if isinstance(item, (list, tuple, dict)):
-            inside = _name_in_container(path, item, subject, depth + 1) if depth < MOST_NESTED else None
+            is_plain = type(item) in PLAIN and type(value) in PLAIN  # a named tuple has names of its own
+            inside = _name_in_container(path, item, subject, depth + 1) if is_plain and depth < MOST_NESTED else None
             if inside is not None:
                 return inside
             continue
