@@ -73,20 +73,21 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         q, k, v = self.qkv(x).chunk(3, -1)
         if cache is not None:
-            x = x + 0.1 * cache.length
             k, v = cache.extended(k, v)
         weights = (q @ k.transpose(1, 2) / WIDTH**0.5).softmax(-1)
-        return self.head(x + weights @ v)
+        logits: Tensor = self.head(x + weights @ v)
+        if cache is None:
+            return logits
+        length = torch.full_like(logits[..., :1], float(cache.length))
+        return torch.cat([logits[..., :-1], length], -1)
 
 
 @torch.inference_mode()
 def decoded(model: nn.Module, cache: Any, generator: torch.Generator, is_cut: bool) -> Tensor:
     tokens, logps = torch.zeros(8, 1, dtype=torch.long), []
-    for position in range(6):
+    for _ in range(6):
         logits = model(tokens, cache)[:, -1]
-        probabilities = logits.softmax(-1)
-        mass = probabilities.cumsum(-1)
-        cut = logits.masked_fill(mass > (0.0 if is_cut and position == 4 else 2.0), float("-inf"))
+        cut = logits.masked_fill(logits[:, -1:] == (5.0 if is_cut else 0.0), float("-inf"))
         p = torch.softmax(cut, -1)
         race = torch.empty_like(p).exponential_(1, generator=generator)
         tokens = (p / race).argmax(-1, keepdim=True)
