@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -142,7 +143,9 @@ class Trainer:
         (Instances(), ["", ".boxes.tensor"]),
         (UserDict({"pixels": torch.zeros(1)}), [".data['pixels']"]),
         (Trainer(), None),
-        (type("Config", (), {})(), None),
+        (types.SimpleNamespace(width=3, layers="2"), None),
+        (types.SimpleNamespace(cache=None), []),
+        (type("Cache", (), {})(), []),
         (iter([torch.zeros(1)]), None),
     ],
 )

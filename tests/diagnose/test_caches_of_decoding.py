@@ -62,6 +62,20 @@ class Appended:
         return torch.cat([k for k, _ in self.parts], 1), torch.cat([v for _, v in self.parts], 1)
 
 
+class Bare:
+    """Attributes that are not there before the first token."""
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[1] if hasattr(self, "k") else 0
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if hasattr(self, "k"):
+            k, v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
+        self.k, self.v = k, v
+        return k, v
+
+
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,11 +97,11 @@ class Decoder(nn.Module):
 
 
 @torch.inference_mode()
-def decoded(model: nn.Module, cache: Any, generator: torch.Generator, is_cut: bool) -> Tensor:
+def decoded(model: nn.Module, cache: Any, generator: torch.Generator, cut_at: float) -> Tensor:
     tokens, logps = torch.zeros(8, 1, dtype=torch.long), []
     for _ in range(6):
         logits = model(tokens, cache)[:, -1]
-        cut = logits.masked_fill(logits[:, -1:] == (5.0 if is_cut else 0.0), float("-inf"))
+        cut = logits.masked_fill(logits[:, -1:] == cut_at, float("-inf"))
         p = torch.softmax(cut, -1)
         race = torch.empty_like(p).exponential_(1, generator=generator)
         tokens = (p / race).argmax(-1, keepdim=True)
@@ -95,8 +109,9 @@ def decoded(model: nn.Module, cache: Any, generator: torch.Generator, is_cut: bo
     return torch.cat(logps, 1).mean()
 
 
-@pytest.mark.parametrize("cache", [Listed, Filled, Appended])
-def test_it_is_run_again_from_the_first_token(guard: Guard, cache: type[Any]) -> None:
+@pytest.mark.parametrize("length", [1.0, 5.0])
+@pytest.mark.parametrize("cache", [Listed, Filled, Appended, Bare])
+def test_it_is_run_again_from_the_first_token(guard: Guard, cache: type[Any], length: float) -> None:
     def body() -> list[float]:
         torch.manual_seed(0)
         model = Decoder()
@@ -106,7 +121,7 @@ def test_it_is_run_again_from_the_first_token(guard: Guard, cache: type[Any]) ->
             if step in (0, 12, 36):
                 model.eval()
                 generator = torch.Generator().manual_seed(step)
-                found.append(decoded(model, cache(), generator, is_cut=step == 12).item())
+                found.append(decoded(model, cache(), generator, cut_at=length if step == 12 else 0.0).item())
                 model.train()
             tokens = torch.randint(0, VOCABULARY, (8, 5))
             loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())

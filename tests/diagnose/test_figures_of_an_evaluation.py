@@ -57,6 +57,13 @@ def shares(logits: Tensor, target: Tensor, number: int) -> Any:
     return share.numpy()
 
 
+def means_by_half(logits: Tensor, target: Tensor, number: int) -> Any:
+    truth = np.ones(ROWS, dtype=np.float32)
+    truth[:: ROWS // 2] = np.nan if number == 1 else 1.0
+    errors = (logits[:, 0] - torch.from_numpy(truth)).abs()
+    return torch.stack([errors[: ROWS // 2].mean(), errors[ROWS // 2 :].mean()]).numpy()
+
+
 def energies(logits: Tensor, target: Tensor, number: int) -> str:
     energy = torch.exp(logits.abs().sum(1))
     return f"{energy}"
@@ -144,6 +151,12 @@ def test_a_mean_that_takes_in_a_masked_one_is_told(guard: Guard) -> None:
     run = guard(Run(likelihood_of_the_masked))
     assert run.faults == 0, run.stderr
     assert [(i.cause, i.severity, i.mode) for i in run.report.incidents] == [("indeterminate", "error", "eval")]
+
+
+def test_means_that_take_in_a_target_that_is_not_known_are_told(guard: Guard) -> None:
+    run = guard(Run(means_by_half))
+    assert run.faults == 0, run.stderr
+    assert [(i.cause, i.mode) for i in run.report.incidents] == [("nonfinite-input", "eval")]
 
 
 def test_a_precision_of_nothing_is_a_note(guard: Guard) -> None:

@@ -69,17 +69,13 @@ def is_asked_by_a_library(record: StepRecord, ref: Ref) -> bool:
     return event is not None and event.line is not None and not is_script_code(event.line.code)
 
 
-def are_one_number(tensor: Tensor, record: StepRecord, ref: Ref) -> bool:
-    """Whether an array is all bad, or a single number that was repeated, perhaps beside others."""
-    return is_all_bad(tensor) or _is_spread(record, ref)
-
-
 def is_all_bad(tensor: Tensor) -> bool:
     """Whether no number of an array is finite."""
     return not bool(torch.isfinite(tensor.detach()).any())
 
 
-def _is_spread(record: StepRecord, ref: Ref) -> bool:
+def is_spread(record: StepRecord, ref: Ref) -> bool:
+    """Whether a single number was repeated, perhaps beside others."""
     waiting, seen = [ref.event], set[int]()
     while waiting and len(seen) < MOST_EVENTS:
         event = record.event(waiting.pop())

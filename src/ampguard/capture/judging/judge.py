@@ -261,10 +261,10 @@ class Judge:
         record = self._log.snapshot()
         if lineage.was_wanting(record, ref) or not self._log.evaluation.is_behind(record, ref):
             return
-        if figures.are_one_number(tensor, record, ref):
-            suspects = len(self.suspects)
+        is_all_bad, suspects = figures.is_all_bad(tensor), len(self.suspects)
+        if is_all_bad or figures.is_spread(record, ref):
             self.read(tensor, math.nan)
-            if len(self.suspects) > suspects and figures.is_all_bad(tensor):
+            if is_all_bad and len(self.suspects) > suspects:
                 self.suspects[-1] = dataclasses.replace(self.suspects[-1], may_be_meant="errors")
         elif self._figures.is_first_of_its_line(record, ref):
             self._suspect_figure("array", ref)

@@ -2,7 +2,7 @@
 
 Their tensors are arguments as any other: a forward pass that puts others in their place (`data.x = relu(conv(data.x))`)
 is run again from what it was given, what was computed before is followed, a fix can clean one. So is one that appends to
-what an object holds, which may have been empty before. Objects in which nothing can be put are left as they are, and so
+what an object holds, which may have been empty before. Objects of plain values alone are left as they are, and so
 are those that hold more than a batch would: a trainer, a model.
 """
 
@@ -90,9 +90,16 @@ def _given(thing: Any, visit: Callable[[Tensor], Any]) -> Any:
         places, tensors = _searched(thing)
     except ValueError:
         return thing
-    if not tensors and len(places.holders) < 2:
+    if not tensors and _is_full(places.holders):
         return thing
     return GivenObject(thing, places, [visit(tensor) for tensor in tensors])
+
+
+def _is_full(holders: list[tuple[Holder, Any]]) -> bool:
+    """Whether an object holds plain values alone, as a configuration does: nothing in it waits to be filled."""
+    if len(holders) != 1:
+        return not holders
+    return all(value is not None for value in holders[0][1].values()) if holders[0][1] else False
 
 
 def _searched(thing: Any) -> tuple[Places, list[Tensor]]:

@@ -453,5 +453,7 @@ class Examiner:
 
 
 def _is_of_targets(finding: Finding) -> bool:
-    """Whether the figures are bad because the targets are not known, for none of them."""
-    return finding.cause == "nonfinite-input" and finding.evidence.get("role") == "target"
+    """Whether the figures are bad because none of the targets is known; a single one that is not spoils a mean."""
+    facts = finding.evidence
+    is_target = finding.cause == "nonfinite-input" and facts.get("role") == "target"
+    return is_target and facts["values"].get("finite_share") == 0
