@@ -5,7 +5,7 @@ Nothing of such a step is bad, so it is no failure; no loss scale helps. It come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,9 +28,14 @@ CURED = 0.02
 """What a fix may leave of that."""
 
 
-def overflow_behind(as_it_ran: Outcome, in_float32: Outcome) -> tuple[TracedOp, TracedOp] | None:
-    """The first result of the forward pass that is infinite in low precision alone, and the same in float32."""
-    for op in as_it_ran.trace.ops:
+def overflow_behind(
+    as_it_ran: Outcome, in_float32: Outcome, among: Container[int] | None = None
+) -> tuple[TracedOp, TracedOp] | None:
+    """The first result of the forward pass that is infinite in low precision alone, and the same in float32.
+
+    `among`: the numbers of the operators that come into question.
+    """
+    for op in as_it_ran.trace.ops if among is None else (o for o in as_it_ran.trace.ops if o.index in among):
         if op.in_backward or op.is_tangent or not op.key or any(given.bad is not None for given in op.inputs):
             continue
         if not any(made.bad is not None and is_low_precision(made.dtype) for made in op.outputs):

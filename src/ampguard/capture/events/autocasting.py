@@ -39,7 +39,7 @@ def is_cast_by_autocast(func: Any) -> bool:
     return known
 
 
-def casts_within(func: Any) -> tuple[tuple[str, torch.dtype], ...]:
+def cast_types_within(func: Any) -> tuple[tuple[str, torch.dtype], ...]:
     """While a dispatch mode of ours is told of an operator whose kernel autocast casts: the devices for which it is on, and
     its type there."""
     if not compat.casts_within(func):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ampguard import compat
 from ampguard.capture.barrier import FaultBarrier
-from ampguard.capture.events.autocasting import casts_within
+from ampguard.capture.events.autocasting import cast_types_within
 from ampguard.capture.events.log import EventLog
 from ampguard.capture.glue.before_training import BeforeTraining
 from ampguard.capture.glue.calltape import CallTape
@@ -371,7 +371,7 @@ class GlueTape(compat.DispatchMode):
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
         op = log.add_operator(func, args, kwargs, rng, frame)
         if op is not None:
-            op.casts_for = casts_within(func)
+            op.casts_for = cast_types_within(func)
         if op is not None and 0 in facts.writes and self._taped.between_steps:
             log.written.note(op, lambda: log.record)
         return op

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampguard import compat
-from ampguard.capture.events.autocasting import casts_within
+from ampguard.capture.events.autocasting import cast_types_within
 from ampguard.capture.events.operands import leaves
 from ampguard.capture.frames import user_line
 from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
@@ -156,7 +156,7 @@ class _Listing(compat.DispatchMode):
             return output
         line = user_line(sys._getframe(1)) if self._keeps_lines else None
         op = GlueOp(len(self.operators), func, self._named(tuple(args)), self._named(kwargs), line, True)
-        op.casts_for = casts_within(func)
+        op.casts_for = cast_types_within(func)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor):
                 ref = weakref.ref(tensor)

@@ -152,26 +152,25 @@ def _set_autocast(states: Iterable[tuple[str, bool, torch.dtype]]) -> None:
 
 
 @contextlib.contextmanager
-def modes_of(modes: Modes) -> Iterator[None]:
-    """The modes in which an event ran. Inference mode is replayed as `no_grad`: the same kernels, more to see."""
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _, _ in modes.autocast]
-    _set_autocast(modes.autocast)
+def _autocast_as(states: Iterable[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _, _ in states]
+    _set_autocast(states)
     try:
-        with torch.set_grad_enabled(modes.grad and not modes.inference):
-            yield
+        yield
     finally:
         _set_autocast(before)
 
 
 @contextlib.contextmanager
-def casting_for(types: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """Autocast to these types on these devices."""
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d, _ in types]
-    _set_autocast((device, True, dtype) for device, dtype in types)
-    try:
+def modes_of(modes: Modes) -> Iterator[None]:
+    """The modes in which an event ran. Inference mode is replayed as `no_grad`: the same kernels, more to see."""
+    with _autocast_as(modes.autocast), torch.set_grad_enabled(modes.grad and not modes.inference):
         yield
-    finally:
-        _set_autocast(before)
+
+
+def casting_for(types: Iterable[tuple[str, torch.dtype]]) -> contextlib.AbstractContextManager[None]:
+    """Autocast to these types on these devices."""
+    return _autocast_as([(device, True, dtype) for device, dtype in types])
 
 
 class Prefixes:

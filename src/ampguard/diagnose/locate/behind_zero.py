@@ -8,9 +8,8 @@ from __future__ import annotations
 from ampguard.diagnose import words
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.fixes.proposals import spelled
+from ampguard.diagnose.hidden_overflow import overflow_behind
 from ampguard.diagnose.locate.chain import Chain, Link
-from ampguard.diagnose.locate.slicing import makes_infinity_on_purpose
-from ampguard.numerics import NAN, is_low_precision
 from ampguard.replay.trace import Trace, TracedOp
 from ampguard.replay.variants import Variant
 
@@ -38,19 +37,22 @@ def hidden_overflow_behind(evidence: Evidence) -> Evidence | None:
         return None
     if not evidence.ran_in_low_precision or any(t.bad is not None for t in head.inputs):
         return None
+    before = _behind(evidence.trace, head)
+    if not any(made.bad is not None for index in before for made in evidence.trace.ops[index].outputs):
+        return None
     if not any(bool((operand.contributing == 0).any()) for operand in evidence.float_operands):
         return None
-    link = _first_overflow(evidence.trace, head)
-    if link is None or not evidence.is_finite_in_float32_step:
+    if not evidence.is_finite_in_float32_step or evidence.step_in_float32 is None:
         return None
-    outcome = evidence.step_in_float32
-    twin = outcome.trace.aligned(link.op) if outcome is not None else None
-    if twin is None or any(made.bad is not None for made in twin.outputs) or not _cures(evidence, link.op):
+    found = overflow_behind(evidence.outcome, evidence.step_in_float32, among=before)
+    if found is None or not _cures(evidence, found[0]):
         return None
-    chain = Chain([*evidence.chain.links, link])
-    found = HiddenOverflow(evidence.bad, chain, evidence.outcome, evidence.replayer)
-    found.shown_at = evidence.link
-    return found
+    op = found[0]
+    result, bad = next((i, made.bad) for i, made in enumerate(op.outputs) if made.bad is not None)
+    link = Link(op, result, int(bad.flat[0]), int(bad.kinds[0]))
+    overflow = HiddenOverflow(evidence.bad, Chain([*evidence.chain.links, link]), evidence.outcome, evidence.replayer)
+    overflow.shown_at = evidence.link
+    return overflow
 
 
 def _cures(evidence: Evidence, op: TracedOp) -> bool:
@@ -65,29 +67,11 @@ def _cures(evidence: Evidence, op: TracedOp) -> bool:
         return False
 
 
-def _first_overflow(trace: Trace, head: TracedOp) -> Link | None:
-    """The earliest operator behind `head` with an infinity of low precision that its operands do not have."""
-    waiting, seen = [head], {head.index}
-    found: Link | None = None
+def _behind(trace: Trace, head: TracedOp) -> set[int]:
+    """The numbers of all operators whose results went into what this one was given."""
+    waiting, found = [head], set[int]()
     while waiting:
-        for given in waiting.pop().inputs:
-            if given.made_by is None or given.made_by[0] in seen:
-                continue
-            op = trace.ops[given.made_by[0]]
-            seen.add(op.index)
-            waiting.append(op)
-            link = _overflow_of(op)
-            if link is not None and (found is None or op.index < found.op.index):
-                found = link
+        made = {given.made_by[0] for given in waiting.pop().inputs if given.made_by is not None} - found
+        found |= made
+        waiting += [trace.ops[index] for index in made]
     return found
-
-
-def _overflow_of(op: TracedOp) -> Link | None:
-    if any(given.bad is not None for given in op.inputs):
-        return None
-    for result, made in enumerate(op.outputs):
-        if made.bad is None or not is_low_precision(made.dtype) or bool((made.bad.kinds == NAN).any()):
-            continue
-        link = Link(op, result, int(made.bad.flat[0]), int(made.bad.kinds[0]))
-        return None if makes_infinity_on_purpose(link) else link
-    return None
