@@ -64,9 +64,8 @@ class ReplayMode(compat.DispatchMode):
         self.retains_graph = True
         self.event: Event | None = None
         self.count = 0
-        self._captured: dict[int, Captured] = {}
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
-        """Of what was captured: the tensor, how often it had been written to, and what it held."""
+        self._captured: dict[int, tuple[Captured, dict[int, tuple[Tensor, int, Tensor]]]] = {}
+        """With each tensor of it, by identity: how often that had been written to, and what it held."""
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.sought: list[list[Tensor]] = []
         """Values that the step read outside modules and that no recorded event made: which operator makes them?"""
@@ -275,10 +274,15 @@ class ReplayMode(compat.DispatchMode):
         """An operator has run."""
         operands = args if noted.before is None else noted.before
         if noted.index in self.variant.capture:
-            captured = self._captured[noted.index] = Captured(noted.func, operands, kwargs, output)
-            for tensor in (*captured.tensors, *flat_tensors((output,), {})):
-                if compat.is_dense(tensor) and compat.has_values(tensor):
-                    self._copies[id(tensor)] = tensor, compat.version_of(tensor), tensor.detach().clone()
+            captured = Captured(noted.func, operands, kwargs, output)
+            self._captured[noted.index] = (
+                captured,
+                {
+                    id(tensor): (tensor, compat.version_of(tensor), tensor.detach().clone())
+                    for tensor in (*captured.tensors, *flat_tensors((output,), {}))
+                    if compat.is_dense(tensor) and compat.has_values(tensor)
+                },
+            )
         if self.sought or self.hidden:
             self._seek(noted.func, output)
         if noted.traced is not None and self.writer is not None:
@@ -290,7 +294,7 @@ class ReplayMode(compat.DispatchMode):
 
     def captured(self) -> dict[int, Captured]:
         """The operators that were asked for, by their number, with the values that they met."""
-        return {index: captured.as_it_was(self._copies) for index, captured in self._captured.items()}
+        return {index: captured.as_it_was(copies) for index, (captured, copies) in self._captured.items()}
 
     def _seek(self, func: Any, output: Any) -> None:
         """Is this result one that the step later read without a module having returned it?"""
