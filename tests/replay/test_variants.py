@@ -146,7 +146,7 @@ def test_intervention_at_a_place_reaches_every_run_of_the_line(at_failure: AtFai
         trace = replayer.run().trace
         logs = [op for op in trace.ops if op.short_name == "log"]
         clamp = {logs[0].place: lambda f, a, k: f(a[0].clamp(min=1e-3), **k)}
-        one = {logs[0].index: lambda f, a, k: f(a[0].clamp(min=1e-3), **k)}
+        one = {trace.run_key(logs[0].index): lambda f, a, k: f(a[0].clamp(min=1e-3), **k)}
         everywhere, once = replayer.run(Variant(at_places=clamp)), replayer.run(Variant(interventions=one))
         return len(logs), logs[0].place == logs[1].place, everywhere.is_bad, once.is_bad, everywhere.loss
 

@@ -147,16 +147,23 @@ def casts_within(func: Any) -> bool:
     return known[0]
 
 
+_ways_to_run: dict[int, tuple[bool, bool, Any]] = {}
+"""By identity, each with its operator: whether its kernel casts, and whether it writes to lists."""
+
+
 def run_counted(func: Any, args: Any, kwargs: Any, casts: bool = True) -> Any:
     """Run an operator under a dispatch mode as PyTorch does without one.
 
     Under a mode the operators of which it is made pass by two layers: the one that counts writes to lists of plain CPU
     tensors, and autocast (unless `casts` is False).
     """
-    if casts and casts_within(func):
+    known = _ways_to_run.get(id(func))
+    if known is None:
+        known = _ways_to_run[id(func)] = casts_within(func), writes_to_lists(func), func
+    if known[0] and casts:
         with casting_within():
             return func(*args, **kwargs)
-    if not writes_to_lists(func):
+    if not known[1]:
         return func(*args, **kwargs)
     lists = [args[position] for position in positions_written(func) if position < len(args)]
     written = [t for tensors in lists for t in tensors if type(t) in _PLAIN and t.is_cpu and not t.is_inference()]

@@ -251,6 +251,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
     To ask such a tensor itself for a number would make all ranks talk to each other, and wait for those that do not.
     """
+    if type(tensor) is torch.Tensor:
+        return tensor
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor
 

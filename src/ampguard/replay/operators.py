@@ -24,12 +24,13 @@ CONSTANT = frozenset(
 class OperatorFacts:
     """An operator's schema, asked once.
 
-    `name`: "bmm", "add" (also for `add_`): what is computed, not how it is stored. `writes`: positions of the arguments
-    that it overwrites; `hidden_writes`: those that its schema does not confess. `views`: for each result, whether it is
-    a view of an operand.
+    `name`: "bmm", "add" (also for `add_`): what is computed, not how it is stored; `full_name`: "aten.add_.Tensor".
+    `writes`: positions of the arguments that it overwrites; `hidden_writes`: those that its schema does not confess.
+    `views`: for each result, whether it is a view of an operand.
     """
 
     name: str
+    full_name: str
     writes: tuple[int, ...]
     hidden_writes: tuple[int, ...]
     views: tuple[bool, ...]
@@ -42,7 +43,10 @@ class OperatorFacts:
     """Whether the result is memory that is yet to be filled, as far as its operands are concerned."""
 
     def is_view(self, position: int) -> bool:
-        return bool(self.views) and self.views[min(position, len(self.views) - 1)]
+        views = self.views
+        if position < len(views):
+            return views[position]
+        return bool(views) and views[-1]
 
 
 _known: dict[int, tuple[OperatorFacts, Any]] = {}
@@ -57,6 +61,7 @@ def facts_of(func: Any) -> OperatorFacts:
         name = schema.name.split("::")[-1].rstrip("_")
         facts = OperatorFacts(
             name=name,
+            full_name=str(func),
             writes=tuple(
                 i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
             ),

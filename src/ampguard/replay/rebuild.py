@@ -28,6 +28,7 @@ from ampguard.replay.backward import Gradients, run_backward
 from ampguard.replay.batch import name_in
 from ampguard.replay.behind import events_behind, is_computed, updated_leaves
 from ampguard.replay.casts import WeightCasts, autocast_in
+from ampguard.replay.collecting import collecting_seldom
 from ampguard.replay.forgiving import forgiving_hooks
 from ampguard.replay.forward_mode import ChangedOperands, differentiated_in, tangents_in
 from ampguard.replay.keeping import StateKeeper
@@ -243,6 +244,7 @@ class Replayer:
         with (
             neutral_thread(),
             quiet(),
+            collecting_seldom(),
             compat.force_eager() if compiled is None else compiled.running(),
             variant.within() if variant.within is not None else contextlib.nullcontext(),
             contextlib.ExitStack() as self._sandboxes,

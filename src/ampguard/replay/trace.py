@@ -137,7 +137,10 @@ class TracedOp:
 
     @property
     def is_bad(self) -> bool:
-        return any(out.bad is not None for out in self.outputs)
+        for out in self.outputs:  # noqa: SIM110 (asked of each operator)
+            if out.bad is not None:
+                return True
+        return False
 
 
 @dataclass(slots=True)

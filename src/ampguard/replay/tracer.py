@@ -61,6 +61,8 @@ class ReplayMode(compat.DispatchMode):
         super().__init__()
         self.variant = variant
         self.writer = TraceWriter(trace) if trace is not None else None
+        self._notes = trace is not None or bool(variant.capture)
+        """Whether anything is kept of the operators that run."""
         self.retains_graph = True
         self.event: Event | None = None
         self.count = 0
@@ -88,6 +90,9 @@ class ReplayMode(compat.DispatchMode):
         """Whether a compiled function is running, and none of the modules that it calls."""
         self._may_convert = bool(variant.convert or variant.force_fp32 or variant.fp32_lines)
         self._intervenes = bool(variant.interventions or variant.at_places)
+        self._changed_runs = frozenset(name for _, name, _ in variant.interventions)
+        self._changed_at_places = frozenset(name for name, _, _ in variant.at_places)
+        """Names of the operators that are changed, by their run and by their place."""
         self._forced = 0
         self._in_kernels = 0
         """How many of the script's own operators are running, one within another."""
@@ -200,10 +205,10 @@ class ReplayMode(compat.DispatchMode):
         key: RunKey | None = None
         if self._intervenes and self.changed_operands.differentiated:
             key = self.changed_operands.key(self.event.index if self.event is not None else -1, func)
-        noted = self.note_before(func, args, kwargs)
+        noted = self.note_before(func, args, kwargs) if self._notes else self._counted()
         intervention = None
         if self._intervenes:
-            intervention = self._intervention(func)
+            intervention = self._intervention(facts.full_name)
             if key is not None:
                 intervention = self.changed_operands.changing(key, args, kwargs, intervention)
         try:
@@ -214,12 +219,21 @@ class ReplayMode(compat.DispatchMode):
                     intervention, self.changed_operands.noting(key, func, args, kwargs), args, kwargs
                 )
         except RuntimeError:
-            if noted.traced is not None:
+            if noted is not None and noted.traced is not None:
                 noted.op.refused = True
                 noted.op.args, noted.op.kwargs = args, kwargs
             raise
-        self.note_after(noted, args, kwargs, output)
+        if noted is not None:
+            self.note_after(noted, args, kwargs, output)
+        elif self.sought or self.hidden:
+            self._seek(func, output)
         return output
+
+    def _counted(self) -> Noted | None:
+        """An operator is about to run of which nothing is kept but its number."""
+        self.transformed.note(self.event, self.count)
+        self.count += 1
+        return None
 
     def _run_kernel(self, kernel: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that is written in Python: what it computes with is seen, as in a custom function.
@@ -358,10 +372,9 @@ class ReplayMode(compat.DispatchMode):
             return user_line(frame, stop=self.boundary) or event.line
         return event.line if event is not None else None
 
-    def _intervention(self, func: Any) -> Intervention | None:
-        name = str(func)
-        by_run = self._intervention_at_run(name) if self.variant.interventions else None
-        if by_run is not None or all(place[0] != name for place in self.variant.at_places):
+    def _intervention(self, name: str) -> Intervention | None:
+        by_run = self._intervention_at_run(name) if name in self._changed_runs else None
+        if by_run is not None or name not in self._changed_at_places:
             return by_run
         frame = sys._getframe()
         is_derivative = isinstance(self.event, BackwardCall)  # (of another operator, often by one of the same name)

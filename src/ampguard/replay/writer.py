@@ -79,6 +79,7 @@ class TraceWriter:
         ):  # else it has no node, and a device's thread has numbers of its own
             self._note_node(op)
         results = output if isinstance(output, (tuple, list)) else (output,)
+        shared = () if facts.writes else [operand.storage for operand in op.inputs]
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):
                 op.outputs.append(TracedTensor((), torch.int64, 0))
@@ -88,7 +89,7 @@ class TraceWriter:
             self._made_by[id(tensor)] = (weakref.ref(tensor), (op.index, position))
             if facts.is_view(position):
                 continue  # nothing was written
-            if not facts.writes and any(operand.storage == result.storage for operand in op.inputs):
+            if result.storage in shared:
                 continue  # a view that does not say so (`_unsafe_view`)
             if not facts.is_uninitialised:
                 result.bad = bad_elements(tensor)
