@@ -50,6 +50,43 @@ def test_all_weights_of_a_list(guard: Guard) -> None:
     assert (run.faults, run.causes) == (0, ["stale-parameters"])
 
 
+def test_weights_that_are_made_anew_in_the_middle_of_the_run(guard: Guard) -> None:
+    """All of them: the optimizer has had gradients before and has none at all any more."""
+
+    def body() -> None:
+        weights = dict(zip(("w", "b"), weights_of((6, 8), (8,)), strict=True))
+        optimizer = torch.optim.AdamW(weights.values(), lr=1e-2)
+        for step in range(40):
+            if step == 18:  # the weakest members of a population are replaced
+                for name, weight in weights.items():
+                    weights[name] = (weight.detach() + 0.1).requires_grad_()
+            loss = (torch.randn(16, 6) @ weights["w"] + weights["b"]).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert run.faults == 0, run.stderr
+    (incident,) = run.report.incidents
+    assert (incident.cause, incident.step) == ("stale-parameters", 18)
+    assert "made anew in the middle of the run" in incident.fixes[0].how
+
+
+def test_two_networks_of_plain_weights_that_are_trained_in_turn(guard: Guard) -> None:
+    def body() -> None:
+        nets = [weights_of((6, 6)), weights_of((6, 6))]
+        optimizers = [torch.optim.Adam(net, lr=1e-2) for net in nets]
+        for step in range(160):
+            turn = step // 20 % 2
+            out = torch.randn(8, 6) @ nets[turn][0]
+            optimizers[turn].zero_grad()
+            (out @ nets[1 - turn][0].detach()).pow(2).mean().backward()
+            optimizers[turn].step()
+
+    run = guard(body)
+    assert (run.faults, run.causes) == (0, [])
+
+
 def test_an_input_that_wants_a_gradient_and_a_weight_that_is_used_late(guard: Guard) -> None:
     def body() -> None:
         first, second, late = weights_of((8, 8), (8, 8), (8, 8))

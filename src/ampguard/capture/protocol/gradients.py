@@ -88,6 +88,7 @@ class OptimizerWatch:
         "hidden",
         "is_stale",
         "is_used",
+        "looks_left",
         "lost_one",
         "number",
         "odd",
@@ -126,6 +127,8 @@ class OptimizerWatch:
         """Whether its weights are a function of the sum of all gradients; None: nobody has looked."""
         self.lost_one = False
         """A parameter that stands for others had gradients and has none any more."""
+        self.looks_left = 0
+        """All of its gradients are gone: who else is trained is to be seen in so many steps."""
         self.stepped = False
         """Its own step ran (inside the scaler's: the scaler did not skip it)."""
         self.was_skipped = False

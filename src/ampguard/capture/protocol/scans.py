@@ -90,7 +90,8 @@ class Scans:
         """Has a parameter that had no gradient at the step got one now? Then the script drops it in between."""
         for watch in self.asked:
             candidates = watch.candidates or []
-            if _is_scanned(watch.steps + 1) and orphans(self._models, candidates):
+            is_scanned = watch.looks_left > 0 or _is_scanned(watch.steps + 1)
+            if is_scanned and orphans(self._models, candidates or watch.trained()):
                 self._leaves.see(self._models.plain_leaves())
             if len(candidates) < len(watch.trained()):
                 self._had_gradients(watch, [p for p in candidates if p.grad is not None])
@@ -121,7 +122,7 @@ class Scans:
         if self.asked:
             self.asked = [other for other in self.asked if other is not watch]
         steps = watch.steps
-        if _is_scanned(steps) or watch.lost_one:
+        if _is_scanned(steps) or watch.lost_one or watch.looks_left:
             self._scan(watch)
         elif watch.candidates:
             self._ask_some(watch, steps)
@@ -164,7 +165,8 @@ class Scans:
         if not is_idle and len(watch.had_gradient) != len(trained):
             watch.had_gradient |= {id(p) for p in trained if p.grad is not None}
         watch.candidates = [p for p in without if id(p) not in watch.had_gradient and (p.grad is None or is_idle)]
-        if watch.candidates:
+        self._look_again(watch, are_gone=len(without) == len(trained) and not watch.candidates)
+        if watch.candidates or watch.looks_left:
             self.asked.append(watch)
         if watch.steps <= EARLY_STEPS or watch.lost_one:
             watch.resample()
@@ -191,6 +193,13 @@ class Scans:
             self._moves.listener.on_suspicion(("unused", watch), None, 0)
             if len(without) == len(trained):
                 self._frozen.look(watch)
+
+    def _look_again(self, watch: OptimizerWatch, are_gone: bool) -> None:
+        """Weights outside modules are seen among what operators are given, and lasting where two steps in turn show them."""
+        if watch.looks_left:
+            watch.looks_left -= 1
+        elif are_gone and watch.steps > EARLY_STEPS and orphans(self._models, watch.trained()):
+            watch.looks_left = STALE_STEPS
 
     def _tell_stale(self, watch: OptimizerWatch, stale: Breach) -> None:
         self._told.add(("stale", id(watch)))
@@ -311,8 +320,8 @@ class Scans:
         others = unowned(self._models, held)
         lost = orphans(self._models, without)  # what it has left over from earlier steps is no gradient either
         plain = unowned_plain(self._leaves.lasting(), held, [p for p in lost if p.requires_grad])
-        if plain and not all(held_by_optimizers_only(p, held) for p in lost):
-            plain = []  # the script has names for them: perhaps they are used at times
+        if plain:  # what the script has names for is used at times, perhaps
+            plain = unowned_plain(plain, held, [p for p in lost if held_by_optimizers_only(p, held)])
         if not others and not plain:
             return None
         if not lost and self._collect():
@@ -329,6 +338,7 @@ class Scans:
             if not lost or not (look_alike(lost, others) or self._is_any_forgotten(lost, held)):
                 return None
         ledger = self._moves.machine.ledger(watch)
+        since = min(watch.without_since.get(id(p), self._moves.attempt) for p in lost)
         facts: dict[str, Any] = {
             "parameters": others,
             "lost": [tuple(p.shape) for p in lost],
@@ -338,7 +348,8 @@ class Scans:
             "same_memory": not flat and share_memory(lost, others),
             "copied": bool(copied),
             "of": len(watch.parameters()),
-            "since": min(watch.without_since.get(id(p), self._moves.attempt) for p in lost),
+            "is_midway": watch.first_step is not None and since > watch.first_step,
+            "since": since,
         }
         return Breach("stale-parameters", watch, None, watch.created, ledger.stepped_at, None, facts)
 

@@ -1,7 +1,8 @@
 """infeasible-target: this sample's loss is infinite in any precision because its target cannot be produced.
 
 What happens   a CTC target longer than its input (each repeated label needs a blank between) has probability 0; so has a
-               class whose logit is masked to -Inf. The loss of that sample is Inf.
+               class whose logit is masked to -Inf, or a number outside of the support of a distribution (a count of -1,
+               of which a likelihood takes lgamma). The loss of that sample is Inf.
 Why it hurts   its gradient is NaN, and a sum or mean over the batch takes everybody with it.
 Instead        filter such samples (or CTCLoss(zero_infinity=True)); check labels against the mask.
 """
@@ -19,17 +20,22 @@ from ampguard import compat
 from ampguard.capture.protocol.script_lines import is_script_code
 from ampguard.capture.record import RootCall
 from ampguard.diagnose import words
+from ampguard.diagnose.causes.domain_error import domain_in_words, outside_domain, spelled_out
 from ampguard.diagnose.code import accused
 from ampguard.diagnose.code.source import called_name, line_of_code
 from ampguard.diagnose.code.text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
-from ampguard.diagnose.fixes.proposals import at_the_head
+from ampguard.diagnose.fixes.proposals import at_the_head, spelled
+from ampguard.diagnose.givens.places import place_of
 from ampguard.diagnose.locate import lineage
 from ampguard.diagnose.locate.rows import logsumexps_of_empty_rows
 from ampguard.replay.trace import TracedOp
 from ampguard.replay.variables import expression_of
-from ampguard.replay.variants import Variant
+from ampguard.replay.variants import Intervention, Variant
+
+NORMALISERS = frozenset({"lgamma"})
+"""What the likelihoods of counts take of the data themselves."""
 
 PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "cross_entropy_loss", "gather", "index"})
 
@@ -42,7 +48,7 @@ def infeasible_target(evidence: Evidence) -> Finding | None:
         return _ctc(evidence)
     if evidence.intended and (evidence.converts or evidence.bad.kind == "loss"):
         return _masked_label(evidence)
-    return None
+    return _outside_support(evidence)
 
 
 def _ctc(evidence: Evidence) -> Finding | None:
@@ -159,6 +165,73 @@ def _masked_label(evidence: Evidence) -> Finding | None:
         phase="loss",
         op=None if pick is evidence.op else pick,
     )
+
+
+def _outside_support(evidence: Evidence) -> Finding | None:
+    """A likelihood of data that a distribution cannot produce: what it takes of the data alone, of no weight, has no value."""
+    op = evidence.op
+    if evidence.given is not None or evidence.intended or (op.short_name not in NORMALISERS and _log_prob(op) is None):
+        return None
+    outside = outside_domain(evidence)
+    if outside is None or evidence.is_finite_in_float32:
+        return None
+    position, value, low, high = outside
+    data = lineage.given_alone(evidence.trace, op, position, _memory_of_weights(evidence))
+    held = [h for _, _, h in evidence.held() if compat.storage_key(h.tensor) in data and h.tensor.numel() > 1]
+    if not held:
+        return None
+    call = _log_prob(op)
+    place = place_of(max(held, key=lambda h: h.tensor.numel()).tensor)
+    name = ast.unparse(call.args[0]) if call is not None and call.args else place.written if place is not None else None
+    called = f"`{name}`" if name is not None else "the target"
+    span = domain_in_words(low, high, open_ends=True)
+    return Finding(
+        "infeasible-target",
+        f"The likelihood of a target has no value: {op.short_name} {_place(op)} was given {spelled_out(value, low, high)}, "
+        f"outside its domain{span}, and gives {spelled(evidence.kind)} in any precision. No weight went into that: it was "
+        f"computed from {called}. A mask behind it leaves 0 * Inf, which is NaN.",
+        weight=85,
+        evidence={"name": name, "operand_value": value},
+        proposals=(
+            Proposal(
+                "filter-sample",
+                words.region(evidence),
+                f"drop the values of {called} that the distribution cannot produce, or where a mask leaves them out put one of "
+                f"its support in their place, before: {accused.statement(evidence)}",
+                trial=lambda e: Variant(at_places={op.place: _within(position, low, high)}),
+            ),
+        ),
+        phase="loss",
+    )
+
+
+def _log_prob(op: TracedOp) -> ast.Call | None:
+    """The call of a distribution's `log_prob` at an operator's line."""
+    code = line_of_code(op.line) if op.line is not None else None
+    parts = code.parts if code is not None else ()
+    calls = (n for part, _ in parts for n in ast.walk(part) if isinstance(n, ast.Call))
+    return next((call for call in calls if called_name(call) == "log_prob"), None)
+
+
+def _memory_of_weights(evidence: Evidence) -> set[int]:
+    modules = [e.module for e in evidence.events() if isinstance(e, RootCall)]
+    weights = [p for module in modules for p in compat.all_parameters(module)]
+    leaves = [h.tensor for _, _, h in evidence.held() if h.tensor.requires_grad]
+    return {compat.storage_key(t) for t in (*weights, *leaves)}
+
+
+def _within(position: int, low: float | None, high: float | None) -> Intervention:
+    """The operator with 1, or the middle of its domain, in the place of what is outside."""
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    inside = 1.0 if least < 1.0 < most else (least + most) / 2
+
+    def within(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[position]
+        is_inside = (given > least) & (given < most)
+        other = torch.where(is_inside, given, torch.full_like(given, inside))
+        return func(*args[:position], other, *args[position + 1 :], **kwargs)
+
+    return within
 
 
 def _pick(evidence: Evidence) -> TracedOp | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from ampguard import numerics
@@ -13,6 +15,8 @@ LOOK_THROUGH = frozenset({
     "chunk", "unflatten", "flatten", "narrow", "lift_fresh", "as_strided", "diagonal",
 })  # fmt: skip
 """Operators that pass values on: views, copies and casts."""
+
+MOST_OF_DATA = 64
 
 APART = 8
 """Operators between the parts of one composed call, at most."""
@@ -32,6 +36,28 @@ def maker(trace: Trace, op: TracedOp, operand: int) -> TracedOp | None:
             continue
         return producer
     return None
+
+
+def given_alone(trace: Trace, op: TracedOp, operand: int, weights: Collection[int]) -> set[int]:
+    """The memory of what the step was given from which an operand was computed; empty where a weight went into it.
+
+    `weights`: the memory of those. What was computed from more than so many operators is taken for no data.
+    """
+    if operand >= len(op.inputs):
+        return set()
+    given: set[int] = set()
+    seen: set[int] = set()
+    waiting = [op.inputs[operand]]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.made_by is None:
+            given.add(tensor.storage)
+        elif tensor.made_by[0] not in seen:
+            seen.add(tensor.made_by[0])
+            waiting += trace.ops[tensor.made_by[0]].inputs
+        if len(seen) > MOST_OF_DATA or tensor.storage in weights:
+            return set()
+    return given
 
 
 def logdet_around(trace: Trace, constant: TracedOp) -> tuple[TracedOp, TracedOp] | None:

@@ -94,6 +94,11 @@ def stale_parameters(scene: Scene) -> Telling:
             how = f"call the model whose parameters {name} holds; or build {name} anew from those of the copy that is trained now"
         if plain:
             how = f"build {name} after its tensors have got their last values and place{built}, from those"
+        if scene.facts.get("is_midway") and not scene.facts.get("copied"):
+            how = (
+                f"they were made anew in the middle of the run: build {name} anew there{built}, or write the new values into the "
+                f"tensors that it holds (p.data.copy_(...))"
+            )
         fix = order(
             scene, f"{framework}; or {how}" if (framework := build_instead(scene)) else how, "rebuild-optimizer"
         )
