@@ -60,6 +60,15 @@ class FourthPower(Own):
         return p.grad * state["v"].mean()
 
 
+class RootOfWhatIsAddedUp(Own):
+    """What the step adds to its state before it uses it makes that positive, where it is added once more."""
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        added = p.grad.norm().clamp(max=1e-2) / 1e-2
+        state["c"] = state.get("c", torch.full((1,), -3.5)) + added
+        return p.grad * (state["c"].sqrt() if self.count == 2 else 1.0)  # <- here
+
+
 class HandMadeAdam(Own):
     def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         state["v"] = 0.999 * state.get("v", torch.zeros_like(p)) + 0.001 * p.grad * p.grad
@@ -110,6 +119,7 @@ CASES = {
     "an attribute counts from 0": (CountsFromZero, {"loss_scale": 1.0}, 0, "div", {"add-epsilon"}),
     "a state counts from 0": (StateCountsFromZero, {"loss_scale": 1.0}, 0, "div", {"add-epsilon"}),
     "a fourth power": (FourthPower, {"loss_scale": 1e12}, 2, "pow", {"clip-gradients"}),
+    "a root of what is added up": (RootOfWhatIsAddedUp, {"loss_scale": 1.0}, 2, "sqrt", {"clamp"}),
     "float16 squares": (HandMadeAdam, {"loss_scale": 1.0, "dtype": torch.float16, "dead": True}, 0, "div", {"add-epsilon"}),
     "through a scaler": (Normalised, {"loss_scale": 1.0, "dead": True, "with_scaler": True}, 0, "div", {"add-epsilon"}),
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 It has just made parameters non-finite from finite gradients. Its gradients are still there; its weights and its state
 are those of after the step. Weights that are not finite are replaced by 1, a state that is not finite in places by 0;
-plain counters are put back, and state that did not exist before the step is taken away again.
+plain counters are put back, and state that did not exist before the step is taken away again. What the step had added up
+in its state (the statistics of a preconditioner) gets the gradients a second time, or next to nothing of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from ampguard.numerics import is_finite
 from ampguard.replay.operators import facts_of, flat_scalars, flat_tensors
 from ampguard.replay.sandbox import neutral_thread, quiet
 
+LITTLE = 1e-3
+"""Of the gradients, where a state is to be as the step has left it: a norm of them is a divisor still, and not 0."""
+
 Edit = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
 
 
@@ -32,7 +36,7 @@ Edit = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
 class BadOperator:
     """The first operator of the step whose result is not finite although its operands are.
 
-    `zero_at`: the position of an operand that is 0 in places, as a divisor is.
+    `zero_at`: the position of an operand that is 0 in places, as a divisor is. `lowest`: the lowest value of the first.
     """
 
     op: str
@@ -41,6 +45,7 @@ class BadOperator:
     dtype: torch.dtype
     largest: float
     zero_at: int | None
+    lowest: float = 0.0
 
 
 @dataclass(slots=True)
@@ -58,6 +63,13 @@ class OwnStep:
         self._optimizer = optimizer
         self._counters = counters
         self._snapshot = snapshot
+        self._share_of_gradients = 1.0
+
+    def with_little_gradients(self) -> OwnStep:
+        """The same step, in which what was added up in the state stays as the step has left it, nearly."""
+        other = OwnStep(self._optimizer, self._counters, self._snapshot)
+        other._share_of_gradients = LITTLE
+        return other
 
     @staticmethod
     def of(optimizer: Optimizer, counters: Counters) -> OwnStep | None:
@@ -99,7 +111,7 @@ class OwnStep:
             leaf = by_original[id(original)]
             leaf.data = leaf.data.nan_to_num(1.0, 1.0, 1.0).to(dtype or leaf.dtype)
             if original.grad is not None:
-                leaf.grad = original.grad.detach().clone().to(leaf.dtype) * gradient_factor
+                leaf.grad = original.grad.detach().clone().to(leaf.dtype) * (gradient_factor * self._share_of_gradients)
             self._put_back(fresh, original, leaf, dtype)
         vars(fresh).update(self._counters.attributes)
         return leaves, fresh
@@ -134,22 +146,24 @@ class _Watching(compat.DispatchMode):
         before = _looked_at(args, kwargs) if asks else None
         output = func(*args, **kwargs)
         if before is not None and not all(is_finite(t) for t in _results(func, args, output)):
-            largest, zero_at = before
+            largest, zero_at, lowest = before
             line = user_line(sys._getframe())
             result = _results(func, args, output)[0]
-            self.first = BadOperator(str(func), facts_of(func).name, line, result.dtype, largest, zero_at)
+            self.first = BadOperator(str(func), facts_of(func).name, line, result.dtype, largest, zero_at, lowest)
         return output
 
 
-def _looked_at(args: Any, kwargs: dict[str, Any]) -> tuple[float, int | None] | None:
-    """The largest magnitude among finite operands, and which of them is 0 in places; None where one is not finite."""
+def _looked_at(args: Any, kwargs: dict[str, Any]) -> tuple[float, int | None, float] | None:
+    """The largest magnitude among finite operands, which of them is 0 in places, and the lowest value of the first; None
+    where one is not finite."""
     tensors = [t for t in flat_tensors(args, kwargs) if t.is_floating_point()]
     if not all(is_finite(t) for t in tensors):
         return None
     sizes = [float(t.detach().abs().max()) for t in tensors if t.numel()]
     sizes += [abs(number) for number in flat_scalars(args, kwargs)]
     zero_at = next((i for i in reversed(range(len(args))) if _has_zero(args[i])), None)
-    return max(sizes, default=0.0), zero_at
+    lowest = float(tensors[0].detach().min()) if tensors and tensors[0].numel() and not tensors[0].is_complex() else 0.0
+    return max(sizes, default=0.0), zero_at, lowest
 
 
 def _has_zero(value: Any) -> bool:

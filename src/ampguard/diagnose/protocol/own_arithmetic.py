@@ -1,6 +1,7 @@
 """optimizer-underflow, in an optimizer that is not PyTorch's: its own arithmetic makes the weights non-finite.
 
-What happens   the gradients are finite, and the step divides by a norm or a moment that is 0, or squares what is large.
+What happens   the gradients are finite, and the step divides by a norm or a moment that is 0, squares what is large, or
+               takes a root of what rounding has made negative (the eigenvalues of a preconditioner).
 Why it hurts   the weights are NaN or Inf after a step whose loss and gradients were fine; every later step fails.
 Instead        an epsilon in every divisor that can be 0 (one that the weights' precision has); clip gradients before
                the step; keep the optimizer's state in float32.
@@ -26,6 +27,8 @@ from ampguard.numerics import dtype_name, is_low_precision
 from ampguard.replay.names import module_of_parameter
 from ampguard.replay.own_step import BadOperator, OwnStep, SteppedAgain
 
+ROOTS = frozenset({"pow", "sqrt", "rsqrt", "log", "_foreach_sqrt", "_foreach_pow"})
+"""Which have no value below 0."""
 DIVISIONS = frozenset({"div", "addcdiv", "_foreach_div", "_foreach_addcdiv", "reciprocal", "rsqrt", "pow"})
 EPSILON = {torch.float16: 1e-4, torch.bfloat16: 1e-6}
 """What is added to a divisor, where the precision has no 1e-8 or it is lost beside anything."""
@@ -42,6 +45,9 @@ def optimizer_underflow(scene: Scene) -> Telling:
     module = module_of_parameter(scene.parameters[0]) if scene.hangs_in_module(scene.parameters[0]) else None
     step = OwnStep.of(optimizer, scene.facts["counters"]) if optimizer is not None else None
     ran = step.again() if step is not None else None
+    if step is not None and ran is not None and ran.is_finite:
+        step = step.with_little_gradients()
+        ran = step.again()
     first = ran.first if ran is not None and not ran.is_finite else None
     kind = type(optimizer).__name__
     head = f"The step of {kind} made {listed(scene.parameters)} not finite although all its gradients are: "
@@ -66,7 +72,13 @@ def _is_by_zero(first: BadOperator) -> bool:
     return first.name in DIVISIONS and first.zero_at is not None
 
 
+def _is_below_zero(first: BadOperator) -> bool:
+    return first.name in ROOTS and first.lowest < 0
+
+
 def _why(first: BadOperator) -> str:
+    if _is_below_zero(first):
+        return f"was given {number(first.lowest)}, outside its domain (0 or more)"
     if _is_by_zero(first):
         return "divides by 0"
     limit = number(torch.finfo(first.dtype).max)
@@ -80,6 +92,11 @@ def _cures(step: OwnStep, first: BadOperator, optimizer: Optimizer) -> Iterator[
         ran = step.again(lambda func, args: _with_epsilon(args, first.zero_at, eps), first)
         code = first.line.location().code if first.line is not None else "the division"
         yield _fix("add-epsilon", _changed_line(first, eps) or f"add {eps:g} to what is 0 there: {code}", ran)
+    if _is_below_zero(first):
+        least = EPSILON.get(first.dtype, 1e-8)
+        ran = step.again(lambda func, args: (args[0].clamp(min=least), *args[1:]), first)
+        code = first.line.location().code if first.line is not None else "the root"
+        yield _fix("clamp", f"clamp(min={least:g}) what is below 0 there: {code}", ran)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     if any(is_low_precision(dtype) for dtype in dtypes):
         ran = step.again(dtype=torch.float32)

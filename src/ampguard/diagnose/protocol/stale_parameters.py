@@ -94,14 +94,14 @@ def stale_parameters(scene: Scene) -> Telling:
             how = f"call the model whose parameters {name} holds; or build {name} anew from those of the copy that is trained now"
         if plain:
             how = f"build {name} after its tensors have got their last values and place{built}, from those"
-        if scene.facts.get("is_midway") and not scene.facts.get("copied"):
+        is_midway = bool(scene.facts.get("is_midway")) and not scene.facts.get("copied")
+        if is_midway:
             how = (
                 f"they were made anew in the middle of the run: build {name} anew there{built}, or write the new values into the "
                 f"tensors that it holds (p.data.copy_(...))"
             )
-        fix = order(
-            scene, f"{framework}; or {how}" if (framework := build_instead(scene)) else how, "rebuild-optimizer"
-        )
+        framework = build_instead(scene) if not is_midway else None
+        fix = order(scene, f"{framework}; or {how}" if framework else how, "rebuild-optimizer")
     refused = ' PyTorch says "No inf checks were recorded".' if scene.facts.get("refused") else " No error comes of it."
     shapes = [list(shape) for shape in lost[:8]]
     return Telling(
