@@ -28,6 +28,7 @@ from ampguard.capture.glue.calltape import CallTape
 from ampguard.capture.glue.originals import Replacements
 from ampguard.capture.judging.judge import Judge
 from ampguard.capture.record import GlueOp, torch_rng_states
+from ampguard.capture.root_calls.trees import tensors_in
 
 LOOK_AGAIN = 64
 """Times that the tape is put on between two looks at what the script has replaced; a power of 2."""
@@ -367,7 +368,7 @@ class GlueTape(compat.DispatchMode):
         if facts.writes:
             log.settle()  # the operands of earlier calls are still what they were
             if self._taped.judge.suspects:
-                self._taped.judge.settle_before_write(a for i, a in enumerate(args) if i in facts.writes)
+                self._taped.judge.settle_before_write(tensors_in([a for i, a in enumerate(args) if i in facts.writes]))
             args = tuple(log.copied(a) if i in facts.writes else a for i, a in enumerate(args))
         op = log.add_operator(func, args, kwargs, rng, frame)
         if op is not None:

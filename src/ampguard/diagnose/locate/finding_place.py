@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 
+from ampguard import compat
 from ampguard.capture.record import BadResult, Held
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.diagnose.budget import Budget
@@ -55,9 +56,12 @@ class FindingPlace:
                 raise
             self._recorder.log.arguments.copies_large = True
             try:
-                return locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
+                evidence = locate(bad, Replayer(bad, self._recorder, as_it_is_now=True))
             except ReplayError:
                 raise changed from None
+            if evidence is not None and _is_given_what_was_written_since(evidence):
+                raise
+            return evidence
         except ReplayError:
             evidence = self._before_any_record(bad, budget)
             if evidence is None:
@@ -105,3 +109,13 @@ class FindingPlace:
                 if found is not None and found.given is None:
                     return found
         return None
+
+
+def _is_given_what_was_written_since(evidence: Evidence) -> bool:
+    """Whether the failure begins in a tensor that has been written to since the step read it (a model that adds to its input
+    in place): what was bad then is not known."""
+    given = evidence.given_tensor
+    key = compat.storage_key(given) if given is not None and not given.requires_grad else 0
+    return bool(key) and any(
+        not held.is_intact and compat.storage_key(held.tensor) == key for _, _, held in evidence.held()
+    )
