@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from watching import Watched, seed_everything
 
 Guard = Callable[..., Watched]
@@ -62,8 +63,8 @@ def test_a_batch_that_the_model_overwrites_is_not_what_was_bad(guard: Guard) -> 
         seed_everything()
         model = AddsToItsInput()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-        for step in range(8):
-            x = torch.randn(10, 3) * (3e3 if step >= 3 else 1.0)
+        sizes = torch.tensor([1.0, 3e3]).repeat_interleave(30)[:, None]
+        for (x,) in DataLoader(TensorDataset(torch.randn(60, 3) * sizes), 10):
             spread = x.pow(2).sum()
             with torch.autocast("cpu", dtype=torch.float16):
                 out = model(x.detach())
