@@ -22,6 +22,7 @@ from ampguard.diagnose.attempts import attempt
 from ampguard.diagnose.givens.named_arguments import named_leaves
 from ampguard.diagnose.locate.chain import Chain, Given, Link
 from ampguard.diagnose.locate.contributions import contributing
+from ampguard.errors import ReplayError
 from ampguard.incident import Fix
 from ampguard.numerics import KIND_NAMES, NAN, TensorStats, stats
 from ampguard.replay.operators import facts_of
@@ -296,7 +297,9 @@ class Evidence:
             return None
         try:
             self.seen_in_float32 = attempt(self.bad, self.replayer, self.all_in_float32, is_traced=True)
-        except RuntimeError:
+        except ReplayError:
+            raise
+        except Exception:  # refused by PyTorch, or by the script's own code (`assert x.dtype == torch.float16`)
             return None
         return self.seen_in_float32
 

@@ -21,7 +21,7 @@ from ampguard.capture.record import BackwardCall, BadResult, Event, GlueOp, Line
 from ampguard.capture.recorder import FlightRecorder
 from ampguard.capture.root_calls.surroundings import casting_for, is_autocast_on, modes_of
 from ampguard.capture.root_calls.trees import map_tensors
-from ampguard.errors import AmpguardError, ReplayError, message_of
+from ampguard.errors import ReplayError
 from ampguard.replay import preconditions
 from ampguard.replay.arguments import Values, fresh_copy_needed, low_to
 from ampguard.replay.backward import Gradients, run_backward
@@ -197,22 +197,13 @@ class Replayer:
         return Replayer(bad, self._recorder)
 
     def run(self, variant: Variant = AS_IT_RAN, traced: bool = True) -> Outcome:
-        """Replay once. Raises what the replay raises, except what PyTorch refuses to convert.
-
-        What the script's own code makes of a change (`assert x.dtype == torch.float16`) is a RuntimeError, as PyTorch's is.
-        """
+        """Replay once. Raises what the replay raises, except what PyTorch refuses to convert."""
         with thawed(self.bad.parameters):
             while True:
                 try:
                     return self._run_or_differentiate(variant, traced)
                 except GivenWrittenError as found:
                     self._written.add(id(found.given))
-                except (RuntimeError, AmpguardError):
-                    raise
-                except Exception as refusal:
-                    if variant is AS_IT_RAN:
-                        raise
-                    raise RuntimeError(f"{type(refusal).__name__}: {message_of(refusal)}") from refusal
 
     def _run_or_differentiate(self, variant: Variant, traced: bool) -> Outcome:
         try:
