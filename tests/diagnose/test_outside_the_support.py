@@ -66,3 +66,21 @@ def test_the_logarithm_of_what_the_network_gave_is_out_of_its_domain(guard: Guar
 
     run = guard(body)
     assert run.report.incidents[0].cause == "domain-error"
+
+
+def test_a_feature_that_a_layer_is_given_is_no_target(guard: Guard) -> None:
+    def body() -> None:
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(6):
+            counts = torch.poisson(torch.full((12, 6), 3.0))
+            if step == 3:
+                counts[2, 1] = -1.0
+            loss = model(torch.lgamma(counts + 1)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert "infeasible-target" not in run.causes
+    assert run.report.incidents[0].step == 3

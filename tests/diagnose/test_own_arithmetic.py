@@ -114,6 +114,11 @@ def marked(kind: type[Own]) -> int:
     return first + next(i for i, line in enumerate(lines) if "# <- here" in line)
 
 
+class CubeOfTheGradient(Own):
+    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        return p.grad**3 / (p.grad.abs().max() + 1e-8)  # <- here
+
+
 CASES = {
     "a norm that is 0": (Normalised, {"loss_scale": 1.0, "dead": True}, 0, "div", {"add-epsilon"}),
     "an attribute counts from 0": (CountsFromZero, {"loss_scale": 1.0}, 0, "div", {"add-epsilon"}),
@@ -123,6 +128,14 @@ CASES = {
     "float16 squares": (HandMadeAdam, {"loss_scale": 1.0, "dtype": torch.float16, "dead": True}, 0, "div", {"add-epsilon"}),
     "through a scaler": (Normalised, {"loss_scale": 1.0, "dead": True, "with_scaler": True}, 0, "div", {"add-epsilon"}),
 }  # fmt: skip
+
+
+def test_a_power_of_what_is_large_and_negative_overflows(guard: Guard) -> None:
+    run = guard(lambda: train(CubeOfTheGradient, 1e16))
+
+    assert (run.faults, run.first.cause) == (0, "optimizer-underflow")
+    assert "gives a result that is not finite" in run.first.explanation
+    assert "clamp" not in {fix.action for fix in run.first.fixes}
 
 
 @pytest.mark.parametrize("name", CASES)

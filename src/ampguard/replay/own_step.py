@@ -37,6 +37,7 @@ class BadOperator:
     """The first operator of the step whose result is not finite although its operands are.
 
     `zero_at`: the position of an operand that is 0 in places, as a divisor is. `lowest`: the lowest value of the first.
+    `gives_nan`: else all that is bad in the result is infinite.
     """
 
     op: str
@@ -45,7 +46,8 @@ class BadOperator:
     dtype: torch.dtype
     largest: float
     zero_at: int | None
-    lowest: float = 0.0
+    lowest: float
+    gives_nan: bool
 
 
 @dataclass(slots=True)
@@ -149,7 +151,9 @@ class _Watching(compat.DispatchMode):
             largest, zero_at, lowest = before
             line = user_line(sys._getframe())
             result = _results(func, args, output)[0]
-            self.first = BadOperator(str(func), facts_of(func).name, line, result.dtype, largest, zero_at, lowest)
+            gives_nan = bool(result.isnan().any())
+            name = facts_of(func).name
+            self.first = BadOperator(str(func), name, line, result.dtype, largest, zero_at, lowest, gives_nan)
         return output
 
 

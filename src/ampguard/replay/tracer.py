@@ -205,7 +205,9 @@ class ReplayMode(compat.DispatchMode):
         key: RunKey | None = None
         if self._intervenes and self.changed_operands.differentiated:
             key = self.changed_operands.key(self.event.index if self.event is not None else -1, func)
-        noted = self.note_before(func, args, kwargs) if self._notes else self._counted()
+        noted = self.note_before(func, args, kwargs) if self._notes else None
+        if noted is None:
+            self._number()
         intervention = None
         if self._intervenes:
             intervention = self._intervention(facts.full_name)
@@ -229,11 +231,12 @@ class ReplayMode(compat.DispatchMode):
             self._seek(func, output)
         return output
 
-    def _counted(self) -> Noted | None:
-        """An operator is about to run of which nothing is kept but its number."""
-        self.transformed.note(self.event, self.count)
+    def _number(self) -> int:
+        """The number of the operator that is about to run."""
+        index = self.count
         self.count += 1
-        return None
+        self.transformed.note(self.event, index)
+        return index
 
     def _run_kernel(self, kernel: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that is written in Python: what it computes with is seen, as in a custom function.
@@ -263,9 +266,7 @@ class ReplayMode(compat.DispatchMode):
     def note_before(self, func: Any, args: Any, kwargs: Any) -> Noted:
         """What must be kept of an operator that is about to run."""
         facts = facts_of(func)
-        index = self.count
-        self.count += 1
-        self.transformed.note(self.event, index)
+        index = self._number()
         op = None
         if self.writer is not None:
             op = self._traced(self.writer, index, func, facts, sys._getframe())

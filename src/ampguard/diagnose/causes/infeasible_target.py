@@ -168,7 +168,10 @@ def _masked_label(evidence: Evidence) -> Finding | None:
 
 
 def _outside_support(evidence: Evidence) -> Finding | None:
-    """A likelihood of data that a distribution cannot produce: what it takes of the data alone, of no weight, has no value."""
+    """A likelihood of data that a distribution cannot produce: what it takes of the data alone, of no weight, has no value.
+
+    It is a term of the loss then: what a layer is given of it (a feature) meets a weight on its way there.
+    """
     op = evidence.op
     if evidence.given is not None or evidence.intended or (op.short_name not in NORMALISERS and _log_prob(op) is None):
         return None
@@ -176,7 +179,10 @@ def _outside_support(evidence: Evidence) -> Finding | None:
     if outside is None or evidence.is_finite_in_float32:
         return None
     position, value, low, high = outside
-    data = lineage.given_alone(evidence.trace, op, position, _memory_of_weights(evidence))
+    weights = _memory_of_weights(evidence)
+    if any(lineage.reads_any(evidence.trace, link.op, weights) for link in evidence.chain.links if link.op is not op):
+        return None
+    data = lineage.given_alone(evidence.trace, op, position, weights)
     held = [h for _, _, h in evidence.held() if compat.storage_key(h.tensor) in data and h.tensor.numel() > 1]
     if not held:
         return None

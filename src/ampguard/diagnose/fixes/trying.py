@@ -107,7 +107,7 @@ def tried(evidence: Evidence, proposal: Proposal, budget: Budget) -> Fix | None:
             if variant is evidence.all_in_float32:
                 evidence.seen_in_float32 = outcome
     except Exception as error:
-        return fix(None, f"the replay with it raised: {error}"[:300], how)
+        return fix(None, f"the replay with it raised: {error or type(error).__name__}"[:300], how)
     verified, effect = judged(evidence, replayer, variant, outcome, budget, how)
     if verified and (before := _finite_loss_before(evidence, outcome)) is not None:
         changing = fix(True, f"{effect}, no longer {before:.4g}: it changes more than the derivative", how, target)

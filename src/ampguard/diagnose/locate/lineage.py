@@ -60,6 +60,19 @@ def given_alone(trace: Trace, op: TracedOp, operand: int, weights: Collection[in
     return given
 
 
+def reads_any(trace: Trace, op: TracedOp, weights: Collection[int]) -> bool:
+    """Whether an operand is one of these weights (by their memory), or a view or a cast of one."""
+    for given in op.inputs:
+        for _ in range(16):
+            if given.storage in weights:
+                return True
+            producer = trace.ops[given.made_by[0]] if given.made_by is not None else None
+            if producer is None or producer.short_name not in LOOK_THROUGH or not producer.inputs:
+                break
+            given = producer.inputs[0]
+    return False
+
+
 def logdet_around(trace: Trace, constant: TracedOp) -> tuple[TracedOp, TracedOp] | None:
     """(the `where`, the `slogdet`) of the `torch.logdet` that made this constant for a negative determinant; None of others."""
     if constant.short_name != "scalar_tensor":

@@ -73,7 +73,7 @@ def _is_by_zero(first: BadOperator) -> bool:
 
 
 def _is_below_zero(first: BadOperator) -> bool:
-    return first.name in ROOTS and first.lowest < 0
+    return first.name in ROOTS and first.lowest < 0 and first.gives_nan  # (a square of it overflows to an infinity)
 
 
 def _why(first: BadOperator) -> str:
