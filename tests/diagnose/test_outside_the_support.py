@@ -30,10 +30,9 @@ def trained(likelihood: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None
     def body() -> None:
         model = nn.Linear(6, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for step in range(6):
-            target = torch.poisson(torch.full((12,), 3.0))
-            if step == 3:
-                target[[2, 7]] = -1.0  # days without a report
+        targets = torch.poisson(torch.full((6, 12), 3.0))
+        targets[3, [2, 7]] = -1.0  # days without a report
+        for target in targets:
             observed = (target >= 0).float()
             loss = (likelihood(model(torch.randn(12, 6)), target) * observed).sum() / observed.sum()
             optimizer.zero_grad()
@@ -72,10 +71,9 @@ def test_a_feature_that_a_layer_is_given_is_no_target(guard: Guard) -> None:
     def body() -> None:
         model = nn.Linear(6, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for step in range(6):
-            counts = torch.poisson(torch.full((12, 6), 3.0))
-            if step == 3:
-                counts[2, 1] = -1.0
+        batches = torch.poisson(torch.full((6, 12, 6), 3.0))
+        batches[3, 2, 1] = -1.0
+        for counts in batches:
             loss = model(torch.lgamma(counts + 1)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()

@@ -80,6 +80,36 @@ def test_a_batch_that_the_model_overwrites_is_not_what_was_bad(guard: Guard) -> 
     assert "nonfinite-input" not in run.causes
 
 
+class NormalisesItsBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(2048, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images.sub_(0.5).div_(0.2)
+        return self.body(images)
+
+
+def test_a_large_batch_that_the_model_normalises_in_place_is_run_again_as_it_was(guard: Guard) -> None:
+    def body() -> None:
+        seed_everything()
+        model = NormalisesItsBatch()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        sizes = torch.tensor([1.0, 2e4]).repeat_interleave(36)[:, None]
+        for (x,) in DataLoader(TensorDataset(torch.ones(72, 2048) * sizes), 12):
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(x)
+            loss = out.float().abs().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = guard(body)
+    assert (run.faults, run.first.cause, run.first.step) == (0, "fp16-overflow", 3)
+    assert "the cast gives 99998 in float32" in run.first.explanation, "and not five times as much, normalised twice"
+    assert "bit for bit" not in run.first.explanation
+
+
 def test_lists_of_tensors_are_overwritten_while_a_bad_result_waits(guard: Guard) -> None:
     def body() -> None:
         seed_everything()

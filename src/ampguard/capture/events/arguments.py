@@ -18,11 +18,12 @@ TRUSTED_CALLS = 16
 
 
 class ArgumentCopies:
-    """Copies small arguments of the first calls, and of all calls where the script was ever seen to write to one."""
+    """Copies small arguments of the first calls, and of all calls where the script was ever seen to write to one; larger ones
+    where it was seen to write to one of these (a detector that normalises its batch in place)."""
 
     def __init__(self) -> None:
         self.copies_large = False
-        """True once an input was seen to be changed in place before backward: then larger ones are copied as well."""
+        """True once a larger input was seen to be changed in place: then those are copied as well."""
         self.waiting: list[Held] = []
         """What modules were given since the last look at it."""
         self._untouched_calls = 0
@@ -47,4 +48,5 @@ class ArgumentCopies:
             tensor = held.tensor
             if (-1 if tensor.is_inference() else plain_version(tensor)) != held.version:
                 self._untouched_calls = -(1 << 60)
+                self.copies_large |= tensor.numel() > SMALL_ARGUMENT
         self.waiting.clear()

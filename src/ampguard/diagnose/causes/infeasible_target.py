@@ -27,7 +27,6 @@ from ampguard.diagnose.code.text import joined_lines, spliced
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.finding import Finding, Proposal, cause
 from ampguard.diagnose.fixes.proposals import at_the_head, spelled
-from ampguard.diagnose.givens.places import place_of
 from ampguard.diagnose.locate import lineage
 from ampguard.diagnose.locate.rows import logsumexps_of_empty_rows
 from ampguard.replay.trace import TracedOp
@@ -182,13 +181,10 @@ def _outside_support(evidence: Evidence) -> Finding | None:
     weights = _memory_of_weights(evidence)
     if any(lineage.reads_any(evidence.trace, link.op, weights) for link in evidence.chain.links if link.op is not op):
         return None
-    data = lineage.given_alone(evidence.trace, op, position, weights)
-    held = [h for _, _, h in evidence.held() if compat.storage_key(h.tensor) in data and h.tensor.numel() > 1]
-    if not held:
+    if math.prod(op.inputs[position].shape) < 2 or not lineage.is_of_data_alone(evidence.trace, op, position, weights):
         return None
     call = _log_prob(op)
-    place = place_of(max(held, key=lambda h: h.tensor.numel()).tensor)
-    name = ast.unparse(call.args[0]) if call is not None and call.args else place.written if place is not None else None
+    name = ast.unparse(call.args[0]) if call is not None and call.args else None
     called = f"`{name}`" if name is not None else "the target"
     span = domain_in_words(low, high, open_ends=True)
     return Finding(

@@ -38,26 +38,20 @@ def maker(trace: Trace, op: TracedOp, operand: int) -> TracedOp | None:
     return None
 
 
-def given_alone(trace: Trace, op: TracedOp, operand: int, weights: Collection[int]) -> set[int]:
-    """The memory of what the step was given from which an operand was computed; empty where a weight went into it.
-
-    `weights`: the memory of those. What was computed from more than so many operators is taken for no data.
-    """
-    if operand >= len(op.inputs):
-        return set()
-    given: set[int] = set()
+def is_of_data_alone(trace: Trace, op: TracedOp, operand: int, weights: Collection[int]) -> bool:
+    """Whether an operand was computed from none of these weights (by their memory). What took many operators is no data."""
     seen: set[int] = set()
-    waiting = [op.inputs[operand]]
+    waiting = [op.inputs[operand]] if operand < len(op.inputs) else []
+    if not waiting:
+        return False
     while waiting:
         tensor = waiting.pop()
-        if tensor.made_by is None:
-            given.add(tensor.storage)
-        elif tensor.made_by[0] not in seen:
+        if tensor.made_by is not None and tensor.made_by[0] not in seen:
             seen.add(tensor.made_by[0])
             waiting += trace.ops[tensor.made_by[0]].inputs
         if len(seen) > MOST_OF_DATA or tensor.storage in weights:
-            return set()
-    return given
+            return False
+    return True
 
 
 def reads_any(trace: Trace, op: TracedOp, weights: Collection[int]) -> bool:
