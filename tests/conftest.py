@@ -31,4 +31,5 @@ def nothing_stays_compiled() -> Iterator[None]:
     compat = sys.modules.get("ampguard.compat")
     if compat is not None and compat.may_compile():
         sys.modules["torch"]._dynamo.reset()
+    if "torch._dynamo.utils" in sys.modules:
         sys.modules["torch._dynamo.utils"].counters.clear()  # whether anything was compiled before the guard

@@ -67,11 +67,22 @@ def batch_that_fails_is_overwritten(model: Divides, optimizer: torch.optim.Optim
     if step >= 2:
         x.data[0, 0] = 0.0
     loss = model(x).mean()
-    Scrub()(x)
+    if step >= 2:
+        Scrub()(x)
     return loss
 
 
 def batch_is_overwritten(model: Divides, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    model.divisor = float(step < 2)
+    x = model.batches[step]
+    loss = model(x).mean()
+    if step >= 2:
+        Scrub()(x)
+    return loss
+
+
+def each_batch_is_overwritten(model: Divides, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Known from the first step on: the later ones are copied."""
     model.divisor = float(step < 2)
     x = model.batches[step]
     loss = model(x).mean()
@@ -94,6 +105,7 @@ def parameters_are_updated_in_between(model: Divides, optimizer: torch.optim.Opt
         (generator_argument, "live-trace", 2),
         (batch_that_fails_is_overwritten, "live-trace", 2),
         (batch_is_overwritten, "replay-inexact", 2),
+        (each_batch_is_overwritten, "replay", 2),
     ],
 )
 def test_rung_that_an_answer_stands_on(use: Callable[..., Tensor], rung: str, failed_at: int, guard: Guard) -> None:
