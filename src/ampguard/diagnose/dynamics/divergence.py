@@ -32,6 +32,7 @@ from ampguard.diagnose.dynamics.proportion import (
     usual_ratio,
 )
 from ampguard.diagnose.dynamics.remedies import LEFT_RANGE, Remedies, try_remedies
+from ampguard.diagnose.dynamics.thrown import thrown_away, with_smaller_updates
 from ampguard.diagnose.dynamics.trajectory import is_number
 from ampguard.incident import Incident
 
@@ -71,7 +72,8 @@ def divergence(situation: Situation) -> Incident | None:
         is_tried = answer is not None and any(fix.verified is not None for fix in answer.fixes)
         if is_tried:
             return answer
-        return unseen_by_the_loss(incident, situation) or unsteady(incident, situation) or answer
+        answer = unseen_by_the_loss(incident, situation) or unsteady(incident, situation) or answer
+        return answer or thrown_away(incident, situation) or with_smaller_updates(incident, situation)
     if incident.cause in SELDOM and rise.factor < RISEN_STEEPLY:
         return None
     grown = growth_of_weights(situation, rise.began)
