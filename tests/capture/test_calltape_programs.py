@@ -38,6 +38,49 @@ def _constant(x: Tensor) -> Tensor:
     return x - level
 
 
+def _read_and_written(x: Tensor) -> Tensor:
+    y = x + 0.0
+    z = y.tanh()
+    known = y.detach()
+    y.mul_(0.5)
+    y -= 0.1 * z
+    return y + z + 0.1 * known
+
+
+def _written_under_two_names(x: Tensor) -> Tensor:
+    y = x * 1.0
+    row, total = y[0], y.sum()
+    row.mul_(0.5)
+    y.add_(0.1)
+    return y + 0.01 * total + 0.01 * row.sum()
+
+
+def _drawn(x: Tensor) -> Tensor:
+    noise = torch.empty(x.shape).uniform_(0.0, 0.1)
+    parts = torch.empty(2, *x.shape)
+    parts[0].normal_()
+    parts[1].fill_(0.5)
+    noise.mul_(2.0)
+    return x + noise + 0.01 * parts.sum(0) + torch.empty_like(x).normal_().mul_(0.01)
+
+
+def _added_up(x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    total += x.mean()
+    total += 0.1 * x.square().mean()
+    return x + total
+
+
+def _written_without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        level = x.mean(0, keepdim=True)
+        before = level + 0.0
+        noise = torch.empty_like(level).normal_()
+        level.mul_(0.5).add_(noise, alpha=0.01)
+        level -= 0.1 * before
+    return x - level
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda x: (x.clamp(max=3.0)).exp(),
     "softmax": lambda x: x.softmax(-1) + 0.1,
@@ -56,6 +99,11 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: (x + 0.0).mul_(0.5).sub_(0.1),
     "masked in place": _masked_in_place,
     "through a view": _added_through_a_view,
+    "read and written": _read_and_written,
+    "under two names": _written_under_two_names,
+    "drawn": _drawn,
+    "added up": _added_up,
+    "written without gradient": _written_without_gradient,
     "without gradient": _constant,
     "half": lambda x: x.half().float(),
     "transposed": lambda x: x.T.contiguous().T * 1.0,

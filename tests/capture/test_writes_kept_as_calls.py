@@ -198,8 +198,9 @@ def test_a_weight_that_stays_bad_is_asked_once(tmp_path: Path, monkeypatch: pyte
     assert len(sliced) < 20
 
 
-def test_what_follows_a_gradient_is_taped(tmp_path: Path) -> None:
-    """A write that autograd follows has a node of its own: its operators are taped as ever."""
+@pytest.mark.parametrize("is_from_a_module", [True, False])
+def test_what_follows_a_gradient_is_kept_where_a_call_has_made_it(is_from_a_module: bool, tmp_path: Path) -> None:
+    """A write that autograd follows is taped as ever where a module has made what is written to."""
     with ampguard.watch(out=tmp_path / "run") as session:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
@@ -208,12 +209,68 @@ def test_what_follows_a_gradient_is_taped(tmp_path: Path) -> None:
             out = out.abs().add_(1.0).sub_(1.0 if step < BAD else out.detach().abs() + 1.0)
             loss = (1.0 / out).mean() if step == BAD else out.mean()
             optimizer.zero_grad()
+            if step == BAD - 1:
+                assert WritingCall in map(type, session._recorder.log.kept_since(0))
             loss.backward()
             if loss.isfinite():
                 optimizer.step()
-            assert WritingCall not in map(type, session._recorder.log.kept_since(0))
     assert session.report is not None
     assert session.report.incidents[0].cause == "division-by-zero"
+
+
+def test_what_a_module_has_made_is_taped_where_a_gradient_follows_it(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in range(STEPS):
+            loss = model(torch.randn(6, 8)).add_(1.0).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            assert WritingCall not in map(type, session._recorder.log.kept_since(0))
+            optimizer.step()
+    assert session.report is not None
+    assert session.report.status == "clean"
+
+
+def test_a_derivative_that_fails_behind_a_kept_write_has_its_line(tmp_path: Path) -> None:
+    with ampguard.watch(out=tmp_path / "run") as session:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for step in range(STEPS):
+            length = model(torch.randn(6, 8)).square()
+            if step == BAD:
+                length = length * 0.0
+            length.sqrt_()  # the line
+            loss = (0.5 * length).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step < BAD:
+                optimizer.step()
+    assert session.report is not None
+    first = session.report.incidents[0]
+    assert (first.cause, first.location and first.location.code) == ("singular-gradient", "length.sqrt_()  # the line")
+    assert first.fixes[0].verified
+
+
+def test_what_is_drawn_into_new_memory_settles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[int] = []
+    original = EventLog.settle
+    with ampguard.watch(out=tmp_path / "run") as session:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for step in range(STEPS):
+            if step == BAD - 2:
+                monkeypatch.setattr(EventLog, "settle", lambda self: (settled.append(1), original(self))[1])
+            out = model(torch.randn(6, 8))
+            noise = torch.empty(out.shape).normal_().clamp(-1.0, 1.0)
+            loss = (out + noise * torch.empty(out.shape).uniform_(0.0, 0.1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == BAD - 1:
+                break
+    assert session.report is not None
+    assert len(settled) < 4
 
 
 def test_a_write_that_raises_raises_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,15 @@ class KeptEvents:
         found: list[Event] = [entry[0] for entry in entries[first:]] if first < size else []
         return found if first else [*since(self._record.events, index), *found]
 
+    def event_at(self, index: int) -> Event | None:
+        """The event of an index, pending or not; None where it is not kept."""
+        entries = self._pending.entries
+        if not entries or entries[0][0].index > index:
+            return self._record.event(index)
+        position = bisect_left(entries, index, key=lambda entry: entry[0].index)
+        event = entries[position][0] if position < len(entries) else None
+        return event if event is not None and event.index == index else None
+
     def computes_with_gradients(self, lately: int) -> bool:
         """Whether any of the last events has made something that can be differentiated; nothing is settled for that."""
         return any(map(has_graph, self.kept_since(0)[-lately:]))
@@ -178,7 +187,7 @@ class KeptEvents:
             return
         for position, ref in enumerate(call.outputs):
             tensor = ref()
-            if tensor is not None:
+            if tensor is not None and not self.producers.is_known_since(tensor, call.made[position]):
                 self.producers.put(tensor, ref, Ref(call.index, position), call.made[position])
         self._note_reuse(call, any((tensor := ref()) is not None and tensor.requires_grad for ref in call.outputs))
 

@@ -6,7 +6,7 @@ Everything here runs in every healthy step, hence the plain loops. Nothing write
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ampguard import compat
 from ampguard.capture.events.arguments import MAX_COPY
 from ampguard.capture.events.autocasting import is_cast_by_autocast, is_in_region
 from ampguard.capture.events.forgetting_log import ForgettingLog
+from ampguard.capture.events.operands import leaves
 from ampguard.capture.flags import is_immediate
 from ampguard.capture.frames import modules_around, user_line
 from ampguard.capture.glue.preprocessing import uses_computed
@@ -100,6 +101,27 @@ class EventLog(ForgettingLog):
             self.written.note_call(_weight_behind(written, maker), index)
         self._pending.add_call(call, versions, versions_in(kwargs.values()) if kwargs else (), written)
 
+    def maker_of(self, tensor: Tensor) -> TapedCall | None:
+        """The call, pending yet, that gave a tensor its present value; None where that was anything else."""
+        if not self._pending.entries or type(tensor) is not Tensor or tensor.is_inference():
+            return None
+        return self._pending.maker_of(tensor, plain_version(tensor))
+
+    def is_unread(self, tensor: Tensor, gives_memory: Callable[[Any], bool]) -> bool:
+        """Whether no call that is pending can have been given this tensor: it was made after all of them, in memory of its own.
+
+        `gives_memory`: whether that is so of what an operator returns.
+        """
+        entries = self._pending.entries
+        ref = self.producers.of(tensor, version_of(tensor))
+        if ref is not None:
+            maker = self.event_at(ref.event) if ref.event > self._pending.last_call else None
+            return type(maker) is GlueOp and gives_memory(maker.func)
+        last = entries[-1][0] if entries else None
+        if not isinstance(last, TapedCall) or len(last.outputs) != 1 or last.outputs[0]() is not tensor:
+            return False
+        return not any(isinstance(value, Tensor) for value in leaves(last.operands))  # `torch.empty`, say
+
     def value_before(self, tensor: Tensor) -> Tensor | None:
         """What a call is about to overwrite; None where an earlier one, which is pending, has written it."""
         maker = self._pending.maker_of(tensor, plain_version(tensor))
@@ -107,30 +129,48 @@ class EventLog(ForgettingLog):
         return None if is_written else tensor.detach().clone()
 
     def is_about_finite_numbers(self, truth: Tensor) -> bool:
-        """Whether a yes or no (`loss.isfinite()`) comes from calls that are pending, and no number behind it is bad."""
+        """Whether a yes or no (`loss.isfinite()`) was computed just now, and no number behind it is bad. Nothing is settled."""
         stack, seen = [truth], 0
         while stack and seen < MAX_BEHIND:
             tensor = stack.pop()
-            maker = self._pending.maker_of(tensor, version_of(tensor)) if self._pending.entries else None
-            if maker is None:
+            operands = self._operands_behind(tensor)
+            if operands is None:
                 if tensor is truth or tensor.dtype is torch.bool or self.producers.maker_of(tensor) is not None:
                     return False
                 continue  # whole numbers that the script was given
             seen += 1
-            for operand in (*maker.args, *maker.kwargs.values()):
-                if not isinstance(operand, Tensor):
-                    continue
+            for operand in operands:
+                if operand is None:
+                    return False
                 if not operand.is_floating_point():
                     stack.append(operand)
                 elif operand.numel() == 1 and not (is_immediate(operand) and is_finite(operand)):
                     return False
         return not stack
 
+    def _operands_behind(self, tensor: Tensor) -> list[Tensor | None] | None:
+        """The tensors that the call or the operator was given which has just made this one (None: it is gone); None where
+        that is not known."""
+        version = version_of(tensor)
+        maker = self._pending.maker_of(tensor, version) if self._pending.entries else None
+        if maker is not None:
+            return [value for value in (*maker.args, *maker.kwargs.values()) if isinstance(value, Tensor)]
+        ref = self.producers.of(tensor, version)
+        made_by = self.event_at(ref.event) if ref is not None else None
+        if type(made_by) is not GlueOp:  # (what a call that is pending was given has no names yet)
+            return None
+        given = [leaf for leaf in leaves((made_by.args, made_by.kwargs)) if isinstance(leaf, (Ref, Held))]
+        return [leaf.tensor if isinstance(leaf, Held) else self._result(leaf) for leaf in given]
+
+    def _result(self, ref: Ref) -> Tensor | None:
+        event = self.event_at(ref.event)
+        return event.outputs[ref.output]() if event is not None and ref.output < len(event.outputs) else None
+
     def keep_backward(self, call: BackwardCall) -> None:
         """Keep a call of `backward` whose arguments are the tensors themselves: they are named when they are asked for."""
         losses = call.args[0]
         alone = len(losses) == 1 and type(losses[0]) is Tensor and not losses[0].is_inference()
-        self._pending.entries.append((call, (plain_version(losses[0]),) if alone else versions_in(losses), ()))
+        self._pending.add_backward(call, (plain_version(losses[0]),) if alone else versions_in(losses))
 
     def is_one_computation(self, began: int, output: Any) -> bool:
         """Whether the events from `began` on do nothing but compute, and one of them made all of `output`."""
@@ -246,6 +286,8 @@ class EventLog(ForgettingLog):
                 continue
             if writes:
                 self.producers.note_write(tensor, op)
+                if self._pending.entries:
+                    self._pending.forget_made(tensor)
             else:
                 self.producers.define(tensor, Ref(op.index, len(op.outputs)))
             op.outputs.append(weakref.ref(tensor))

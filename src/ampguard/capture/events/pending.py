@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ampguard.capture.glue.taped_calls import TapedCall, WritingCall
-from ampguard.capture.record import Event, Ref
+from ampguard.capture.record import BackwardCall, Event, Ref
 from ampguard.compat import storage_key
 
 Entry: TypeAlias = tuple[Event, Sequence[int], Sequence[int]]
@@ -26,6 +26,8 @@ class PendingEvents:
         self.entries: list[Entry] = []
         self.last_write = -1
         """The last of them that has written to a tensor."""
+        self.last_call = -1
+        """The last of them whose operands are yet to be named."""
         self._made: dict[int, TapedCall] = {}
         """By the identity of its result, the call that made it or wrote to it last."""
         self._written: dict[int, int] = {}
@@ -37,10 +39,16 @@ class PendingEvents:
     def add_call(self, call: TapedCall, versions: Sequence[int], more: Sequence[int], result: object) -> None:
         """A call that was kept as one; `versions` are those of its operands before it."""
         self.entries.append((call, versions, more))
+        self.last_call = call.index
         self._made[id(result)] = call
         if type(call) is WritingCall:
             self.last_write = call.index
             self._written[storage_key(call.operands[0][0])] = call.index
+
+    def add_backward(self, call: BackwardCall, versions: Sequence[int]) -> None:
+        """A call of `backward`; `versions` are those of what it was given."""
+        self.entries.append((call, versions, ()))
+        self.last_call = call.index
 
     def maker_of(self, tensor: Tensor, version: int) -> TapedCall | None:
         """The call that has given a tensor the value that it has at this version, its present one."""
@@ -58,6 +66,10 @@ class PendingEvents:
         call = self._made.get(id(tensor))
         return call is not None and call.outputs[0]() is tensor
 
+    def forget_made(self, tensor: Tensor) -> None:
+        """An operator that is named already has given this tensor its value since."""
+        self._made.pop(id(tensor), None)
+
     def name_of(self, tensor: Tensor, version: int) -> Ref | None:
         """The same, as the record names it."""
         call = self.maker_of(tensor, version)
@@ -66,7 +78,7 @@ class PendingEvents:
     def take(self) -> list[Entry]:
         """All of them, which are pending no more."""
         entries = self.entries
-        self.entries, self._made, self._written, self.last_write = [], {}, {}, -1
+        self.entries, self._made, self._written, self.last_write, self.last_call = [], {}, {}, -1, -1
         return entries
 
     def clear(self) -> None:

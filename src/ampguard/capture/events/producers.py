@@ -51,6 +51,11 @@ class Producers:
         known = self.known.get(id(tensor))
         return None if known is None or known[0]() is not tensor or version != known[2] else known[1]
 
+    def is_known_since(self, tensor: Tensor, version: int) -> bool:
+        """Whether this very tensor object is known as it was later than at a version: an operator has written to it."""
+        known = self.known.get(id(tensor))
+        return known is not None and known[2] > version and known[0]() is tensor
+
     def maker_of(self, tensor: Tensor) -> int | None:
         """The event that has made this very tensor object, at whatever version; None where none has."""
         known = self.known.get(id(tensor))

@@ -30,6 +30,7 @@ from ampguard.capture.judging.judge import Judge
 from ampguard.capture.record import GlueOp, torch_rng_states
 from ampguard.capture.root_calls.trees import tensors_in
 
+FIRST_ONLY = frozenset({0})
 LOOK_AGAIN = 64
 """Times that the tape is put on between two looks at what the script has replaced; a power of 2."""
 
@@ -362,10 +363,20 @@ class GlueTape(compat.DispatchMode):
         func = torch.ops.aten.copy_.default
         return self._keep_before(func, (target, values), {}, self._facts.get(func) or self._learn(func), frame)
 
+    def _writes_unread(self, args: Any, facts: _Facts) -> bool:
+        """Whether nothing but a tensor is written to that no call that is pending has been given."""
+        written = args[0] if args and facts.writes == FIRST_ONLY else None
+        return type(written) is Tensor and self._taped.log.is_unread(written, self._gives_memory)
+
+    def _gives_memory(self, func: Any) -> bool:
+        """Whether what an operator returns lies in new memory."""
+        facts = self._facts.get(func) or self._learn(func)
+        return not (facts.is_view or facts.writes or func is torch.ops.aten._unsafe_view.default)
+
     def _keep_before(self, func: Any, args: Any, kwargs: Any, facts: _Facts, frame: Any) -> GlueOp | None:
         log = self._taped.log
         rng = torch_rng_states() if facts.is_random else None
-        if facts.writes:
+        if facts.writes and not self._writes_unread(args, facts):
             log.settle()  # the operands of earlier calls are still what they were
             if self._taped.judge.suspects:
                 self._taped.judge.settle_before_write(tensors_in([a for i, a in enumerate(args) if i in facts.writes]))
