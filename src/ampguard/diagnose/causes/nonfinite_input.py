@@ -77,10 +77,11 @@ def nonfinite_input(evidence: Evidence) -> Finding | None:
     outside = made_outside(given.held, given.tensor)
     made_at = f" ({words.place_of(outside.made_at)})" if outside is not None and outside.made_at is not None else ""
     infinite = "".join(f", {name}=0.0" for name in _infinities(bad.values()))
+    repair = data_code.cleaned_data(evidence, given, place, infinite)
     cleaning = Proposal(
         "fix-data",
         given.name,
-        f"clean the data: {data_code.cleaned_data(given, place, infinite)}, or repair it where it is made{made_at}{too}",
+        f"clean the data: {repair}, or repair it where it is made{made_at}{too}",
         trial=lambda e: _with(given, {key: cleaned(value) for key, value in bad.items()}, written),
     )
     proposals = (filtering, cleaning)

@@ -19,6 +19,7 @@ from ampguard.diagnose.code import rewrite
 from ampguard.diagnose.code import source as source_code
 from ampguard.diagnose.code.text import without_comment
 from ampguard.diagnose.evidence import Evidence
+from ampguard.numerics import is_finite
 from ampguard.replay.trace import TracedOp
 
 HIDING = frozenset(
@@ -45,6 +46,18 @@ def accused_expression(evidence: Evidence) -> str | None:
         return None
     chosen = accused_alone(evidence, line.expressions(evidence.op.short_name, is_in_place(evidence.op)))
     return line.source.written(chosen.node) if chosen is not None else None
+
+
+def bad_operand(evidence: Evidence) -> str | None:
+    """The one operand of the accused operator that is not finite, as the user's line writes it; None where none is sure."""
+    line, call, op = line_of(evidence), evidence.call, evidence.op
+    if line is None or call is None:
+        return None
+    bad = [i for i, a in enumerate(call.args) if isinstance(a, Tensor) and a.is_floating_point() and not is_finite(a)]
+    written = line.expressions(op.short_name, is_in_place(op), source_code.ARITHMETIC)
+    chosen = accused_alone(evidence, written) if len(bad) == 1 else None
+    node = chosen.operand(op.short_name, bad[0], argument_name(op, bad[0])) if chosen is not None else None
+    return line.source.written(node) if node is not None else None
 
 
 def with_changed_result(evidence: Evidence, change: rewrite.Change) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampguard.diagnose.code.accused import bad_operand
 from ampguard.diagnose.evidence import Evidence
 from ampguard.diagnose.givens.naming import NamedTensor
 from ampguard.diagnose.givens.places import Place, parts_of
@@ -69,9 +70,10 @@ def _shortened(names: list[str]) -> str:
 _IS_OF_THE_BATCH = "torch.is_tensor(v) and len(v) == len(keep)"
 
 
-def cleaned_data(given: NamedTensor, place: Place | None, infinite: str) -> str:
+def cleaned_data(evidence: Evidence, given: NamedTensor, place: Place | None, infinite: str) -> str:
     """The code that puts 0 in the place of what is not finite."""
     if place is None:
-        return f"torch.nan_to_num({given.short_name}{infinite})"
+        written = bad_operand(evidence) if given.short_name != given.name else None
+        return f"torch.nan_to_num({written or given.short_name}{infinite})"
     is_fixed = isinstance(place.holder, tuple)
     return ("" if is_fixed else f"{place.written} = ") + f"torch.nan_to_num({place.written}{infinite})"
