@@ -157,6 +157,7 @@ from ampguard.compat.scalers import (
     scaler_with,
     scalers_since,
 )
+from ampguard.compat.schedules import schedule_length, warm_up_length
 from ampguard.compat.scripted import SCRIPTED, is_scripted, only_computes, operator_by_operator
 from ampguard.compat.tensor_classes import (
     asked_classes,
@@ -431,6 +432,7 @@ __all__ = [
     "scaler_is_watched",
     "scaler_with",
     "scalers_since",
+    "schedule_length",
     "schema_of",
     "scripts_default_device",
     "several_ranks",
@@ -460,6 +462,7 @@ __all__ = [
     "update_scale_",
     "version_of",
     "versions_of",
+    "warm_up_length",
     "whole_of",
     "without_default_device",
     "without_device_graphs",

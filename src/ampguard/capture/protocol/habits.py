@@ -6,7 +6,7 @@ Also a region of autocast that outlasts a step, in which the casts of the old we
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ampguard.capture.protocol.idle_scaler import IdleScalers
 from ampguard.capture.protocol.models import Models
 from ampguard.capture.protocol.moves import Frame, Moves
 from ampguard.capture.protocol.renewed import RenewedScalers
+from ampguard.capture.protocol.schedules import Schedules
 from ampguard.capture.protocol.script_lines import script_line
 from ampguard.capture.protocol.watches import ScalerWatch
 from ampguard.capture.record import Line
@@ -31,10 +32,8 @@ JOINING_STEPS = 8
 """Steps for which autocast is watched when a scaler joins late."""
 NEEDLESS_LIVE_STEPS = 64
 """Steps without any float16 after which a scaler is called needless while the run goes on; before, at its end."""
-LOST_MOVES = 3
 UNNAMED = "a stream"
 """The path of a checkpoint that was not written to a file with a name."""
-LOST_SHARE = 0.1
 
 
 class Habits:
@@ -52,9 +51,7 @@ class Habits:
         self._stepped_in_region: dict[OptimizerWatch, Line | None] = {}
         self._stale: dict[OptimizerWatch, tuple[Breach, int]] = {}
         """Old casts were used after one step; whether the region outlasts a second one is not known yet."""
-        self._schedulers: dict[int, list[int]] = {}
-        self._first_lost: dict[int, int] = {}
-        """The step of a scheduler's first move without its optimizer."""
+        self.schedules = Schedules(moves)
         self.idle = IdleScalers(moves, models)
         self.renewed = RenewedScalers(moves)
         self._told_needless: set[ScalerWatch] = set()
@@ -164,41 +161,6 @@ class Habits:
         }
         return Breach("needless-scaler", watch, of, of.created, of.created, None, facts)
 
-    # --- schedulers ---------------------------------------------------------------------------------------------------
-
-    def scheduler_moved(self, scheduler: Any, frame: Frame) -> None:
-        """A learning-rate scheduler has stepped; did its optimizer, since the last time?"""
-        optimizer = getattr(scheduler, "optimizer", None)
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return
-        watch = self._moves.watches.optimizer(optimizer)
-        known = self._schedulers.setdefault(id(scheduler), [0, 0, -1, 0])
-        moves, lost, at_steps, taken = known
-        now_taken = watch.taken
-        stepping = self._moves.stepping
-        if stepping is not None and stepping[1] is watch:
-            return  # it moves in a hook of its optimizer, which a skipped step does not run
-        is_lost = watch.was_skipped and at_steps >= 0 and now_taken == taken and watch.steps > at_steps
-        is_lost = is_lost or (at_steps < 0 and watch.was_skipped and now_taken == 0)
-        self._schedulers[id(scheduler)] = known = [moves + 1, lost + is_lost, watch.steps, now_taken]
-        if is_lost:
-            self._lost_move(scheduler, watch, known, frame)
-
-    def _lost_move(self, scheduler: Any, watch: OptimizerWatch, known: list[int], frame: Frame) -> None:
-        moves, lost = known[:2]
-        self._first_lost.setdefault(id(scheduler), self._moves.attempt)
-        ledger = self._moves.machine.ledger(watch)
-        facts = {"lost": lost, "moves": moves, "scheduler": scheduler, "rates": rates_of(scheduler)}
-        facts["settling"] = lost < LOST_MOVES or lost < LOST_SHARE * moves
-        breach = Breach("scheduler-on-skipped-step", watch, None, ledger.stepped_at, script_line(frame), None, facts)
-        key = ("scheduler", id(scheduler))
-        if facts["settling"]:
-            self._moves.listener.on_suspicion(key, breach, self._moves.attempt)
-        else:
-            self._moves.listener.on_suspicion(key, None, 0)
-            self._moves.tell([breach], self._first_lost.get(id(scheduler), self._moves.attempt))
-
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def saving(self, saved: Any, file: Any, frame: Frame) -> None:
@@ -299,13 +261,3 @@ def dtype_counts(tensors: Iterable[Tensor]) -> dict[str, int]:
             kind = str(tensor.dtype).removeprefix("torch.")
             counts[kind] = counts.get(kind, 0) + 1
     return counts
-
-
-def rates_of(scheduler: Any) -> list[float]:
-    """The learning rates that it has set."""
-    last: Callable[[], list[Any]] | None = getattr(scheduler, "get_last_lr", None)
-    try:
-        values = last() if last is not None else []
-    except AttributeError:
-        return []
-    return [float(v) for v in values if not isinstance(v, Tensor) or v.is_cpu]

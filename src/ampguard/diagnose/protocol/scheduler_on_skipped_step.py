@@ -2,7 +2,9 @@
 
 What happens   the scaler found Inf in the gradients and skipped the step; scheduler.step() is called all the same.
 Why it hurts   that part of the schedule is used up without an update: a warm-up gets shorter, the first rate is never used.
-               One or two lost moves while the scale settles are nothing (info); many are a schedule that runs ahead (warning).
+               A few lost moves while the scale settles are nothing (info). Where they are a material part of the schedule (of its
+               length, of its warm-up, of a run whose schedule has no length) or where steps go on being skipped, it runs
+               ahead (warning).
 Instead        step the scheduler only where the scale did not fall:
                scale = scaler.get_scale(); scaler.step(opt); scaler.update(); if scaler.get_scale() >= scale: scheduler.step()
 Not this       a scheduler that is stepped once an epoch.
@@ -11,6 +13,7 @@ Not this       a scheduler that is stepped once an epoch.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ampguard.diagnose.protocol.framework import gate_instead
 from ampguard.diagnose.protocol.scene import Scene, at, is_one_line, statement
@@ -28,6 +31,7 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
         f"The learning-rate scheduler moved on without the optimizer: {lost} of its {moves} moves at {at(scene.again)} followed "
         f"a skipped step of `{name}`{_stepped(scene)}.{rate}"
     )
+    text += _part_of_schedule(facts)
     if settling:
         text += " So few are normal while the loss scale settles."
     gate = (
@@ -37,8 +41,21 @@ def scheduler_on_skipped_step(scene: Scene) -> Telling:
     how = gate_instead(scene) or f"step the scheduler only after a step that was not skipped: {gate}"
     fix = order(scene, how, "gate-scheduler")
     fixes = (fix, order(scene, "or leave it: the scale settles in a few steps", "wait")) if settling else (fix,)
-    evidence = {"lost_moves": lost, "moves": moves, "scheduler": type(facts["scheduler"]).__name__}
+    evidence: dict[str, Any] = {"lost_moves": lost, "moves": moves, "scheduler": type(facts["scheduler"]).__name__}
+    if facts["length"] is not None:
+        evidence["schedule_moves"] = facts["length"]
     return Telling(text, scene.again, fixes, severity="info" if settling else "warning", evidence=evidence)
+
+
+def _part_of_schedule(facts: dict[str, Any]) -> str:
+    """How much of the schedule the optimizer has not seen."""
+    lost, length, warm_up = facts["lost"], facts["length"], facts["warm_up"]
+    if length is None:
+        return ""
+    text = f" That is {100 * lost / length:.2g}% of the {length:g} moves of its schedule"
+    if warm_up is not None and 0 < warm_up < length:
+        text += f", whose first part has {warm_up:.4g}"
+    return text + "."
 
 
 def _stepped(scene: Scene) -> str:

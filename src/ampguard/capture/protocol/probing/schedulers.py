@@ -41,7 +41,7 @@ class SchedulerProbe:
                 result = original(scheduler, *args, **kwargs)
             finally:
                 self._depth -= 1
-            guarded(habits.scheduler_moved, scheduler, sys._getframe(1))
+            guarded(habits.schedules.moved, scheduler, sys._getframe(1))
             return result
 
         return step
