@@ -123,6 +123,7 @@ class Schedules:
         """What the end of the run will tell, unless more is lost until then."""
         known.noted_at = known.moves
         breach = self._breach(scheduler, known, watch, frame)
+        self._moves.name_scaler(breach)
         self._moves.listener.on_suspicion(("scheduler", id(scheduler)), breach, known.first_lost)
 
     def _breach(self, scheduler: Any, known: _Known, watch: OptimizerWatch, frame: Frame) -> Breach:
