@@ -96,6 +96,7 @@ class LearningDynamics:
         self._casebook.breach_behind = lambda cause, bad: self._barrier.call(
             self._stories.breach_behind, cause, bad.step
         )
+        self._casebook.fall_behind = lambda incident: self._barrier.call(self._stories.fall_behind, incident)
         self._casebook.story_of = lambda cause: self._barrier.call(self._stories.story_of, cause)
         self._probes.install()
 

@@ -47,7 +47,7 @@ class Case:
     optimizer: weakref.ref[Any] | None = None
     """Whose gradients a broken protocol is about."""
     led_to: list[str] = field(default_factory=list)
-    """Of a broken protocol: failures that follow from it, in words."""
+    """Of a broken protocol, or what made the loss scale fall: failures that follow from it, in words."""
 
     @property
     def is_breach(self) -> bool:
@@ -69,7 +69,7 @@ class Case:
         self.told_as.steps.add(step)
 
     def follows_from(self, breach: Case, what: str | None = None) -> None:
-        """It is no incident of its own, but a consequence of a broken protocol."""
+        """It is no incident of its own, but a consequence of a broken protocol (or of what made the loss scale fall)."""
         self.part_of = breach
         breach.consequences += self.occurrences + self.consequences
         if what is not None:

@@ -63,6 +63,8 @@ class Casebook:
         more end?"""
         self.breach_behind: Callable[[str, BadResult], Case | None] = lambda cause, bad: None
         """Asked about the same: from which broken protocol that was told does it follow?"""
+        self.fall_behind: Callable[[Incident], Case | None] = lambda incident: None
+        """Asked about gradients that are flushed to zero: which failure that was told has made the loss scale fall to that?"""
         self.as_told: Callable[[Incident], Incident] = lambda incident: incident
         """Gives an incident that was replayed the words that fit how the run was started."""
         self.came_back: Callable[[Incident], None] = lambda incident: None
@@ -92,6 +94,17 @@ class Casebook:
             self.poison.is_told_as(overflow, case)
         self._tell(incident)
         return case
+
+    def add_underflow(self, incident: Incident) -> None:
+        """Gradients are flushed to zero: a failure, or what follows from that which has made the loss scale fall."""
+        behind = self.fall_behind(incident)
+        if behind is None:
+            self.add(incident)
+            return
+        part = Case(incident, ("", None, None, None), self._recorder.steps.attempts, last_step=incident.step)
+        part.is_investigated = False
+        self.cases.append(part)
+        part.follows_from(behind, incident.cause)
 
     def _tell(self, incident: Incident) -> None:
         """Tell of a new incident. What prints the first card imports libraries, and one of them draws from `random`."""

@@ -309,7 +309,7 @@ class Examiner:
         if incident is not None and incident.cause != "gradient-underflow":
             self._casebook.add(incident)
         elif incident is not None:
-            self._casebook.add(begun_before(incident, self._casebook.faint_since()))
+            self._casebook.add_underflow(begun_before(incident, self._casebook.faint_since()))
 
     def _look_for_replaced(self, bad: BadResult) -> None:
         """A suspicion: told only if a replay gives bad gradients in place of those that are about to be used."""

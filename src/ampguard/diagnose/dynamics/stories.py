@@ -13,6 +13,7 @@ from ampguard.diagnose.dynamics.breached import breach_behind, is_too_large, pil
 from ampguard.diagnose.dynamics.finding import Moment, Situation, ask
 from ampguard.diagnose.dynamics.scale_collapse import ITS_GRADIENTS
 from ampguard.diagnose.dynamics.situations import Situations
+from ampguard.diagnose.dynamics.starved import fall_behind
 from ampguard.diagnose.dynamics.trajectory import Trajectory
 from ampguard.incident import Incident
 
@@ -186,6 +187,11 @@ class Stories:
             return poisoned
         self._flush()
         return breach_behind(cause, self._casebook.cases, self.situation(step))
+
+    def fall_behind(self, underflow: Incident) -> Case | None:
+        """The failure that was told and has made the loss scale fall to where these gradients are flushed to zero."""
+        self._flush()
+        return fall_behind(underflow, self._casebook.cases, self._trajectory)
 
     def _divergence_that_goes_on(self) -> Case | None:
         told = [c for c in self._casebook.cases if c.incident.cause == "divergence" and c.part_of is None]
